@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.capacity.plan_serve import (
+    columns,
     serve_command,
+    show,
     users_at_context,
     vllm_engine,
     vllm_remarks,
@@ -68,8 +70,6 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
             refused.append(error)
     if not rows:
         raise refused[0]
-    from kvq.commands.capacity.plan_serve import columns, show
-
     remarks = vllm_remarks(rows, sizing) if options.engine == "vllm" else []
     show(rows, assumed=sizing.calibrate is None, max_num_seqs=sizing.sequences, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):

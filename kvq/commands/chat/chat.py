@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvq import fileio
 from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message
 from kvq.commands.shared.options import (
     ACCEPT,
@@ -216,8 +217,6 @@ class _ChatSession:
     def _save(self, name: str) -> None:
         if not name:
             raise ConfigError("/save needs a file's name")
-        from kvq import fileio
-
         path = fileio.check_writable(name)
         if path.exists() and path not in self._saved:
             raise ConfigError(f"{name} is there already; name another file")

@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 from kvq.errors import ConfigError
+from kvq.formats.names import known_names, split_pair
 from kvq.layout import MAX_BLOCK_SIZE
 from kvq.sizes import parse_bytes, parse_tokens
 
@@ -143,16 +144,8 @@ class ShellNames(StringParamType):
         return [CompletionItem(incomplete, type=kind), *found] if is_path else found
 
 
-def _formats() -> tuple[str, ...]:
-    from kvq.formats.names import known_names
-
-    return known_names()
-
-
 def _halves() -> list[str]:
-    from kvq.formats.names import split_pair
-
-    return [name for name in _formats() if split_pair(name).k == name]
+    return [name for name in known_names() if split_pair(name).k == name]
 
 
 def _embedded() -> tuple[str, ...]:
@@ -176,8 +169,8 @@ def _gpus() -> tuple[str, ...]:
 # For `kvq inspect`: these names once stored other bytes.
 RENAMED = "bare names keep K per channel of a block; what int4 was is int4_g32_s8_rot/int4_g32_s8_rot"
 
-FORMATS = ShellNames(_formats, separators=",", paths="file", halves=_halves)  # or a kvq.json
-ONE_FORMAT = ShellNames(_formats, paths="file", halves=_halves)
+FORMATS = ShellNames(known_names, separators=",", paths="file", halves=_halves)  # or a kvq.json
+ONE_FORMAT = ShellNames(known_names, paths="file", halves=_halves)
 HALF_FORMAT = ShellNames(_halves)
 MODEL = ShellNames(_embedded, paths="dir")
 PLANNED_MODEL = ShellNames(  # the shape alone is enough
