@@ -13,7 +13,6 @@ from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.options import given_options, picked
 from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
-from kvq.evals.report.page import Columns
 from kvq.formats.weights import parse_weight_format
 from kvq.layout import BLOCK_SIZE
 from kvq.sizes import binary, decimal, dollars, parse_bytes
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.vllm import VllmEngine
+    from kvq.evals.report.page import Columns
 
 _MUCH = 1.05  # times as many users, for which an option is worth a line
-_VLLM: Columns = {
+_VLLM: "Columns" = {
     "gpu": ("GPU", ""),
     "kv": ("KV", ""),
     "num_gpu_blocks": ("blocks", ",d"),
@@ -34,7 +34,7 @@ _VLLM: Columns = {
     "max_model_len": ("request, tokens", ",d"),
     "max_concurrency": ("maximum concurrency", ".2f"),
 }
-_AT_RATE: Columns = {
+_AT_RATE: "Columns" = {
     "gpu": ("GPU", ""),
     "kv": ("KV", ""),
     "utilization": ("utilization", ".0%"),
@@ -154,7 +154,7 @@ def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]
     return lines
 
 
-def columns(rows: list[dict[str, Any]]) -> Columns:
+def columns(rows: list[dict[str, Any]]) -> "Columns":
     """Return the columns of a table of plans, by the keys of a row."""
     users = {"gpus_needed": ("GPUs needed", ",d")} if rows[0]["gpus_needed"] is not None else {}
     return {

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
-from kvq.evals.watch import Watch
 from kvq.extras import PLOTS, require
 from kvq.sizes import binary
 
@@ -117,6 +116,8 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
 
     def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
         """Run `work(watch=...)` under a progress bar; returns the result of its rows."""
+        from kvq.evals.watch import Watch
+
         with self:
             with progress_bar(what) as progress:
                 rows = work(watch=Watch(progress, self.keep))

@@ -1,7 +1,6 @@
 """Tables of reports as text cells, for the terminal and for pages, and one self-contained HTML page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from kvq.printable import printable
@@ -72,6 +71,8 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 
 def page(title: str, parts: Iterable[str]) -> str:
     """Return the page around parts that are HTML already."""
+    from html import escape  # not for the terminal
+
     whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -83,6 +84,8 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table that scrolls if it is too wide."""
+    from html import escape
+
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head = "".join(f"<th>{escape(one)}</th>" for one in heads)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
@@ -90,6 +93,8 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def origin(result: dict[str, Any]) -> str:
     """Return the origin of figures: version, commit, command."""
+    from html import escape
+
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
         f'<p class="small">kvq {escape(result["kvq_version"])}, commit {escape(str(result["commit"]))}, '
