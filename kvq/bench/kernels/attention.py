@@ -216,11 +216,15 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
     q = queries(workload)
     truth = exact_attention(q[-1], k[-1], v[-1], workload.head_dim**-0.5)
     for name, kv, nbytes, run in module.contenders(workload, q, k, v):
+
+        def flat(_: int, run: Callable[[], Tensor] = run) -> Tensor:
+            return run().flatten(0, 1)
+
         yield Contender(
             name=name,
             backend="third party",
             over={"kv": kv},
-            run=lambda _, run=run: run().flatten(0, 1),
+            run=flat,
             nbytes=nbytes,
             copies=1,
             truth=truth,
