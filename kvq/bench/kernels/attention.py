@@ -1,7 +1,7 @@
 """`kvq bench attention`: one layer's attention over quantized blocks beside torch's over dense tensors."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
