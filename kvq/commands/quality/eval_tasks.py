@@ -166,8 +166,14 @@ def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
 
 
 def _of_rows(key: str, row: type) -> dict[str, Any]:
-    """Return the gate functions of a task whose rows have their figures by name."""
-    return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
+    """Return the gate functions of a task: figures are numeric fields of its rows, and intervals' bounds."""
+    found = []
+    for one in fields(row):
+        if one.type in (int, float):
+            found.append(one.name)
+        elif one.name == "intervals" and isinstance(one.type, type) and is_dataclass(one.type):
+            found += [f"{inner.name}_{end}" for inner in fields(one.type) for end in ("low", "high")]
+    return {"figures": lambda name, _: {name: found}, "gate_rows": lambda done, _: done[key]}
 
 
 _WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
@@ -240,15 +246,4 @@ def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequenc
         for one, given in prepared:
             if task is one.task:
                 found |= task.figures(name, given)
-    return found
-
-
-def _numbers(row: type) -> list[str]:
-    """Return the numeric fields of a row, and the bounds of its intervals."""
-    found = []
-    for one in fields(row):
-        if one.type in (int, float):
-            found.append(one.name)
-        elif one.name == "intervals" and isinstance(one.type, type) and is_dataclass(one.type):
-            found += [f"{inner.name}_{end}" for inner in fields(one.type) for end in ("low", "high")]
     return found

@@ -132,20 +132,15 @@ def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
     """Return rows of one task or group over one format. Every format gets the same examples."""
-    _set_fewshot(loaded[1], plan)
-    lm.progress = progress
-    began = time.perf_counter()
-    results = _evaluate(lm, loaded, plan)
-    return _rows(kv, results, time.perf_counter() - began)
-
-
-def _set_fewshot(loaded: Mapping[str, Any], plan: LMEvalPlan) -> None:
-    """Set the examples before each question, as lm-eval's command does: a task's own 0 stays."""
-    for task in loaded["tasks"].values():
+    for task in loaded[1]["tasks"].values():  # as lm-eval's command does: a task's own 0 stays
         own = task.get_config("num_fewshot")
         if own is None or (plan.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
         task.set_fewshot_seed(seed=plan.seed)
+    lm.progress = progress
+    began = time.perf_counter()
+    results = _evaluate(lm, loaded, plan)
+    return _rows(kv, results, time.perf_counter() - began)
 
 
 def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
