@@ -60,6 +60,11 @@ class Gpu:
         """Memory bandwidth in bytes per second."""
         return self.bandwidth_tb_s * 1e12
 
+    @property
+    def flops(self) -> float:
+        """Dense operations per second in 16 bits, in which speed is planned."""
+        return 1e12 * self.tflops["fp16"]
+
 
 def check_positive(what: str, value: Any) -> None:
     """Raise ConfigError unless `value` is a finite number above 0."""

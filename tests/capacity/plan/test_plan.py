@@ -10,6 +10,7 @@ import kvq
 from kvq.capacity.lengths import Demand, Length
 from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import (
+    Gpu,
     Prices,
     break_even_requests,
     find_gpu,
@@ -18,11 +19,7 @@ from kvq.capacity.plan.gpus import (
     usd_per_million,
 )
 from kvq.capacity.plan.plan import at_rate, closed_loop, make_plan
-from kvq.capacity.plan.step_time import (
-    Efficiency,
-    _Machine,
-    expert_share,
-)
+from kvq.capacity.plan.step_time import Efficiency, expert_share
 from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
@@ -31,25 +28,28 @@ from kvq.sizing.memory import Split
 PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)
 
 
+def gpu(bandwidth_tb_s: float, tflops: float) -> Gpu:
+    one = {"name": "one", "memory_gb": 80.0, "usd_per_hour": 1.0}
+    return Gpu(**one, bandwidth_tb_s=bandwidth_tb_s, tflops={"fp16": tflops})
+
+
 def test_an_h100_reads_14_gb_of_weights():
-    machine = _Machine(bandwidth=3.35e12, flops=989e12, efficiency=PERFECT)
-    step = machine.linear_s(14e9, 2 * 7e9, tokens=1)
+    step = PERFECT.linear_s(gpu(3.35, 989), 14e9, 2 * 7e9, tokens=1)
     assert 1e3 * step == pytest.approx(4.2, abs=0.05)
     assert 238 <= 1 / step <= 240
 
 
 @pytest.mark.parametrize(("context", "wanted"), [(0, 320), (1024, 93), (4096, 30)])
 def test_an_a100_with_16_requests(context, wanted):
-    machine = _Machine(bandwidth=2e12, flops=312e12, efficiency=Efficiency(bandwidth=0.8, step=0.7))
+    a100, reached = gpu(2, 312), Efficiency(bandwidth=0.8, step=0.7)
     kv = 16 * context * 524_288
-    step = machine.linear_s(3.5e9, 2 * 7e9 * 16, tokens=16) + machine.read_s(kv)
+    step = reached.linear_s(a100, 3.5e9, 2 * 7e9 * 16, tokens=16) + reached.read_s(a100, kv)
     assert 1 / step == pytest.approx(wanted, rel=0.02)
 
 
 def test_what_is_not_bound_by_bytes_is_bound_by_arithmetic():
-    machine = _Machine(bandwidth=1e12, flops=1e12, efficiency=PERFECT)
-    assert machine.linear_s(1e12, 1e11, tokens=1) == 1
-    assert machine.linear_s(1e11, 2e12, tokens=1) == 2
+    assert PERFECT.linear_s(gpu(1, 1), 1e12, 1e11, tokens=1) == 1
+    assert PERFECT.linear_s(gpu(1, 1), 1e11, 2e12, tokens=1) == 2
 
 
 def test_experts_that_a_step_reads():
