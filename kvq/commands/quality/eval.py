@@ -91,8 +91,7 @@ def _plan(
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.generation import GenerationPlan
     from kvq.evals.lm_eval.loading import LMEvalPlan
-    from kvq.evals.needle.needle import NeedlePlan
-    from kvq.evals.needle.prompts import SENTENCE
+    from kvq.evals.needle.prompts import SENTENCE, NeedlePlan
     from kvq.evals.report.bootstrap import Bootstrap
     from kvq.evals.simulated import simulated
 

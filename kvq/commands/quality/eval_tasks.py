@@ -13,7 +13,6 @@ from kvq.evals.exact_tail import check_exact
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
 from kvq.evals.lm_eval.loading import LMEvalPlan, load_tasks, task_metrics
 from kvq.evals.needle.needle import (
-    NeedlePlan,
     NeedleRow,
     NeedleSummary,
     measure_needle,
@@ -21,7 +20,7 @@ from kvq.evals.needle.needle import (
     summarize_needle,
     void_reason,
 )
-from kvq.evals.needle.prompts import NeedlePrompts
+from kvq.evals.needle.prompts import NeedlePlan, NeedlePrompts
 from kvq.evals.perplexity import instrument_facts, look
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.evals.report.bootstrap import Bootstrap
