@@ -97,17 +97,8 @@ def parse_gate(text: str) -> Gate:
     if not math.isfinite(limit):
         raise ConfigError(f"--gate {text!r}: the limit must be a finite number")
     _check_limit(match, limit)
-    return Gate(
-        text=text.strip(),
-        kv=match["kv"].strip() if match["kv"] else None,
-        task=match["task"],
-        figure=match["figure"],
-        filter=match["filter"],
-        operator=match["operator"],
-        limit=limit,
-        unit=unit,
-        scale=scale,
-    )
+    words: dict[str, Any] = match.groupdict() | {"kv": match["kv"] and match["kv"].strip()}
+    return Gate(**words | {"text": text.strip(), "limit": limit, "unit": unit, "scale": scale})
 
 
 def _scale(text: str, figure: str, unit: str) -> float:
