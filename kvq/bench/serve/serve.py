@@ -5,7 +5,7 @@ Each request is sent at its time, or a fixed number of users send one after anot
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -16,7 +16,10 @@ from kvq.bench.serve.client import Endpoint, Leave, Sent, first_model, send
 from kvq.bench.serve.process import ServerProcess
 from kvq.bench.timing import in_turn, percentile
 from kvq.errors import ConfigError, EngineError
-from kvq.evals.watch import UNWATCHED, Watch
+from kvq.evals.watch import Watch
+
+MakeLoad = Callable[..., Load]  # takes `vocab_size` and `max_context`
+_Rows = list[dict[str, Any]]
 
 
 async def run_load(
@@ -88,18 +91,6 @@ def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
     }
 
 
-MakeLoad = Callable[..., Load]  # takes `vocab_size` and `max_context`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServePlan:
-    """Plan of one benchmark. `users`: clients at a time; None: requests come as they arrive."""
-
-    make_load: MakeLoad
-    users: int | None = None
-    repeats: int = 3
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Server:
     """Server that is measured, as rows name it."""
@@ -109,8 +100,8 @@ class _Server:
     target: Endpoint
 
 
-async def bench_url(url: str, key: str, plan: ServePlan, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
-    """Measure a server that runs already; returns its row.
+async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]) -> _Rows:
+    """Measure a server that runs already; returns its row. `measure`: see `measure_servers`.
 
     Raises:
         ConfigError: no kvq server answers there.
@@ -126,20 +117,16 @@ async def bench_url(url: str, key: str, plan: ServePlan, watch: Watch = UNWATCHE
     if any(type(model.get(name)) is not int for name in ("vocab_size", "max_model_len")):
         raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
     server = _Server(name=url, kv="?", target=replace(target, model=model["id"]))
-    return await _measure([server], model, plan, watch)
+    return await measure([server], model)
 
 
 async def bench_serve(
-    formats: Sequence[str],
-    options: Sequence[str],
-    plan: ServePlan,
-    watch: Watch = UNWATCHED,
-    *,
-    pin: bool = True,
-) -> list[dict[str, Any]]:
+    formats: Sequence[str], options: Sequence[str], measure: Callable[..., Awaitable[_Rows]], *, pin: bool
+) -> _Rows:
     """Start a server for each format and measure them in turn; `options` are those of `kvq serve`.
 
-    With `pin` this process and the HTTP processes share one core, and the engines have the others.
+    `measure`: see `measure_servers`. With `pin` this process and the HTTP processes share one core, and the
+    engines have the others.
 
     Raises:
         EngineError: a server does not start, or not one request was completed.
@@ -155,34 +142,38 @@ async def bench_serve(
             _Server(name="kvq serve", kv=kv, target=process.target)
             for kv, process in zip(formats, processes, strict=True)
         ]
-        return await _measure(servers, processes[0].model, plan, watch)
+        return await measure(servers, processes[0].model)
 
 
-async def _measure(
-    servers: Sequence[_Server], model: dict[str, Any], plan: ServePlan, watch: Watch
-) -> list[dict[str, Any]]:
-    load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
-    done, total = itertools.count(1), len(servers) * plan.repeats * load.num_requests
+async def measure_servers(
+    servers: Sequence[_Server],
+    model: dict[str, Any],
+    *,
+    make_load: MakeLoad,
+    users: int | None,
+    repeats: int,
+    watch: Watch,
+) -> _Rows:
+    """Measure servers of a model in turn. `users`: clients at a time; None: requests come as they arrive."""
+    load = make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
+    done, total = itertools.count(1), len(servers) * repeats * load.num_requests
     sent: dict[_Server, list[list[Sent]]] = {server: [] for server in servers}
     alone = {server: await _send_alone(server.target, load) for server in servers}
 
-    def rows(of: Iterable[_Server] = servers) -> list[dict[str, Any]]:
+    def rows(of: Iterable[_Server] = servers) -> _Rows:
         return [
-            _row(server, sent[server], plan.users)
-            | {"check_equal": sent[server][0][0].text == alone[server].text}
+            _row(server, sent[server], users) | {"check_equal": sent[server][0][0].text == alone[server].text}
             for server in of
         ]
 
-    def so_far() -> list[dict[str, Any]]:
+    def so_far() -> _Rows:
         return rows(
             server for server, runs in sent.items() if any(one.is_complete for run in runs for one in run)
         )
 
-    for repeat, server in in_turn(servers, plan.repeats):
+    for repeat, server in in_turn(servers, repeats):
         requests = load.draw(repeat)
-        run = await run_load(
-            server.target, requests, plan.users, step=lambda: watch.progress(next(done), total)
-        )
+        run = await run_load(server.target, requests, users, step=lambda: watch.progress(next(done), total))
         sent[server].append(run)
         watch.keep(so_far)
         await asyncio.sleep(0.2)  # lets the server finish its work

@@ -52,7 +52,7 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
     """
     require("kvq bench serve", SERVER)
-    from kvq.bench.serve.serve import ServePlan, bench_serve, bench_url
+    from kvq.bench.serve.serve import bench_serve, bench_url, measure_servers
     from kvq.evals.watch import Watch
 
     begin(json_path)
@@ -60,17 +60,17 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     if url is not None and of_servers:
         raise ConfigError(f"{of_servers[0]} is for a server that is started here; leave it out with --url")
     make = traffic.make(options.requests, options.concurrency)
-    plan = ServePlan(make_load=make, users=options.concurrency, repeats=options.repeats)
+    measure = partial(measure_servers, make_load=make, users=options.concurrency, repeats=options.repeats)
     load = asdict(traffic) | {"requests": options.requests, "users": options.concurrency}
     with FinishedRows(json_path, partial(result_of, facts={"load": load}), _print) as finished:
         with named_progress() as named:
-            watch = Watch(partial(named, "serving"), finished.keep)
+            measure = partial(measure, watch=Watch(partial(named, "serving"), finished.keep))
             if url is None:
                 named("starting servers", 0, None)
-                work = bench_serve(kv, of_servers, plan, watch, pin=options.pin)
+                work = bench_serve(kv, of_servers, measure, pin=options.pin)
             else:
                 key = os.environ.get(options.api_key_env, "none")
-                work = bench_url(url, key, plan, watch)
+                work = bench_url(url, key, measure)
             rows = asyncio.run(work)
         finished.end(rows)
 

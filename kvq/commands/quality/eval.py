@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.quality.eval_options import EvalOptions, TaskOptions
+from kvq.commands.quality.eval_options import EvalOptions
 from kvq.commands.shared.options import (
     ModelOptions,
     WindowOptions,
@@ -40,15 +40,8 @@ _JSON = ("cautions", "look")  # keys of results that are no lists of rows
 @text_options("held-out help topics of CPython")
 @gathered(EvalOptions, "options")
 @gathered(WindowOptions, "windows")
-@gathered(TaskOptions, "task_options")
 @model_options
-def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    options: EvalOptions,
-    windows: WindowOptions,
-    task_options: TaskOptions,
-) -> None:
+def command(kv: list[str], model_options: ModelOptions, options: EvalOptions, windows: WindowOptions) -> None:
     """Measure the quality of KV formats on MODEL, a folder, a hub name, or 'tiny'.
 
     The baseline is the first unquantized format listed; all tokens go through kvq's own write-then-read
@@ -72,7 +65,7 @@ def command(
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
     if options.simulate and checked.prepared.cache != "kvq":
         raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
-    plan = _plan(checked, source, options, windows, task_options)
+    plan = _plan(checked, source, options, windows)
     result = _measure(checked, plan, chosen, limits, json_path)
     if options.html_path:
         write_report(options.html_path, result)
@@ -81,11 +74,7 @@ def command(
 
 
 def _plan(
-    checked: "CheckedModel",
-    source: "EvalText",
-    options: EvalOptions,
-    windows: WindowOptions,
-    task_options: TaskOptions,
+    checked: "CheckedModel", source: "EvalText", options: EvalOptions, windows: WindowOptions
 ) -> "EvalPlan":
     from kvq.commands.quality.eval_tasks import EvalPlan
     from kvq.evals.divergence import TokenPlan
@@ -95,7 +84,7 @@ def _plan(
     from kvq.evals.report.bootstrap import Bootstrap
     from kvq.evals.simulated import simulated
 
-    given, dims = task_options, checked.prepared.geometry.head_dims
+    dims = checked.prepared.geometry.head_dims
     return EvalPlan(
         prepared=checked.prepared,
         recipes=[*recipes_of(checked), *(simulated(name, dims) for name in options.simulate)],
@@ -103,18 +92,18 @@ def _plan(
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=options.attention_windows,
         bootstrap=Bootstrap(resamples=options.resamples, seed=options.seed),
-        generation=GenerationPlan(**picked(given, "prompts", "prompt_tokens", "new_tokens")),
+        generation=GenerationPlan(**picked(options, "prompts", "prompt_tokens", "new_tokens")),
         needle=NeedlePlan(
-            lengths=given.needle_lengths,
-            depths=given.needle_depths,
-            trials=given.needle_trials,
-            needle=given.needle or SENTENCE,
-            distractors=given.needle_distractors,
+            lengths=options.needle_lengths,
+            depths=options.needle_depths,
+            trials=options.needle_trials,
+            needle=options.needle or SENTENCE,
+            distractors=options.needle_distractors,
             seed=options.seed,
             **({} if windows.chunk is None else {"chunk": windows.chunk}),
         ),
-        lm_eval=LMEvalPlan(**picked(given, "include_path", "limit", "num_fewshot", "apply_chat_template")),
-        kv_memory=given.kv_memory,
+        lm_eval=LMEvalPlan(**picked(options, "include_path", "limit", "num_fewshot", "apply_chat_template")),
+        kv_memory=options.kv_memory,
     )
 
 
