@@ -35,8 +35,8 @@ from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import percentile
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
+from kvq.capacity.fleet.records import Slo, summarize
 from kvq.capacity.fleet.replica import EngineSpec
-from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.capacity.lengths import Lengths
 from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import Gpu

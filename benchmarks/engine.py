@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from kvq.bench.engine.engine import EnginePlan, bench_engine
-from kvq.bench.engine.load import LoadRequest, burst
-from kvq.bench.engine.result import ServedLoad, row
+from kvq.bench.engine.load import LoadRequest, ServedLoad, burst, row
 from kvq.bench.engine.rivals import RIVALS, check_requests, compare, one_by_one
 from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.bench.figures import engine_figure

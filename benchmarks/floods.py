@@ -34,8 +34,8 @@ from benchmarks.rude import memory_bytes, metrics
 from benchmarks.worst_bodies import CHATS, SHAPES, body_of
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.serve.client import Endpoint, Sent, get, send
-from kvq.bench.serve.load import as_served
 from kvq.bench.serve.process import ServerProcess
+from kvq.bench.serve.serve import as_served
 from kvq.bench.timing import percentile
 from kvq.evals.report.results import source_commit
 from kvq.models.describe.resolve import EMBEDDED

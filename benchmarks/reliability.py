@@ -30,8 +30,8 @@ from benchmarks.peers.neighbours import neighbours
 from benchmarks.rude import memory_bytes, metrics, num_sockets, some_rude, stall
 from kvq.bench.engine.load import Load, LoadRequest
 from kvq.bench.serve.client import Sent, send
-from kvq.bench.serve.load import as_served, outcomes, run_load
 from kvq.bench.serve.process import ServerProcess
+from kvq.bench.serve.serve import as_served, outcomes, run_load
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
 from kvq.evals.report.results import source_commit
@@ -294,7 +294,7 @@ async def overhead(run: Run) -> Rows:
     """HTTP beside the engine alone: 16 at a time, lengths mixed, so that both are in full swing."""
     if run.model is None:
         raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
-    from kvq.bench.engine.result import ServedLoad
+    from kvq.bench.engine.load import ServedLoad
     from kvq.bench.engine.server import EngineLimits, KvqServer
     from kvq.models import load
 

@@ -16,7 +16,8 @@ from kvq.calib.sensitivity import Keep as KeepTrials
 from kvq.calib.sensitivity import Progress as NamedProgress
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
-from kvq.evals.divergence import Keep, Progress, TokenPlan, Watch
+from kvq.evals.divergence import TokenPlan
+from kvq.evals.watch import Keep, Progress, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import LoadOptions, find_scales, prepare

@@ -27,8 +27,7 @@ from benchmarks.instructions.cards import CARDS, Card
 from benchmarks.instructions.counting import SPILLED, Asked, counted
 from benchmarks.instructions.kernels import kernels
 from benchmarks.instructions.model import MEASURED, SHAPES, Loop, attention_us, tile_us
-from kvq.bench.kernels.tiles import Cost, axes, search
-from kvq.bench.kernels.tune import write_table
+from kvq.bench.kernels.tune import Cost, axes, search, write_table
 from kvq.formats import KVRecipe
 from kvq.formats.recipe import LayerFormats
 from kvq.kernels.attend.triton.kernel import attend_kernel

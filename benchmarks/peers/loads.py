@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.bench.engine.load import Load
-from kvq.bench.engine.result import ServedLoad
+from kvq.bench.engine.load import Load, ServedLoad
 from kvq.capacity.lengths import Lengths
 from kvq.scheduler import Priority
 

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.peers.quota import Group
-from kvq.bench.engine.load import LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad
+from kvq.bench.engine.load import LoadRequest, Served, ServedLoad
 from kvq.errors import EngineError
 
 _ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from typing import Any
 import kvq
 from kvq.engine import LLM, RequestOutput
 from kvq.errors import ConfigError
-from kvq.evals.divergence import Progress
 from kvq.evals.scoring import generate
-from kvq.evals.windows import begin_ids, text_ids
+from kvq.evals.text import begin_ids, text_ids
+from kvq.evals.watch import Progress
 from kvq.models import Model
 
 _SPARE = 1.25  # blocks beyond what the longest prompts need, for what the scheduler holds in reserve

@@ -7,8 +7,7 @@ from typing import Any
 import kvq
 from benchmarks.real.hidden import BASELINE, Baseline
 from benchmarks.real.lab import Lab
-from kvq.evals.text import EvalText
-from kvq.evals.windows import token_windows
+from kvq.evals.text import EvalText, token_windows
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel, prepare
 

@@ -7,7 +7,7 @@ from benchmarks.real.bench import Bench
 from benchmarks.real.closeness import compare, in_format, row_of
 from benchmarks.real.hidden import BASELINE
 from benchmarks.real.records import Settings
-from kvq.evals.divergence import Progress
+from kvq.evals.watch import Progress
 from kvq.models.check.load_check import measure as load_check
 from kvq.models.check.verdict import verdict
 

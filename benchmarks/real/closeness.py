@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from benchmarks.real.hidden import BASELINE, Baseline, hidden_states, log_probs, pieces
-from kvq.evals.divergence import Progress, Reference, TokenFigures
+from kvq.evals.divergence import Reference, TokenFigures
 from kvq.evals.exact_tail import exact_keys
 from kvq.evals.quality import depths
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.side_by_side import Chunk
 from kvq.evals.simulated import simulated
+from kvq.evals.watch import Progress
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 

@@ -15,9 +15,9 @@ from benchmarks.real.closeness import answers_agreement, in_format, sizes
 from benchmarks.real.records import Settings
 from benchmarks.real.sandbox import run
 from kvq.errors import ConfigError
-from kvq.evals.divergence import Progress
 from kvq.evals.report.bootstrap import share_interval
-from kvq.evals.windows import text_ids
+from kvq.evals.text import text_ids
+from kvq.evals.watch import Progress
 
 NEW_TOKENS = 512
 _QUESTION = "Complete this Python function. Answer with its code only."

@@ -8,8 +8,8 @@ from benchmarks.real import checked, humaneval, retrieval, rivals
 from benchmarks.real.bench import Bench
 from benchmarks.real.closeness import compare, in_format, row_of
 from benchmarks.real.records import Settings
-from kvq.evals.divergence import Progress
 from kvq.evals.text import EvalText
+from kvq.evals.watch import Progress
 
 Measure = Callable[[Bench, str, Settings, Progress], dict[str, Any]]
 

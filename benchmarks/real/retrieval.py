@@ -12,8 +12,8 @@ from benchmarks.real.closeness import in_format, sizes
 from benchmarks.real.humaneval import shares
 from benchmarks.real.records import Settings
 from kvq.errors import RequestError
-from kvq.evals.divergence import Progress
-from kvq.evals.windows import text_ids
+from kvq.evals.text import text_ids
+from kvq.evals.watch import Progress
 
 _ADJECTIVES = (
     "amber", "bitter", "copper", "dusty", "early", "faded", "gentle", "hollow", "iron", "jolly",

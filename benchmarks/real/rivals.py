@@ -13,7 +13,7 @@ from benchmarks.real.bench import Bench
 from benchmarks.real.closeness import METHODS, compare, in_format, row_of, told
 from benchmarks.real.records import Settings
 from kvq.errors import ConfigError, EngineError, first_lines
-from kvq.evals.divergence import Progress
+from kvq.evals.watch import Progress
 
 TRANSFORMERS = ("quanto-4", "quanto-2", "hqq-4", "hqq-2")
 LLAMA = {"q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # bits per element, scales included

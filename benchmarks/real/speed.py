@@ -25,7 +25,7 @@ from kvq.bench.timing import percentile
 from kvq.blockmgr import Sequence as Held
 from kvq.errors import KVQError
 from kvq.evals.report.results import envelope, write_json
-from kvq.evals.windows import text_ids
+from kvq.evals.text import text_ids
 from kvq.fileio import check_writable
 from kvq.models import Model, Session
 

@@ -8,8 +8,9 @@ from statistics import fmean
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from kvq.bench.timing import Progress, percentile, unwatched
+from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager, BlockPool, Match, PrefixQuery, Sequence
+from kvq.evals.watch import UNWATCHED, Progress
 
 T = TypeVar("T")
 _TOKENS = 50_000  # token ids are drawn below this
@@ -24,7 +25,7 @@ def bench_blocks(
     num_blocks: int = 100_000,
     block_size: int = 16,
     seed: int = 0,
-    progress: Progress = unwatched,
+    progress: Progress = UNWATCHED.progress,
 ) -> list[dict[str, Any]]:
     """Measure every operation on `num_sequences` sequences, then on as many as fill `num_blocks`.
 

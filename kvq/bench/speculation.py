@@ -7,15 +7,16 @@ have the rate found offline, without drafting: the logits of both models over te
 which drafts would be accepted, and a walk along them tells which would be verified.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import Keep, Progress, in_turn, part_of, percentile, spread, unkept, unwatched
+from kvq.bench.timing import in_turn, percentile, spread
 from kvq.engine import LLM, SamplingParams
 from kvq.engine.speculation.draft_model import DraftModel
 from kvq.engine.speculation.ngram import NGrams
@@ -23,6 +24,7 @@ from kvq.engine.speculation.self_draft import SelfDraft
 from kvq.engine.speculation.speculator import Speculator
 from kvq.engine.speculation_config import Speculation
 from kvq.errors import ConfigError
+from kvq.evals.watch import UNWATCHED, Progress, Watch, part_of
 from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.loading.weights import LoadedWeights
@@ -64,26 +66,13 @@ class _Contender:
 
     k: int  # 0: none
     adapts: bool
-    rates: list[float]  # tokens per second
-    generated: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    verified: int = 0  # drafts whose predecessors were right
-    accepted: int = 0
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of verified drafts that were accepted."""
-        return self.accepted / self.verified if self.verified else None
+    rates: list[float] = field(default_factory=list)  # tokens per second
+    # generated, drafts, drafted, verified (drafts whose predecessors were right), accepted
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 def bench_speculation(
-    model: Model,
-    formats: Sequence[str],
-    plan: SpeculationPlan,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
+    model: Model, formats: Sequence[str], plan: SpeculationPlan, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
     """Measure each format at each depth; returns their rows.
 
@@ -94,8 +83,8 @@ def bench_speculation(
     """
     rows: list[dict[str, Any]] = []
     for number, kv in enumerate(formats):
-        rows += _bench_format(model, kv, plan, part_of(progress, number, len(formats)))
-        keep(rows.copy)
+        rows += _bench_format(model, kv, plan, part_of(watch.progress, number, len(formats)))
+        watch.keep(rows.copy)
     return rows
 
 
@@ -114,7 +103,8 @@ def _bench_format(model: Model, kv: str, plan: SpeculationPlan, progress: Progre
             equal += tokens == plain
             progress(done, plan.repeats * len(fresh))
         offline = offline_shares(llm, speculator, plan, plain)
-        cost = _draft_cost(speculator, plan.batch)
+        depth, step = speculator.depth, speculator.depth.costs.decode_s(plan.batch)
+        cost = depth.draft_s(plan.batch) / step if depth.takes_passes and step else 0.0  # of a decode step
     base = percentile(fresh[0].rates, 50)
     repeatable = plan.temperature == 0 or plan.seed is not None
     facts = {
@@ -128,27 +118,28 @@ def _bench_format(model: Model, kv: str, plan: SpeculationPlan, progress: Progre
 
 def _contenders(plan: SpeculationPlan) -> list[_Contender]:
     """Return the contenders: no drafts, then every depth, then a depth that the engine adapts."""
-    fixed = [_Contender(k, False, []) for k in (0, *plan.depths)]
-    return [*fixed, _Contender(max(plan.depths), True, [])]
+    fixed = [_Contender(k, False) for k in (0, *plan.depths)]
+    return [*fixed, _Contender(max(plan.depths), True)]
 
 
 def _row(
     one: _Contender, base: float, plan: SpeculationPlan, offline: dict[int, float | None], cost: float
 ) -> dict[str, Any]:
-    share = one.acceptance
-    steps = one.generated - one.accepted  # of sequences
+    generated, accepted = one.counts["generated"], one.counts["accepted"]
+    share = accepted / one.counts["verified"] if one.counts["verified"] else None
+    steps = generated - accepted  # of sequences
     expected = None
     if share is not None and not one.adapts:  # n-grams don't find a draft in every step
-        expected = 1 + (expected_tokens(share, one.k) - 1) * one.drafts / steps
+        expected = 1 + (expected_tokens(share, one.k) - 1) * one.counts["drafts"] / steps
     return {
         "k": one.k,
         "adapts": one.adapts,
         "acceptance": share,
         "offline_acceptance": None if one.adapts else offline.get(one.k),
-        "draft_acceptance": one.accepted / one.drafted if one.drafted else None,
-        "drafts_per_step": one.drafted / steps,
+        "draft_acceptance": accepted / one.counts["drafted"] if one.counts["drafted"] else None,
+        "drafts_per_step": one.counts["drafted"] / steps,
         "expected_tokens_per_step": expected,
-        "tokens_per_step": one.generated / steps,
+        "tokens_per_step": generated / steps,
         "expected_speedup": None if expected is None else expected / (1 + one.k * cost),
         **spread("output_tokens_per_s", one.rates),
         "speedup": percentile(one.rates, 50) / base,
@@ -162,7 +153,12 @@ def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[in
     assert speculator is not None, "the engine was built with one"
     speculator.use(k=contender.k, adapts=contender.adapts)
     speculator.proposer.reset()  # else n-grams would find the answers of the run before
-    before = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
+
+    def counts() -> dict[str, int]:
+        drafts = {"drafts": counters.drafts, "drafted": counters.drafted_tokens}
+        return drafts | {"accepted": speculator.right, "verified": speculator.looked_at}
+
+    contender.counts.subtract(counts())
     began = perf_counter()
     outputs = llm.generate(plan.prompts, plan.params)
     seconds = perf_counter() - began
@@ -170,21 +166,10 @@ def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[in
         if output.error is not None:
             raise output.error
     tokens = [output.outputs[0].token_ids for output in outputs]
-    contender.rates.append(sum(map(len, tokens)) / seconds)
-    contender.generated += sum(map(len, tokens))
-    after = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
-    drafts, drafted, accepted, verified = (b - a for a, b in zip(before, after, strict=True))
-    contender.drafts += drafts
-    contender.drafted += drafted
-    contender.accepted += accepted
-    contender.verified += verified
+    generated = sum(map(len, tokens))
+    contender.rates.append(generated / seconds)
+    contender.counts.update(counts(), generated=generated)
     return tokens
-
-
-def _draft_cost(speculator: Speculator, batch: int) -> float:
-    """Return the cost of a draft pass as a share of a decode step; 0 for n-grams."""
-    step = speculator.depth.costs.decode_s(batch)
-    return speculator.depth.draft_s(batch) / step if speculator.depth.takes_passes and step else 0.0
 
 
 def offline_shares(

@@ -1,24 +1,9 @@
-"""Timing helpers of benchmarks: percentiles, turns of contenders, and progress of repeated work."""
+"""Timing helpers of benchmarks: percentiles, and turns of contenders."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 T = TypeVar("T")
-Progress = Callable[[int, int], object]  # (steps done, steps in all)
-Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
-
-
-def unwatched(done: int, total: int) -> None:
-    """Ignore progress."""
-
-
-def unkept(make: Callable[[], object]) -> None:
-    """Keep no rows of unfinished work."""
-
-
-def part_of(progress: Progress, index: int, count: int) -> Progress:
-    """Return the progress function of part `index` of `count` equally long parts."""
-    return lambda done, total: progress(index * total + done, count * total)
 
 
 def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:

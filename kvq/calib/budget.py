@@ -11,8 +11,7 @@ from kvq.calib.candidates import ALL_CODES, Trial, candidates, format_in, halves
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.exact_tail import check_exact
-from kvq.evals.text import EvalText
-from kvq.evals.windows import token_windows
+from kvq.evals.text import EvalText, token_windows
 from kvq.formats import Code, ExactTokens, KVRecipe, LayerFormats
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, select

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from kvq.calib.observe import Observations, observe
-from kvq.evals.divergence import UNWATCHED, Progress, TokenPlan, measure_tokens
+from kvq.evals.divergence import TokenPlan, measure_tokens
 from kvq.evals.perplexity import instrument_facts, look, perplexity_row
 from kvq.evals.report.bootstrap import Bootstrap
-from kvq.evals.text import EvalText
-from kvq.evals.windows import begin_ids, text_ids, token_windows
+from kvq.evals.text import EvalText, begin_ids, text_ids, token_windows
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from kvq.errors import RequestError
-from kvq.evals.divergence import Progress
 from kvq.evals.side_by_side import one_by_one
-from kvq.evals.text import EvalText
-from kvq.evals.windows import begin_ids, cut_windows, spread, text_ids
+from kvq.evals.text import EvalText, begin_ids, cut_windows, spread, text_ids
+from kvq.evals.watch import Progress
 from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.calibrated import HeadCenters
 from kvq.kernels.codec import rotate

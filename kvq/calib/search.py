@@ -21,11 +21,12 @@ from kvq.calib.budget import TunePlan, recipe_bytes
 from kvq.calib.candidates import Trial, halves, recipe_of
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError
-from kvq.evals.divergence import TokenPlan, Watch, measure_tokens
+from kvq.evals.divergence import TokenPlan, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, perplexity_row
 from kvq.evals.report.bootstrap import Bootstrap, Interval
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
+from kvq.evals.watch import Watch
 from kvq.formats import KVFormat, KVRecipe
 from kvq.models import Model
 

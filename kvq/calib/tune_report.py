@@ -13,10 +13,9 @@ from kvq.calib.candidates import Trial, format_in, formats_of, halves
 from kvq.calib.search import Tuned
 from kvq.errors import ConfigError, first_lines
 from kvq.evals.report.bootstrap import Bootstrap
-from kvq.evals.report.columns import Columns, bits, sizes, table
 from kvq.evals.report.figure import drawing, finish, legend_beside, new_figure, short
 from kvq.evals.report.labels import label_point
-from kvq.evals.report.page import html_table, origin, page
+from kvq.evals.report.page import Columns, bits, html_table, origin, page, sizes, table
 from kvq.evals.report.plot import finish_kl
 from kvq.evals.report.sections import MOST, exactness_warning
 from kvq.formats import KVRecipe, parse_format

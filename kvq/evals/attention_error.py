@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from kvq.cache.backend import CacheBackend
-from kvq.evals.divergence import UNWATCHED, TokenPlan, Watch, with_baseline
+from kvq.evals.divergence import TokenPlan, with_baseline
 from kvq.evals.side_by_side import one_by_one
-from kvq.evals.windows import spread
+from kvq.evals.text import spread
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import ExactTokens, KVRecipe
 from kvq.models import Model
 from kvq.models.check.compared import ComparedCache, Found

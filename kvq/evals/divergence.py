@@ -3,10 +3,9 @@
 What stays of a token is a few numbers, never its logits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +15,13 @@ from torch import Tensor
 from kvq.errors import RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
 from kvq.models.check.verdict import chance_perplexity
 from kvq.models.loading.prepared import PreparedModel
 
-Progress = Callable[[int, int], None]  # (steps done, steps in all)
-Keep = Callable[[Callable[[], Any]], object]  # told how to make what is finished now
 Figures = npt.NDArray[np.float32]
 
 INSTRUMENT_WINDOW = 64  # tokens
@@ -73,21 +71,6 @@ class TokenPlan:
             advice=f"give a longer {longer}, or fewer tokens in +recent and +sinks",
             attention_window=self.attention_window,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:  # D42: plans are values, one Watch follows progress
-    """Callbacks of a measurement: its progress, and how to make the rows of finished parts."""
-
-    progress: Progress = lambda done, total: None
-    keep: Keep = lambda make: None
-
-    def through(self, rows: Callable[[list[Any]], Any]) -> "Watch":
-        """Return the callbacks for a part of the measurement; `rows` makes rows of its results."""
-        return replace(self, keep=lambda make: self.keep(lambda: rows(make())))
-
-
-UNWATCHED = Watch()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

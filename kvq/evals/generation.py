@@ -9,9 +9,10 @@ import numpy as np
 from kvq.engine import LLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.errors import RequestError
-from kvq.evals.divergence import UNWATCHED, Watch, with_baseline
+from kvq.evals.divergence import with_baseline
 from kvq.evals.report.bootstrap import Bootstrap, Interval, share_interval
-from kvq.evals.windows import spread, token_windows
+from kvq.evals.text import spread, token_windows
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import ConfigError, RequestError
-from kvq.evals.divergence import INSTRUMENT_WINDOW, UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.divergence import INSTRUMENT_WINDOW, TokenFigures, TokenPlan, measure_tokens
 from kvq.evals.exact_tail import exact_keys
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.check.verdict import cautions

@@ -1,15 +1,16 @@
 """Quality cost of formats: over the text, by context depth, by difficulty, with intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.divergence import TokenFigures, TokenPlan, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
 from kvq.evals.report.bootstrap import Bootstrap, Floats, Interval, change_text
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.check.verdict import verdict
@@ -28,36 +29,6 @@ class _Intervals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _DepthRow:
-    """Tokens that were predicted from `first_depth` to `last_depth` tokens of context."""
-
-    first_depth: int
-    last_depth: int
-    tokens: int
-    perplexity_change: float
-    kl_mean: float
-    top1_agreement: float
-    top5_agreement: float
-    intervals: _Intervals
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DifficultyRow:
-    """A quarter of the documents, by the baseline's mean loss on them; 1 is the easiest."""
-
-    quarter: int
-    documents: int
-    tokens: int
-    lowest_loss: float  # nats per token, the baseline's on the easiest document of the quarter
-    highest_loss: float
-    perplexity: float
-    perplexity_change: float
-    kl_mean: float
-    top1_agreement: float
-    intervals: _Intervals
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class QualityRow(PerplexityRow):
     """Quality cost of one format. Fields are the JSON keys of `kvq eval`."""
 
@@ -67,8 +38,11 @@ class QualityRow(PerplexityRow):
     documents: int
     verdict: str  # of KL and perplexity together, by `verdict`, and both; perplexity with its interval
     intervals: _Intervals
-    by_depth: list[_DepthRow]
-    by_difficulty: list[_DifficultyRow]  # empty for fewer than four documents
+    # Tokens that were predicted from `first_depth` to `last_depth` tokens of context, and their figures
+    by_depth: list[dict[str, Any]]
+    # Quarters of the documents, by the baseline's mean loss on them in nats a token, and their figures; 1 is
+    # the easiest. Empty for fewer than four documents.
+    by_difficulty: list[dict[str, Any]]
 
 
 def measure_quality(
@@ -95,7 +69,7 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
     """Return all figures of one format."""
     median, p99 = np.quantile(figures.kl.astype(np.float64), (0.5, 0.99))
     part = partial(_part, figures, baseline, bootstrap)
-    shares = part(slice(None))
+    shares, losses = part(slice(None)), _document_means(baseline.nll)
     whole = perplexity_row(figures, baseline)
     documents, kl = len(figures.nll), whole.kl_mean
     change = change_text(whole.perplexity_change, shares["intervals"].perplexity_change, documents)
@@ -109,15 +83,25 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
         verdict="baseline" if figures is baseline else told,
         intervals=shares["intervals"],
         by_depth=[
-            _DepthRow(
-                first_depth=first,
-                last_depth=last,
-                top5_agreement=_mean(figures.top5[:, first - 1 : last]),  # column i was predicted from i + 1
+            {
+                "first_depth": first,
+                "last_depth": last,
+                "top5_agreement": _mean(figures.top5[:, first - 1 : last]),  # column i: from i + 1 tokens
                 **part((slice(None), slice(first - 1, last))),
-            )
+            }
             for first, last in depths(figures.nll.shape[1])
         ],
-        by_difficulty=_by_difficulty(figures, baseline, part),
+        by_difficulty=[
+            {
+                "quarter": quarter,
+                "documents": len(chosen),
+                "lowest_loss": float(losses[chosen].min()),
+                "highest_loss": float(losses[chosen].max()),
+                "perplexity": float(np.exp(_mean(figures.nll[chosen]))),
+                **part(chosen),
+            }
+            for quarter, chosen in enumerate(quarters(losses), start=1)
+        ],
     )
 
 
@@ -134,23 +118,6 @@ def quarters(losses: Floats) -> list[Floats]:
     if len(losses) < QUARTERS:
         return []
     return list(np.array_split(np.argsort(losses, kind="stable"), QUARTERS))
-
-
-def _by_difficulty(
-    figures: TokenFigures, baseline: TokenFigures, part: Callable[[Any], dict[str, Any]]
-) -> list[_DifficultyRow]:
-    losses = _document_means(baseline.nll)
-    return [
-        _DifficultyRow(
-            quarter=quarter,
-            documents=len(chosen),
-            lowest_loss=float(losses[chosen].min()),
-            highest_loss=float(losses[chosen].max()),
-            perplexity=float(np.exp(_mean(figures.nll[chosen]))),
-            **part(chosen),
-        )
-        for quarter, chosen in enumerate(quarters(losses), start=1)
-    ]
 
 
 def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:

@@ -1,35 +1,28 @@
 """Log-probabilities of continuations after their contexts, many at a time on one engine."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from kvq.blockmgr import Sequence as BlockSequence
 from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.errors import KVQError, RequestError
-from kvq.evals.divergence import UNWATCHED, Progress
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.models import Model, Session
 
 Tokens = Sequence[int]
+Score = tuple[float, bool]  # of a continuation: its log-probability in nats, and if greedy decoding makes it
 
 _WAVE_TOKENS = 1 << 20  # prompt tokens of requests that are kept at once, results included
 _SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=0, ignore_eos=True)
 _LOGITS_BYTES = 64 << 20  # of one chunk's logits
 
 
-@dataclass(frozen=True, slots=True)
-class _Score:
-    """Log-probability of a continuation in nats, and True if greedy decoding would produce it."""
-
-    logprob: float
-    is_greedy: bool
-
-
 def score_continuations(
     llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = UNWATCHED.progress
-) -> list[_Score]:
-    """_Score (context, continuation) pairs of token ids, neither of them empty, in their order.
+) -> list[Score]:
+    """Score (context, continuation) pairs of token ids, neither of them empty, in their order.
 
         logprob = sum over i of log p(continuation[i] | context, continuation[:i])
 
@@ -40,7 +33,7 @@ def score_continuations(
     Raises:
         RequestError: a pair that can't be scored: an empty part, too long, or what the engine refuses.
     """
-    scores: list[_Score | None] = [None] * len(pairs)
+    scores: list[Score | None] = [None] * len(pairs)
     for index, (context, continuation) in enumerate(pairs):
         _check(index, context, continuation, llm.core.max_context)
     order = sorted(range(len(pairs)), key=lambda i: (*pairs[i][0], *pairs[i][1]))
@@ -116,13 +109,13 @@ def _waves(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
         yield wave
 
 
-def _read(output: RequestOutput, start: int) -> _Score:
+def _read(output: RequestOutput, start: int) -> Score:
     entries = [entry for entry in (output.prompt_logprobs or [])[start:] if entry is not None]
     assert len(entries) == len(output.prompt_token_ids) - start, "every token of the continuation has one"
-    return _Score(sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries))
+    return sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)
 
 
-def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[_Score]:
+def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[Score]:
     """Score pairs through a separate session, whose pool holds one sequence."""
     if not pairs:
         return
@@ -136,7 +129,7 @@ def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) 
         raise RequestError(f"a request as long as the model's context failed: {error}") from error
 
 
-def _score_in(session: Session, sequence: BlockSequence, context: Tokens, continuation: Tokens) -> _Score:
+def _score_in(session: Session, sequence: BlockSequence, context: Tokens, continuation: Tokens) -> Score:
     weights = session.weights
     ids, first = [*context, *continuation[:-1]], len(context) - 1  # the row that predicts the first token
     targets = torch.tensor(continuation, device=weights.device)
@@ -150,4 +143,4 @@ def _score_in(session: Session, sequence: BlockSequence, context: Tokens, contin
         wanted = targets[at - first : at - first + len(rows)]
         logprob += float(rows.gather(1, wanted[:, None]).double().sum())
         is_greedy = is_greedy and bool((rows.argmax(dim=-1) == wanted).all())
-    return _Score(logprob, is_greedy)
+    return logprob, is_greedy

@@ -17,8 +17,7 @@ from benchmarks.peers.neighbours import neighbours
 from benchmarks.peers.process import Process, Turn
 from benchmarks.peers.quota import limited
 from benchmarks.peers.rows import agreement, row
-from kvq.bench.engine.load import LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad
+from kvq.bench.engine.load import LoadRequest, Served, ServedLoad
 from kvq.errors import ConfigError, EngineError
 from tests.waiting import wait_for
 

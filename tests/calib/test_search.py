@@ -288,7 +288,7 @@ def test_codes_that_a_head_dimension_does_not_fit_are_left_out_unless_named(tmp_
 
 def test_divergences_are_those_of_kvq_perplexity(tiny):
     """Two instruments, one number: the search's and the report's."""
-    from kvq.evals.windows import token_windows
+    from kvq.evals.text import token_windows
 
     text = default_text().text
     windows = token_windows(tiny.tokenizer, text, context=128, max_windows=3)

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from kvq.commands.shared.config_file import config_option
-from kvq.commands.shared.param_types import TextOrMapping
+from kvq.commands.shared.param_types import TEXT_OR_MAPPING
 
 
 @click.command()
@@ -13,7 +13,7 @@ from kvq.commands.shared.param_types import TextOrMapping
 @click.option("--port", type=click.IntRange(0, 65535), default=8000)
 @click.option("--wait", type=float, default=1.0)
 @click.option("--model")
-@click.option("--drafts", type=TextOrMapping())
+@click.option("--drafts", type=TEXT_OR_MAPPING)
 @click.option("--folder", type=click.Path())
 @click.option("--host", multiple=True)
 @click.option("--fast/--slow")

@@ -9,7 +9,7 @@ from kvq.calib import observe
 from kvq.evals import default_text
 from kvq.evals.attention_error import measure_attention
 from kvq.evals.divergence import TokenPlan
-from kvq.evals.windows import spread, token_windows
+from kvq.evals.text import spread, token_windows
 from kvq.formats import KVRecipe
 from tests.helpers_models import VOCAB, load_fp32, save_model
 

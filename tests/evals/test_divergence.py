@@ -6,7 +6,7 @@ import torch
 
 from kvq.evals import default_text
 from kvq.evals.divergence import TokenPlan, measure_tokens, with_baseline
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
 
 TEXT = default_text().text
 

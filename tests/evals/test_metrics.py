@@ -44,4 +44,4 @@ def test_changes_are_from_the_first_format():
 )
 def test_gates_concern_the_rows_that_they_name(text, where):
     gate = parse_gate(text)
-    assert [one.where for one in failures(gate, metric_rows(ROWS, gate), FORMATS)] == where
+    assert [one["where"] for one in failures(gate, metric_rows(ROWS, gate), FORMATS)] == where

@@ -8,9 +8,10 @@ import torch
 import kvq
 from kvq.errors import ConfigError, RequestError
 from kvq.evals import default_text, measure_perplexity
-from kvq.evals.divergence import TokenPlan, Watch
+from kvq.evals.divergence import TokenPlan
 from kvq.evals.perplexity import instrument_check
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
+from kvq.evals.watch import Watch
 
 TEXT = default_text().text
 

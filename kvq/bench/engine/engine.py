@@ -5,13 +5,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.bench.engine.load import Load
-from kvq.bench.engine.result import ServedLoad, Server, is_saturated, mark, row
-from kvq.bench.engine.rivals import RIVALS, check_requests, compare, one_by_one, open_rivals
+from kvq.bench.engine.load import Load, ServedLoad, is_saturated, mark, row
+from kvq.bench.engine.rivals import RIVALS, Server, check_requests, compare, one_by_one, open_rivals
 from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.bench.engine.step_costs import fit_costs
-from kvq.bench.timing import Keep, Progress, in_turn, unkept, unwatched
+from kvq.bench.timing import in_turn
 from kvq.errors import ConfigError, nearest
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 
 _Checks = dict[Server, dict[str, Any]]  # by server, what its check before timing found
@@ -56,18 +56,11 @@ class EnginePlan:
         return self.users or (None,)
 
 
-def bench_engine(
-    model: Model,
-    formats: Sequence[str],
-    plan: EnginePlan,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
-) -> _Rows:
+def bench_engine(model: Model, formats: Sequence[str], plan: EnginePlan, watch: Watch = UNWATCHED) -> _Rows:
     """Check all formats and rivals, then measure them in turn; returns their rows.
 
-    In each repeat all servers run one after another, and each repeat begins with the next server. `keep` is
-    called after every run.
+    In each repeat all servers run one after another, and each repeat begins with the next server. `watch`
+    gets the rows so far after every run.
 
     Raises:
         ConfigError: a format or a limit that can't be used.
@@ -85,7 +78,7 @@ def bench_engine(
             mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
             return [*rows, *(nothing | one for one in refused)]
 
-        rows = whole(_measure(servers, plan, progress, lambda make: keep(lambda: whole(make()))))
+        rows = whole(_measure(servers, plan, watch.through(whole)))
         costs = _step_costs(servers, plan) if plan.step_costs else {}
     for one in rows:
         if one["name"] == "kvq" and one["kv"] in costs:
@@ -128,7 +121,7 @@ def _step_costs(servers: Sequence[Server], plan: EnginePlan) -> dict[str, dict[s
     }
 
 
-def _measure(servers: Sequence[Server], plan: EnginePlan, progress: Progress, keep: Keep) -> _Rows:
+def _measure(servers: Sequence[Server], plan: EnginePlan, watch: Watch) -> _Rows:
     """Measure level by level, repeat by repeat, server by server."""
     runs: dict[tuple[Server, int | None], list[ServedLoad]] = {}
 
@@ -144,6 +137,6 @@ def _measure(servers: Sequence[Server], plan: EnginePlan, progress: Progress, ke
             served = server.run(plan.load.draw(repeat), users)
             runs.setdefault((server, users), []).append(served)
             done += 1
-            progress(done, total)
-            keep(rows)
+            watch.progress(done, total)
+            watch.keep(rows)
     return rows()

@@ -1,20 +1,25 @@
-"""Rival of `kvq bench engine`: transformers' `generate` over static batches."""
+"""Rivals of `kvq bench engine`: transformers' `generate` over static batches, and its continuous batching."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from time import perf_counter, sleep
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq.bench.engine.load import ArrivalQueue, LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad
+from kvq.bench.engine.load import ArrivalQueue, LoadRequest, Served, ServedLoad
 from kvq.bench.engine.server import EngineLimits
+from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.models.describe.modules import quiet_logs
 from kvq.models.parts.device import DTYPE_NAMES
+from kvq.sizes import parse_bytes
+
+_PAGE = 256  # tokens, the default of transformers
+_POLL_S = 0.05
 
 
 def load_rival(model: Model) -> Any:
@@ -99,7 +104,7 @@ class StaticBatches:  # D244: the rival: a static batch of `generate`
             Served(
                 request=request,
                 due_s=due_s,
-                token_s=[at - begin for at in clock.token_s[: request.output_tokens]],
+                token_s=[at - begin for at in clock.puts_s[1 : 1 + request.output_tokens]],
                 tokens=tokens[: request.output_tokens],
             )
             for (request, due_s), tokens in zip(batch, rows, strict=True)
@@ -107,18 +112,129 @@ class StaticBatches:  # D244: the rival: a static batch of `generate`
 
 
 class _Clock:
-    """Streamer for `generate` that notes the time of each step's tokens; the first put is the prompt."""
+    """Streamer for `generate` that notes when tokens come, on `perf_counter`; the first put is the prompt."""
 
     def __init__(self) -> None:
-        self._puts: list[float] = []
-
-    @property
-    def token_s(self) -> list[float]:
-        """Times of the tokens on `perf_counter`."""
-        return self._puts[1:]
+        self.puts_s: list[float] = []
 
     def put(self, _: Tensor) -> None:
-        self._puts.append(perf_counter())
+        self.puts_s.append(perf_counter())
 
     def end(self) -> None:
         """Called by `generate`."""
+
+
+class ContinuousBatching:
+    """Continuous batching of transformers over its paged cache, with a fresh manager for every run."""
+
+    name = "hf-continuous"
+
+    def __init__(self, rival: Any, limits: EngineLimits, block_size: int) -> None:
+        self.kv = own_format(rival)
+        self.attention = "sdpa"
+        self._rival = rival
+        self._limits = limits
+        self._block_size = block_size
+
+    def choose_attention(self, requests: Sequence[LoadRequest]) -> None:
+        """Keep the faster of the two attention implementations that need no extra package."""
+        times = {}
+        for name in ("sdpa", "paged|eager"):
+            self.attention = name
+            times[name] = self.run(requests, None).seconds
+        self.attention = min(times, key=lambda name: times[name])
+
+    def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
+        """Serve all requests, as they arrive or `users` at a time.
+
+        Raises:
+            EngineError: a request failed, or the thread of the manager ended.
+        """
+        with quiet(), self._manager(requests) as manager:
+            arrivals = ArrivalQueue(requests, users)
+            due_s: dict[str, float] = {}
+            ended: list[Any] = []
+            begin = perf_counter()
+            while len(ended) < len(requests):
+                now = perf_counter() - begin
+                for request, due in arrivals.due(now, len(ended)):
+                    due_s[str(request.index)] = due
+                    manager.add_request(
+                        request.prompt,
+                        request_id=str(request.index),
+                        max_new_tokens=request.output_tokens,
+                        record_timestamps=True,
+                        eos_token_id=-1,
+                    )
+                output = manager.get_result(timeout=min(_POLL_S, arrivals.wait_s(now, len(ended))))
+                if output is not None:
+                    ended.append(output)
+                elif not manager.is_running():
+                    raise EngineError("the thread of transformers' continuous batching ended")
+        by_id = {str(request.index): request for request in requests}
+        return ServedLoad(
+            served=[_served(output, by_id[output.request_id], due_s, begin) for output in ended]
+        )
+
+    def generate(self, requests: Sequence[LoadRequest]) -> list[list[int]]:
+        """Return greedy tokens of requests that run together."""
+        served = {one.request.index: one.tokens for one in self.run(requests, None).served}
+        return [served[request.index] for request in requests]
+
+    @contextmanager
+    def _manager(self, requests: Sequence[LoadRequest]) -> Iterator[Any]:
+        """Yield a manager that has served one request, so that no run pays for its setup."""
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        self._rival.set_attn_implementation(self.attention)
+        settings: dict[str, Any] = {
+            "page_size": _PAGE,
+            "block_size": _PAGE,  # its name until transformers 5.17
+            "num_blocks": self._num_pages(requests),
+            "max_batch_tokens": self._limits.max_num_batched_tokens,
+            "max_requests_per_batch": self._limits.max_num_seqs,
+            "allow_block_sharing": self._limits.prefix_caching,
+            "auto_switch_to_flash": self._rival.device.type == "cuda",
+        }
+        known = signature(ContinuousBatchingConfig).parameters
+        if "page_size" in known:
+            del settings["block_size"]
+        config = ContinuousBatchingConfig(**{x: value for x, value in settings.items() if x in known})
+        try:
+            with self._rival.continuous_batching_context_manager(
+                generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+                continuous_batching_config=config,
+                timeout=5,
+            ) as manager:
+                manager.add_request([0], request_id="first", max_new_tokens=2)
+                while manager.get_result(timeout=_POLL_S) is None:
+                    if not manager.is_running():
+                        raise EngineError("transformers' continuous batching did not start")
+                yield manager
+        finally:
+            self._rival.set_attn_implementation("sdpa")
+
+    def _num_pages(self, requests: Sequence[LoadRequest]) -> int:
+        """Return the pages that fit in the memory of kvq's pool, at least those of the longest request."""
+        limits = self._limits
+        longest = -(-max(request.tokens for request in requests) // _PAGE) + 1
+        if limits.kv_memory is not None:
+            config = self._rival.config
+            width = config.num_key_value_heads * config.head_dim * self._rival.dtype.itemsize
+            page_bytes: int = 2 * config.num_hidden_layers * width * _PAGE
+            return max(longest, parse_bytes(limits.kv_memory, "kv_memory") // page_bytes)
+        if limits.num_blocks is not None:
+            return max(longest, limits.num_blocks * self._block_size // _PAGE)
+        return limits.blocks_for(requests, _PAGE)
+
+
+def _served(output: Any, request: LoadRequest, due_s: dict[str, float], begin: float) -> Served:
+    if output.error is not None:
+        raise EngineError(f"transformers' continuous batching failed: {output.error}")
+    return Served(
+        request=request,
+        due_s=due_s[output.request_id],
+        token_s=[at - begin for at in output.timestamps],
+        tokens=list(output.generated_tokens),
+    )

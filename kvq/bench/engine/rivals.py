@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from kvq.bench.engine.continuous import ContinuousBatching
-from kvq.bench.engine.hf import StaticBatches, load_rival, own_format
+from kvq.bench.engine.hf import ContinuousBatching, StaticBatches, load_rival, own_format
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.engine.result import Server
 from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.engine import CompletionOutput
 from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.models.run.prompts import num_common
 
+Server = KvqServer | StaticBatches | ContinuousBatching
 _REQUESTS, _TOKENS = 4, 16
 NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
 

@@ -8,8 +8,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, sleep
 
-from kvq.bench.engine.load import ArrivalQueue, LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad
+from kvq.bench.engine.load import ArrivalQueue, LoadRequest, Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats

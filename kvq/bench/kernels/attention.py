@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kvq.bench.kernels.expanded import against_heads
-from kvq.bench.kernels.latent import latent_contenders
+from kvq.bench.kernels.latent import against_heads, latent_contenders
 from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, exact_attention, relative_error
 from kvq.bench.kernels.staged import filled_staged, read_bytes, steps_of_staged, visible_kv
 from kvq.bench.kernels.workload import Workload, dense_kv, filled_cache, layout_of, queries
-from kvq.bench.timing import Progress, unwatched
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, StagedBatch
 from kvq.kernels.attend.reference import limit_of, rounded_queries
 from kvq.kernels.gpu import support as gpu
@@ -34,7 +32,7 @@ def bench_attention(
     rivals: Path | None = None,
     dense_rivals: bool = True,
     repeats: int = 20,
-    progress: Progress = unwatched,
+    progress: Progress = UNWATCHED.progress,
 ) -> tuple[Rows, float]:
     """Check every contender against fp64, then time them interleaved.
 
@@ -218,20 +216,20 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
     q = queries(workload)
     truth = exact_attention(q[-1], k[-1], v[-1], workload.head_dim**-0.5)
     for name, kv, nbytes, run in module.contenders(workload, q, k, v):
+
+        def flat(_: int, run: Callable[[], Tensor] = run) -> Tensor:
+            return run().flatten(0, 1)
+
         yield Contender(
             name=name,
             backend="third party",
             over={"kv": kv},
-            run=partial(_flat, run),
+            run=flat,
             nbytes=nbytes,
             copies=1,
             truth=truth,
             allowed=0.5,  # their quantization may cost something; only garbage is refused
         )
-
-
-def _flat(run: Callable[[], Tensor], _: int) -> Tensor:
-    return run().flatten(0, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:

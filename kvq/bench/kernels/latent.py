@@ -1,20 +1,43 @@
-"""`kvq bench attention --latent-dim`: latent attention over quantized latents, beside torch's."""
+"""`kvq bench attention --latent-dim`: latent attention over quantized latents, beside torch's.
 
-from collections.abc import Iterator, Sequence
+With `--expanded`: latents against K and V of every head, for the same layer. Both contenders get queries of
+heads and latents of the new tokens, as the model's code has them. With latents the projection is absorbed
+into queries and results; with heads the new latents are multiplied out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.bench.kernels.measure import Contender, copies_for, exact_attention
-from kvq.bench.kernels.workload import Workload, blocks_of, filled, layout_of, queries
+from kvq.bench.kernels.measure import Contender, Run, copies_for, exact_attention
+from kvq.bench.kernels.workload import (
+    Workload,
+    blocks_of,
+    filled,
+    layout_of,
+    queries,
+    random_rows,
+    shuffled_tables,
+    slots_of,
+    step_of,
+)
+from kvq.cache import KVCache
 from kvq.cache.pool import PoolBytes
+from kvq.cache.stores.expansion import LatentExpansion
 from kvq.errors import ConfigError
-from kvq.kernels import AttentionOptions, Device, KernelSpec, select
+from kvq.geometry import Expansion
+from kvq.kernels import AttentionOptions, Device, KernelSpec, PlainWeight, SequenceBatch, select
 from kvq.kernels.gather_dense.reference import gather_dense
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.layout import KVLayout, plan_layout
+from kvq.models.parts.linear import has_own_products
 
 _ALLOWED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative errors
+_ALLOWED_EXPANDED = _ALLOWED | {torch.float32: 5e-4}
 
 
 def latent_contenders(workload: Workload, formats: Sequence[str], dense: bool) -> Iterator[Contender]:
@@ -98,3 +121,122 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
         truth=own.truth,
         allowed=_ALLOWED[workload.dtype],
     )
+
+
+_CHUNK = 1024  # tokens written at a time
+
+
+_Linear = Callable[[Tensor], Tensor]
+
+
+def _projection(workload: Workload, each: int) -> tuple[LatentExpansion, _Linear]:
+    """Return a projection from latents to heads in two forms: absorbed into attention, and as a Linear layer.
+
+    Its numbers are random ones that bf16 holds, as those of checkpoints are.
+    """
+    _, latent = workload.dims
+    random = torch.Generator().manual_seed(workload.seed)
+    weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random)
+    weight = (weight * latent**-0.5).bfloat16().to(workload.device, workload.dtype)
+    is_own = weight.device.type == "cpu" and has_own_products(workload.dtype, workload.backend)
+    own = CpuLinear(PlainWeight.narrowest(weight)) if is_own else partial(functional.linear, weight=weight)
+    dims = Expansion(k_dim=each, v_dim=each)
+    return LatentExpansion(weight, workload.q_heads, dims, None, "", packed=is_own), own
+
+
+def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iterator[Contender]:
+    """Yield kvq over latents and over heads, for every format.
+
+    `each`: elements of a head's V, and of its K without the rotary part.
+
+    Raises:
+        ConfigError: no latents, or more KV heads than one.
+    """
+    if workload.latent_dim is None:
+        raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
+    check_one_head(workload)
+    expansion, linear = _projection(workload, each)
+    for kv in formats:
+        yield _over_latents(workload, kv, expansion)
+        yield _over_heads(workload, kv, expansion, linear)
+
+
+def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
+    layout = layout_of(workload, kv)
+    geometry = layout.geometry
+    layers = tuple(replace(layer, is_latent=True, expansion=expansion.dims) for layer in geometry.layers)
+    latent = plan_layout(
+        replace(geometry, layers=layers),
+        layout.recipe,
+        block_size=layout.block_size,
+        order=layout.groups[0].order,
+    )
+    cache, batch = _filled(workload, latent)
+    q, options = _head_queries(workload, expansion)
+    rows = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+
+    def attend(copy: int) -> Tensor:
+        out, _ = cache.attend(copy, expansion.absorbed(q), batch, options)
+        return expansion.values(out)
+
+    k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
+    truth = exact_attention(q[-workload.new :], k, v, options.scale)  # of the last sequence
+    return _contender("kvq, latents", workload, kv, cache, attend, truth)
+
+
+def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion, linear: _Linear) -> Contender:
+    dims = expansion.dims
+    heads = replace(
+        workload, kv_heads=workload.q_heads, head_dim=dims.k_dim + workload.head_dim, latent_dim=dims.v_dim
+    )
+    cache, batch = _filled(workload, layout_of(heads, kv), expansion)
+    q, options = _head_queries(workload, expansion)
+    new = torch.randn(len(q), expansion.latent_dim).to(q)
+
+    def attend(copy: int) -> Tensor:
+        linear(new)
+        return cache.attend(copy, q, batch, options)[0]
+
+    k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+    truth = exact_attention(q[-workload.new :], k[0], v[0], options.scale)
+    return _contender("kvq, heads", workload, kv, cache, attend, truth)
+
+
+def _contender(
+    name: str, workload: Workload, kv: str, cache: KVCache, attend: Run, truth: Tensor
+) -> Contender:
+    copies = len(cache.layout.geometry.layers)
+    return Contender(
+        name=name,
+        backend=cache.backend_of("attend", 0),
+        over={"kv": kv},
+        run=attend,
+        nbytes=round(cache.layout.kv_bytes_per_token / copies * workload.tokens),
+        copies=copies,
+        truth=truth,
+        allowed=_ALLOWED_EXPANDED[workload.dtype],
+    )
+
+
+def _filled(
+    workload: Workload, layout: KVLayout, heads: LatentExpansion | None = None
+) -> tuple[KVCache, SequenceBatch]:
+    """Return a cache of random latents and rotary keys, or of the heads they expand to, and its step."""
+    layout.recipe.check_unstaged("a benchmark of latent attention")
+    tables, blocks = shuffled_tables(workload), sum(blocks_of(workload))
+    cache = KVCache(layout, num_blocks=[blocks], device=workload.device, backend=workload.backend)
+    for i, position, k, v in random_rows(workload, _CHUNK):
+        if heads is not None:
+            rows = heads.expanded(k[:, 0].float(), v[:, 0].float())
+            k, v = (x.transpose(0, 1).to(workload.dtype) for x in rows)  # [tokens, heads, dim]
+        for layer in range(len(layout.geometry.layers)):
+            cache.write(layer, k, v, slots_of(tables[i], position, workload.block_size))
+    return cache, step_of(workload, tables)
+
+
+def _head_queries(workload: Workload, expansion: LatentExpansion) -> tuple[Tensor, AttentionOptions]:
+    """Return queries of heads, [tokens, q_heads, k_dim + rotary], and options with their scale."""
+    dim = expansion.dims.k_dim + workload.head_dim
+    random = torch.Generator().manual_seed(workload.seed + 1)
+    q = torch.randn(len(workload.contexts) * workload.new, workload.q_heads, dim, generator=random)
+    return q.to(workload.device, workload.dtype), AttentionOptions(scale=dim**-0.5)

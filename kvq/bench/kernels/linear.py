@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, matrix_rate
-from kvq.bench.timing import Progress, unwatched
 from kvq.errors import ConfigError
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, PlainWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
@@ -51,7 +51,7 @@ def bench_linear(
     *,
     rivals: bool = True,
     repeats: int = 20,
-    progress: Progress = unwatched,
+    progress: Progress = UNWATCHED.progress,
 ) -> tuple[Rows, float]:
     """Check every contender against fp64, then time them interleaved, with weights rotated past the cache.
 

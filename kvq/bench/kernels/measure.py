@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import Progress, in_turn, percentile, spread
+from kvq.bench.timing import in_turn, percentile, spread
 from kvq.errors import KVQError
+from kvq.evals.watch import Progress
 
 Run = Callable[[int], Tensor]  # one call; the number picks one of several copies of the data
 Rows = list[dict[str, Any]]

@@ -1,8 +1,8 @@
-"""`kvq bench tune`: search for the fastest tiles on this GPU."""
+"""`kvq bench tune`: search for the fastest tiles of attention on this GPU, compiling few."""
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,14 +10,56 @@ from typing import Any, TypeVar
 from kvq import fileio
 from kvq.bench.kernels.attention import fused, over_blocks
 from kvq.bench.kernels.measure import Contender, Stopwatch, interleaved
-from kvq.bench.kernels.tiles import Cost, axes, search
 from kvq.bench.kernels.workload import Workload
-from kvq.bench.timing import Progress, percentile, unwatched
+from kvq.bench.timing import percentile
 from kvq.errors import KVQError
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.kernels import StagedBatch
 from kvq.kernels.gpu import shapes
-from kvq.kernels.gpu.shapes import TileShape
+from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
 from kvq.kernels.linear.tiles import LinearTile
+
+Change = dict[str, int | None]
+Cost = tuple[float, ...]  # the lowest is the best
+Costs = dict[TileShape, Cost | None]  # None: it does not compile, or is wrong
+_DECODE = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))  # keys, warps
+# Left out after their instructions were counted: 64 keys of one warp and 128 of two spill registers, and of
+# 8 warps only one program runs.
+_EXTEND = ((64, 4), (64, 8), (128, 8))  # rows, warps
+_REGISTERS = (None, 168, 128)  # for 8, 12 and 16 warps on a multiprocessor
+STAGES = range(2, 8)  # two stages hold one more tile, since rows wait for their table's entry
+
+
+def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
+    """Return the axes of the search, to "decode" or to "extend": the tile, its registers, its stages."""
+    decode = [(DECODE_ROWS, *cut) for cut in _DECODE]
+    extend = [(rows, keys, warps) for rows, warps in _EXTEND for keys in (32, 64)]
+    tiles: list[Change] = [
+        {"rows": rows, "keys": keys, "warps": warps}
+        for rows, keys, warps in (decode if kind == "decode" else extend)
+    ]
+    return [tiles, [{"registers": n} for n in _REGISTERS], [{"stages": n} for n in stages]]
+
+
+def search(
+    ways: Sequence[Sequence[Change]], start: TileShape, cost: Callable[[TileShape], Cost | None]
+) -> Costs:
+    """Search along one axis after another from the best tile so far; returns all tried, with costs."""
+    found = {start: cost(start)}
+    for axis in ways:
+        own = cheapest(found) or start
+        for changed in axis:
+            tile = replace(own, **changed)  # type: ignore[arg-type]
+            if tile not in found:
+                found[tile] = cost(tile)
+    return found
+
+
+def cheapest(found: Costs) -> TileShape | None:
+    """Return the first tile of the lowest cost; None if all were refused."""
+    had = {tile: cost for tile, cost in found.items() if cost is not None}
+    return min(had, key=lambda tile: had[tile], default=None)
+
 
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
@@ -33,7 +75,7 @@ def kind_of(workload: Workload) -> str:
 
 
 def tune(
-    workload: Workload, kv: str, *, repeats: int = 9, progress: Progress = unwatched
+    workload: Workload, kv: str, *, repeats: int = 9, progress: Progress = UNWATCHED.progress
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
     """Time tiles of attention; returns their key, the best tile, and the rows of those timed in turn.
 
@@ -58,20 +100,15 @@ def tune(
 
     def cost(tile: TileShape) -> Cost | None:
         progress(next(looks), total)
-        return _first_look(own, key, tile)
+        with shapes.using(key, tile):
+            if not _is_right(own):
+                return None
+            watch = Stopwatch(own.run, own.copies, own.truth.device)
+            return (percentile([watch.sample() for _ in range(_LOOKS)], 50),)  # ms
 
     costs = {tile: cost for tile, cost in search(axes(kind), present, cost).items() if cost is not None}
     first = sorted(costs, key=lambda tile: costs[tile])[:_TIMED_IN_TURN]
     return key, *fastest(own, key, first, repeats=repeats)
-
-
-def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
-    """Return the time in ms; None if the tile can't run or is wrong."""
-    with shapes.using(key, tile):
-        if not _is_right(own):
-            return None
-        watch = Stopwatch(own.run, own.copies, own.truth.device)
-        return (percentile([watch.sample() for _ in range(_LOOKS)], 50),)
 
 
 def fastest(
@@ -89,7 +126,7 @@ def fastest(
                 watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
     if not watches:
         raise KVQError(f"no tile of {key} compiles and is right on this device; nothing was tuned")
-    times = dict(zip(watches, interleaved(list(watches.values()), repeats, unwatched), strict=True))
+    times = dict(zip(watches, interleaved(list(watches.values()), repeats, UNWATCHED.progress), strict=True))
     best = min(times, key=lambda tile: times[tile]["ms_median"])
     return best, [{"key": key, **asdict(tile), **time} for tile, time in times.items()]
 

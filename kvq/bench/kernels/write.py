@@ -7,8 +7,8 @@ import torch
 
 from kvq.bench.kernels.measure import Stopwatch, interleaved
 from kvq.bench.kernels.workload import Workload, filled_cache, slots_of
-from kvq.bench.timing import Progress, unwatched
 from kvq.errors import KVQError
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.kernels.write_kv.reference import write_kv as reference
 
 
@@ -17,7 +17,7 @@ def bench_write(
     formats: Sequence[str],
     *,
     repeats: int = 20,
-    progress: Progress = unwatched,
+    progress: Progress = UNWATCHED.progress,
 ) -> list[dict[str, Any]]:
     """Write the last `new` tokens of every sequence once more, as a decode step would.
 

@@ -1,31 +1,94 @@
-"""`kvq bench serve`: servers under load over HTTP, in turn."""
+"""`kvq bench serve`: servers under load over HTTP, in turn.
+
+Each request is sent at its time, or a fixed number of users send one after another.
+"""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from kvq.bench.engine.load import Load
-from kvq.bench.engine.result import row
-from kvq.bench.serve.client import Endpoint, Sent, first_model, send
-from kvq.bench.serve.load import as_served, outcomes, run_load
+from kvq.bench.engine.load import Load, LoadRequest, Served, ServedLoad, row
+from kvq.bench.serve.client import Endpoint, Leave, Sent, first_model, send
 from kvq.bench.serve.process import ServerProcess
-from kvq.bench.timing import Keep, Progress, in_turn, unkept, unwatched
+from kvq.bench.timing import in_turn, percentile
 from kvq.errors import ConfigError, EngineError
+from kvq.evals.watch import Watch
 
 MakeLoad = Callable[..., Load]  # takes `vocab_size` and `max_context`
+_Rows = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServePlan:
-    """Plan of one benchmark. `users`: clients at a time; None: requests come as they arrive."""
+async def run_load(
+    target: Endpoint,
+    requests: Sequence[LoadRequest],
+    users: int | None,
+    *,
+    leave: Callable[[LoadRequest], Leave | None] = lambda request: None,
+    step: Callable[[], object] = lambda: None,
+) -> list[Sent]:
+    """Send all requests, as they arrive or `users` at a time; returns results in the order of `requests`.
 
-    make_load: MakeLoad
-    users: int | None = None
-    repeats: int = 3
+    `leave`: how a request's client leaves early; None: it reads to the end. `step` is called after each.
+    """
+    began = perf_counter()
+
+    async def one(request: LoadRequest, due_s: float) -> Sent:
+        sent = await send(target, request, due_s, leave(request))
+        step()
+        return sent
+
+    if users is None:
+        tasks = []
+        for request in requests:
+            await asyncio.sleep(max(0.0, began + request.arrival_s - perf_counter()))
+            tasks.append(asyncio.create_task(one(request, began + request.arrival_s)))
+        return list(await asyncio.gather(*tasks))
+    results: dict[int, Sent] = {}
+    waiting = iter(requests)
+
+    async def user() -> None:
+        for request in waiting:
+            results[request.index] = await one(request, perf_counter())
+
+    await asyncio.gather(*(user() for _ in range(users)))
+    return [results[request.index] for request in requests]
+
+
+def as_served(sent: Sequence[Sent]) -> ServedLoad:
+    """Return the complete requests in the form of `kvq bench engine`."""
+    begin = min(one.due_s for one in sent)
+    return ServedLoad(
+        served=[
+            Served(
+                request=replace(one.request, arrival_s=one.due_s - begin),
+                due_s=one.due_s - begin,
+                token_s=[at - begin for at in one.token_s],
+            )
+            for one in sent
+            if one.is_complete
+        ]
+    )
+
+
+def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
+    """Count how requests ended, with the latency of refusals."""
+    refused = [one for one in sent if one.status in (429, 503)]
+    waits = [one.end_s - one.due_s for one in refused]
+    polite_ones = [one for one in sent if one.leave is None]
+    return {
+        "sent": len(sent),
+        "complete": sum(one.is_complete for one in sent),
+        "refused": len(refused),
+        "unanswered": sum(one.status == 0 for one in polite_ones),
+        "broken": sum(one.status == 200 and not one.is_complete for one in polite_ones),
+        "other": sum(one.status not in (0, 200, 429, 503) for one in sent),
+        "refusal_ms_p50": 1e3 * percentile(waits, 50) if waits else None,
+        "refusal_ms_p99": 1e3 * percentile(waits, 99) if waits else None,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +100,8 @@ class _Server:
     target: Endpoint
 
 
-async def bench_url(
-    url: str,
-    key: str,
-    plan: ServePlan,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
-) -> list[dict[str, Any]]:
-    """Measure a server that runs already; returns its row.
+async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]) -> _Rows:
+    """Measure a server that runs already; returns its row. `measure`: see `measure_servers`.
 
     Raises:
         ConfigError: no kvq server answers there.
@@ -61,21 +117,16 @@ async def bench_url(
     if any(type(model.get(name)) is not int for name in ("vocab_size", "max_model_len")):
         raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
     server = _Server(name=url, kv="?", target=replace(target, model=model["id"]))
-    return await _measure([server], model, plan, progress, keep)
+    return await measure([server], model)
 
 
 async def bench_serve(
-    formats: Sequence[str],
-    options: Sequence[str],
-    plan: ServePlan,
-    *,
-    pin: bool = True,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
-) -> list[dict[str, Any]]:
+    formats: Sequence[str], options: Sequence[str], measure: Callable[..., Awaitable[_Rows]], *, pin: bool
+) -> _Rows:
     """Start a server for each format and measure them in turn; `options` are those of `kvq serve`.
 
-    With `pin` this process and the HTTP processes share one core, and the engines have the others.
+    `measure`: see `measure_servers`. With `pin` this process and the HTTP processes share one core, and the
+    engines have the others.
 
     Raises:
         EngineError: a server does not start, or not one request was completed.
@@ -91,44 +142,46 @@ async def bench_serve(
             _Server(name="kvq serve", kv=kv, target=process.target)
             for kv, process in zip(formats, processes, strict=True)
         ]
-        return await _measure(servers, processes[0].model, plan, progress, keep)
+        return await measure(servers, processes[0].model)
 
 
-async def _measure(
-    servers: Sequence[_Server], model: dict[str, Any], plan: ServePlan, progress: Progress, keep: Keep
-) -> list[dict[str, Any]]:
-    load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
-    done, total = itertools.count(1), len(servers) * plan.repeats * load.num_requests
+async def measure_servers(
+    servers: Sequence[_Server],
+    model: dict[str, Any],
+    *,
+    make_load: MakeLoad,
+    users: int | None,
+    repeats: int,
+    watch: Watch,
+) -> _Rows:
+    """Measure servers of a model in turn. `users`: clients at a time; None: requests come as they arrive."""
+    load = make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
+    done, total = itertools.count(1), len(servers) * repeats * load.num_requests
     sent: dict[_Server, list[list[Sent]]] = {server: [] for server in servers}
     alone = {server: await _send_alone(server.target, load) for server in servers}
 
-    def rows(of: Iterable[_Server] = servers) -> list[dict[str, Any]]:
+    def rows(of: Iterable[_Server] = servers) -> _Rows:
         return [
-            _row(server, sent[server], plan.users)
-            | {"check_equal": sent[server][0][0].text == alone[server].text}
+            _row(server, sent[server], users) | {"check_equal": sent[server][0][0].text == alone[server].text}
             for server in of
         ]
 
-    def so_far() -> list[dict[str, Any]]:
+    def so_far() -> _Rows:
         return rows(
             server for server, runs in sent.items() if any(one.is_complete for run in runs for one in run)
         )
 
-    for repeat, server in in_turn(servers, plan.repeats):
+    for repeat, server in in_turn(servers, repeats):
         requests = load.draw(repeat)
-        run = await run_load(server.target, requests, plan.users, step=lambda: progress(next(done), total))
+        run = await run_load(server.target, requests, users, step=lambda: watch.progress(next(done), total))
         sent[server].append(run)
-        keep(so_far)
+        watch.keep(so_far)
         await asyncio.sleep(0.2)  # lets the server finish its work
     return rows()
 
 
 async def _send_alone(target: Endpoint, load: Load) -> Sent:
-    """Send the first request by itself; under load its text must be the same.
-
-    Raises:
-        EngineError: it is not completed.
-    """
+    """Send the first request by itself, whose text must be the same under load; EngineError if it fails."""
     sent = await send(target, load.draw(0)[0], perf_counter())
     if not sent.is_complete:
         raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")

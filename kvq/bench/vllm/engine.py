@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
@@ -19,22 +18,11 @@ _PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "
 _PARTS = {"attention": "forward", "write": "do_kv_cache_update"}  # -> methods of vLLM's attention
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VllmLimits:
-    """Limits of every engine, whatever its format, by vLLM's names."""
-
-    dtype: str  # of weights and activations, as torch names it
-    kv_cache_memory_bytes: int
-    max_model_len: int  # tokens
-    max_num_seqs: int
-    max_num_batched_tokens: int = STEP_TOKENS
-
-
 class VllmServer:  # D346: one process, turns step by step
     """One model in vLLM, stepped by the benchmark."""
 
-    def __init__(self, kv: str, folder: Path, limits: VllmLimits) -> None:
-        """Start vLLM. `kv`: one of kvq's formats, or `OWN`.
+    def __init__(self, kv: str, folder: Path, limits: dict[str, Any]) -> None:
+        """Start vLLM. `kv`: one of kvq's formats, or `OWN`. `limits`: of every engine, by vLLM's names.
 
         Raises:
             EngineError: vLLM refuses it; the message is vLLM's.
@@ -43,11 +31,12 @@ class VllmServer:  # D346: one process, turns step by step
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
 
-        self.name, self.kv = ("vLLM", limits.dtype) if kv == OWN else ("kvq in vLLM", kv)
+        self.name = "vLLM" if kv == OWN else "kvq in vLLM"
+        self.kv: str = limits["dtype"] if kv == OWN else kv
         try:
             llm = LLM(
                 str(folder),
-                **asdict(limits),
+                **limits,
                 enable_prefix_caching=False,
                 enforce_eager=True,
                 skip_tokenizer_init=True,

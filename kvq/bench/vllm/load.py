@@ -1,5 +1,6 @@
 """Loads of `kvq bench vllm`: a burst of requests, and decode steps at a depth; and their model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,47 +99,34 @@ class VllmLoad:
         return [replace(one, output_tokens=_FEW_TOKENS) for one in self.draw(model)[:count]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VllmPlan:
-    """Plan of one benchmark: both loads, and the repeats."""
+def make_loads(burst: Sequence[int], deep: Sequence[int], repeats: int) -> tuple[VllmLoad, VllmLoad]:
+    """Return the burst, then the load at a depth, which lasts for all repeats.
 
-    burst: VllmLoad
-    deep: VllmLoad
-    repeats: int
+    `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps of a sample.
 
-    @classmethod
-    def of(cls, burst: tuple[int, int, int], deep: tuple[int, int, int], repeats: int) -> "VllmPlan":
-        """Make a plan from numbers.
+    Raises:
+        ConfigError: an empty load.
+    """
+    if min(burst) < 1 or burst[2] < 2:
+        raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {tuple(burst)}")
+    if min(deep) < 1:
+        raise ConfigError(f"--deep needs requests, a depth and steps, got {tuple(deep)}")
+    requests, depth, steps = deep
+    return (
+        VllmLoad(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
+        VllmLoad(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
+    )
 
-        `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps of a sample.
 
-        Raises:
-            ConfigError: an empty load.
-        """
-        if min(burst) < 1 or burst[2] < 2:
-            raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {burst}")
-        if min(deep) < 1:
-            raise ConfigError(f"--deep needs requests, a depth and steps, got {deep}")
-        requests, depth, steps = deep
-        return cls(
-            burst=VllmLoad(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
-            deep=VllmLoad(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
-            repeats=repeats,
-        )
-
-    def require_context(self, most: int) -> None:
-        """Raise ConfigError for requests that end with more than `most` tokens."""
-        for option, shape in (("--burst", self.burst), ("--deep", self.deep)):
-            if shape.tokens > most:
-                raise ConfigError(
-                    f"{option} {shape.name}: requests grow to {shape.tokens} tokens through all samples, the "
-                    f"model's context is {most}; give a smaller {option} or fewer --repeats"
-                )
-
-    @property
-    def shapes(self) -> tuple[VllmLoad, VllmLoad]:
-        """The burst, then the depth."""
-        return self.burst, self.deep
+def require_context(loads: Sequence[VllmLoad], most: int) -> None:
+    """Raise ConfigError for requests that end with more than `most` tokens."""
+    for load in loads:
+        if load.tokens > most:
+            option = "--burst" if load.steps is None else "--deep"
+            raise ConfigError(
+                f"{option} {load.name}: requests grow to {load.tokens} tokens through all samples, the "
+                f"model's context is {most}; give a smaller {option} or fewer --repeats"
+            )
 
 
 def make_model(folder: Path, dtype: str) -> Model:

@@ -9,10 +9,11 @@ from typing import Any
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.rivals import compare, one_by_one
 from kvq.bench.engine.server import EngineLimits, KvqServer
-from kvq.bench.timing import Keep, Progress, in_turn, percentile, spread, unkept, unwatched
-from kvq.bench.vllm.engine import OWN, VllmLimits, VllmServer
-from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmLoad, VllmPlan
+from kvq.bench.timing import in_turn, percentile, spread
+from kvq.bench.vllm.engine import OWN, STEP_TOKENS, VllmServer
+from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmLoad, require_context
 from kvq.engine import CompletionOutput
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 
 
@@ -28,14 +29,9 @@ class _Entrant:
 
 
 def bench_vllm(
-    model: Model,
-    formats: Sequence[str],
-    plan: VllmPlan,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
+    model: Model, formats: Sequence[str], loads: Sequence[VllmLoad], repeats: int, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
-    """Measure vLLM's own cache and all formats under both loads; returns their rows.
+    """Measure vLLM's own cache and all formats under each load; returns their rows.
 
     Greedy tokens are first compared with those of kvq's own engine over the same format. All engines are
     loaded and take turns, so that other work of the machine affects them alike.
@@ -44,32 +40,32 @@ def bench_vllm(
         ConfigError: a load's requests outgrow the model's context.
         EngineError: vLLM refuses a format, or gives other tokens than rounding explains.
     """
-    plan.require_context(model.geometry.max_context)
-    total = 2 * (1 + len(formats)) * (plan.repeats + 1)
-    with _entrants(model, formats, plan) as entrants:
+    require_context(loads, model.geometry.max_context)
+    total = len(loads) * (1 + len(formats)) * (repeats + 1)
+    with _entrants(model, formats, loads) as entrants:
 
         def rows() -> list[dict[str, Any]]:
-            return [row for shape in plan.shapes for row in _rows(shape, entrants)]
+            return [row for shape in loads for row in _rows(shape, entrants)]
 
         done = 0
-        for shape in plan.shapes:
-            for _ in _measure(model, entrants, shape, plan.repeats):
+        for shape in loads:
+            for _ in _measure(model, entrants, shape, repeats):
                 done += 1
-                progress(done, total)
-                keep(rows)
+                watch.progress(done, total)
+                watch.keep(rows)
         return rows()
 
 
 @contextmanager
-def _entrants(model: Model, formats: Sequence[str], plan: VllmPlan) -> Iterator[list[_Entrant]]:
+def _entrants(model: Model, formats: Sequence[str], loads: Sequence[VllmLoad]) -> Iterator[list[_Entrant]]:
     """Yield all engines. kvq's own runs before vLLM is started, which binds the threads of its process."""
     names = [OWN, *formats]
-    few = {shape.name: shape.few(model) for shape in plan.shapes}
+    few = {shape.name: shape.few(model) for shape in loads}
     alone = [
         {name: kvq_outputs(model, "auto" if kv == OWN else kv, requests) for name, requests in few.items()}
         for kv in names
     ]
-    limits = _limits(model, plan)
+    limits = _limits(model, loads)
     with ExitStack() as stack:
         entrants = []
         for kv, outputs in zip(names, alone, strict=True):
@@ -85,16 +81,17 @@ def kvq_outputs(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[
         return one_by_one(server, requests)
 
 
-def _limits(model: Model, plan: VllmPlan) -> VllmLimits:
-    """Return limits of every engine, with room for the unquantized KV of either load."""
+def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
+    """Return limits of every engine, by vLLM's names, with room for the unquantized KV of each load."""
     dtype = model.prepared.dtype
-    tokens = max(shape.cache_tokens for shape in plan.shapes)
-    return VllmLimits(
-        dtype=str(dtype).removeprefix("torch."),
-        kv_cache_memory_bytes=tokens * model.geometry.elements_per_token * dtype.itemsize,
-        max_model_len=max(shape.tokens for shape in plan.shapes),
-        max_num_seqs=max(shape.requests for shape in plan.shapes),
-    )
+    tokens = max(shape.cache_tokens for shape in loads)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),  # of weights and activations
+        "kv_cache_memory_bytes": tokens * model.geometry.elements_per_token * dtype.itemsize,
+        "max_model_len": max(shape.tokens for shape in loads),
+        "max_num_seqs": max(shape.requests for shape in loads),
+        "max_num_batched_tokens": STEP_TOKENS,
+    }
 
 
 def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeats: int) -> Iterator[None]:
@@ -121,7 +118,10 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeat
         yield
     for i, one in enumerate(entrants):
         names = running.get(i) or _running(one.engine, model, shape)
-        one.parts[shape.name] = _parts(one.engine, shape.requests)
+        with one.engine.clocks() as spent:  # which cost a little themselves
+            total = one.engine.steps_s(CLOCKED, shape.requests)
+        spent = spent | {"other": total - sum(spent.values())}
+        one.parts[shape.name] = {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
         one.engine.drop(names)
 
 
@@ -136,14 +136,6 @@ def _burst_s(engine: VllmServer, requests: Sequence[LoadRequest]) -> float:
     begin = perf_counter()
     engine.finish(engine.add(requests))
     return perf_counter() - begin
-
-
-def _parts(engine: VllmServer, requests: int) -> dict[str, float]:
-    """Return the milliseconds of the parts of a decode step; the clocks themselves cost a little."""
-    with engine.clocks() as spent:
-        total = engine.steps_s(CLOCKED, requests)
-    spent = spent | {"other": total - sum(spent.values())}
-    return {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
 
 
 def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from kvq.calib.quantize.settings import FEWEST_SAMPLES
 from kvq.errors import ModelError, RequestError
-from kvq.evals.windows import begin_ids, cut_windows, text_ids
+from kvq.evals.text import begin_ids, cut_windows, text_ids
 
 _CONTEXT = 2048  # tokens of a sample, by default
 _PROBE = 64  # tokens of the sample that folds are proven on

@@ -2,15 +2,14 @@
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 
-from kvq.capacity.lengths import Lengths
+from kvq.capacity.lengths import HASHED_TOKENS, Lengths, read_lines
 from kvq.capacity.plan.gpus import check_positive
-from kvq.capacity.trace_file import HASHED_TOKENS, read_lines
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
@@ -149,7 +148,10 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
         else:
             now = line.arrival_s
         length = min(line.prompt_tokens, max_context - 1)
-        prompt = _hashed(line.hash_ids, length)
+        prompt = array("I")
+        for one in line.hash_ids[: -(-length // HASHED_TOKENS)]:  # the same tokens for the same id
+            prompt += _tokens(random.Random(one), HASHED_TOKENS)
+        prompt = prompt[:length]
         yield Call(
             number=number,
             arrival_s=now,
@@ -162,14 +164,6 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
         )
     if number < 0:
         raise ConfigError(f"{path} has no requests")
-
-
-def _hashed(hash_ids: Sequence[int], length: int) -> "array[int]":
-    """Return tokens that are the same for the same ids, every time."""
-    tokens = array("I")
-    for one in hash_ids[: -(-length // HASHED_TOKENS)]:
-        tokens += _tokens(random.Random(one), HASHED_TOKENS)
-    return tokens[:length]
 
 
 @dataclass(kw_only=True, slots=True)

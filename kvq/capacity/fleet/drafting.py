@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import ConfigError, nearest
-from kvq.scheduler import Branch, MeasuredCosts, Scheduler, StepPlan
+from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import MOST_DRAFTS, Depth, drafts_allowed
 
 _NAMES = ["k", "acceptance", "draft", "adapts"]
@@ -24,11 +24,13 @@ class Drafting:  # D286: the engine's rule; the share of right drafts is given
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= MOST_DRAFTS:
-            raise ConfigError(f"k must be a whole number of 1 to {MOST_DRAFTS}, got {self.k}")
+        if type(self.k) is not int or not 1 <= self.k <= MOST_DRAFTS:
+            raise ConfigError(f"k must be a whole number of 1 to {MOST_DRAFTS}, got {self.k!r}")
         for name in ("acceptance", "draft"):
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise ConfigError(f"{name} must be 0 to 1, got {value}")
+            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a number of 0 to 1, got {value!r}")
+        if not isinstance(self.adapts, bool):
+            raise ConfigError(f"adapts must be true or false, got {self.adapts!r}")
 
 
 def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | None:
@@ -57,26 +59,13 @@ def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | N
 
 
 def _value(name: str, text: str) -> Any:
+    """Return a value in its type, or the text, which is then refused."""
     if name == "adapts":
-        if text.lower() not in ("true", "false"):
-            raise ConfigError(f"adapts must be true or false, got {text!r}")
-        return text.lower() == "true"
-    if name == "k":
-        if not (text.isascii() and text.isdigit() and len(text) < 9):
-            raise ConfigError(f"k must be a whole number of 1 to {MOST_DRAFTS}, got {text!r}")
-        return int(text)
+        return {"true": True, "false": False}.get(text.lower(), text)
     try:
-        return float(text)
+        return int(text) if name == "k" and text.isascii() and text.isdigit() else float(text)
     except ValueError:
-        raise ConfigError(f"{name} must be a number of 0 to 1, got {text!r}") from None
-
-
-class ArrivedCosts(MeasuredCosts):
-    """Costs of an engine whose prompts arrive computed: they never wait for a measurement."""
-
-    def prefill_share(self, num_decodes: int) -> float:
-        """Return 1: prompts may take all of a step."""
-        return 1.0
+        return text
 
 
 class Guesser:

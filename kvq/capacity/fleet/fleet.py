@@ -8,15 +8,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.records import Fate, Histogram, Records
-from kvq.capacity.fleet.replica import EngineSpec, Gauges, Replica
+from kvq.capacity.fleet.records import Fate, FleetRun, Histogram, Records
+from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
 
@@ -41,28 +40,6 @@ class FleetSpec:
     def engines(self) -> int:
         """Engines in total."""
         return self.replicas + self.prefill_replicas
-
-
-@dataclass(kw_only=True, slots=True)
-class FleetRun:
-    """Result of serving a load."""
-
-    records: Records
-    gauges: list[Gauges]  # of the replicas, those for prefill first
-    seconds: float  # from the first arrival to the last end
-    gaps: Histogram  # between tokens, of all of them
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything, 16 hexadecimal digits; equal for equal runs."""
-        sha = sha256()
-        records = self.records
-        for times in (records.arrival_s, records.admitted_s, records.first_s, records.end_s):
-            sha.update(times.tobytes())
-        for counts in (records.cached_tokens, records.preemptions, records.fate, records.replica):
-            sha.update(counts.tobytes())
-        sha.update(repr([(g.steps, g.busy_s, g.live_s, g.gaps.items()) for g in self.gauges]).encode())
-        return sha.hexdigest()[:16]
 
 
 def serve(

@@ -1,15 +1,22 @@
-"""Request records as columns of numbers and histograms, so that a million requests stay small."""
+"""Records of a simulated run, and its summary figures.
+
+Requests are columns of numbers and histograms, so that a million of them stay small.
+"""
 
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
+from hashlib import sha256
 from math import exp, isnan, log, nan
+from typing import Any
 
 from kvq.capacity.fleet.arrivals import Call
+from kvq.capacity.plan.gpus import Prices
 
 _BINS = 400  # of a factor of e: a quarter of a percent each
-_LOG = log
+_LEAST = -(1 << 30)  # the bin of zero
+_RANKS = (50, 95, 99)
 
 
 class Histogram:
@@ -22,7 +29,7 @@ class Histogram:
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value, several times."""
-        key = int(_LOG(value) * _BINS // 1) if value > 0 else _LEAST
+        key = int(log(value) * _BINS // 1) if value > 0 else _LEAST
         self._counts[key] += times
         self.count += times
         self.total += value * times
@@ -47,9 +54,6 @@ class Histogram:
         return sorted(self._counts.items())
 
 
-_LEAST = -(1 << 30)  # the bin of zero
-
-
 def percentile(values: list[float], rank: float) -> float:
     """Return the smallest value that at least `rank` percent don't exceed; 0.0 without values."""
     ordered = sorted(values)
@@ -67,28 +71,20 @@ class Fate(IntEnum):
     CANCELLED = 5  # its client left
 
 
-def _doubles() -> "array[float]":
-    return array("d")
-
-
-def _counts() -> "array[int]":
-    return array("I")
-
-
 @dataclass(slots=True)
 class Records:
     """Columns with one entry per request, by its number. Times in seconds; NaN for what never happened."""
 
-    arrival_s: "array[float]" = field(default_factory=_doubles)
-    admitted_s: "array[float]" = field(default_factory=_doubles)  # when it got blocks first
-    first_s: "array[float]" = field(default_factory=_doubles)  # when its first token was there
-    end_s: "array[float]" = field(default_factory=_doubles)
-    prompt_tokens: "array[int]" = field(default_factory=_counts)
-    output_tokens: "array[int]" = field(default_factory=_counts)
-    cached_tokens: "array[int]" = field(default_factory=_counts)  # of its prompt
-    preemptions: "array[int]" = field(default_factory=_counts)
-    fate: "array[int]" = field(default_factory=_counts)
-    replica: "array[int]" = field(default_factory=_counts)  # that served it, or began to
+    arrival_s: "array[float]" = field(default_factory=lambda: array("d"))
+    admitted_s: "array[float]" = field(default_factory=lambda: array("d"))  # when it got blocks first
+    first_s: "array[float]" = field(default_factory=lambda: array("d"))  # when its first token was there
+    end_s: "array[float]" = field(default_factory=lambda: array("d"))
+    prompt_tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    output_tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    cached_tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of its prompt
+    preemptions: "array[int]" = field(default_factory=lambda: array("I"))
+    fate: "array[int]" = field(default_factory=lambda: array("I"))
+    replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served it, or began to
     handovers: Histogram = field(default_factory=Histogram)  # between tokens of two replicas
     num_cut: int = 0  # requests that were longer than the context
 
@@ -123,3 +119,139 @@ class Records:
         """Return the mean time between a served request's tokens; 0 for a single token."""
         gaps = self.output_tokens[number] - 1
         return (self.end_s[number] - self.first_s[number]) / gaps if gaps else 0.0
+
+
+@dataclass(slots=True)
+class Gauges:
+    """Totals of one replica over its time; `..._s` are integrals over seconds."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    running_s: float = 0.0  # sequences that got a token or were in prefill
+    live_s: float = 0.0  # share of live blocks, of the fullest layer group
+    peak_live: float = 0.0
+    peak_waiting: int = 0
+    recomputed_tokens: int = 0
+    slow_steps: int = 0
+    restarts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    decodes: int = 0  # times that a sequence went on by a token, and accepted drafts
+    decoded_tokens: int = 0  # that these gave
+    gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
+
+
+@dataclass(kw_only=True, slots=True)
+class FleetRun:
+    """Result of serving a load."""
+
+    records: Records
+    gauges: list[Gauges]  # of the replicas, those for prefill first
+    seconds: float  # from the first arrival to the last end
+    gaps: Histogram  # between tokens, of all of them
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything, 16 hexadecimal digits; equal for equal runs."""
+        sha = sha256()
+        records = self.records
+        for times in (records.arrival_s, records.admitted_s, records.first_s, records.end_s):
+            sha.update(times.tobytes())
+        for counts in (records.cached_tokens, records.preemptions, records.fate, records.replica):
+            sha.update(counts.tobytes())
+        sha.update(repr([(g.steps, g.busy_s, g.live_s, g.gaps.items()) for g in self.gauges]).encode())
+        return sha.hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slo:
+    """Latency limits that a request must keep to count as served well."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None  # on average over its tokens
+
+    def is_met(self, records: Records, number: int) -> bool:
+        """True if a request was served within the limits."""
+        if records.fate[number] != Fate.SERVED:
+            return False
+        ttft = records.first_s[number] - records.arrival_s[number]
+        return (self.ttft_s is None or ttft <= self.ttft_s) and (
+            self.itl_s is None or records.itl_s(number) <= self.itl_s
+        )
+
+
+def summarize(run: FleetRun, slo: Slo) -> dict[str, Any]:
+    """Return figures by name; times in milliseconds, None where nothing was measured.
+
+    Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
+    of all requests but those that an API got or whose clients left.
+    """
+    records, seconds = run.records, run.seconds
+    served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
+    count = {fate: records.fate.count(fate) for fate in Fate if fate is not Fate.OPEN}
+    met = sum([slo.is_met(records, i) for i in served])
+    asked = len(records) - count[Fate.OVERFLOWED] - count[Fate.CANCELLED]
+    outputs = sum([records.output_tokens[i] for i in served])
+    prompts = sum([records.prompt_tokens[i] for i in served])
+    gauges = run.gauges
+    cached = sum([records.cached_tokens[i] for i in served])
+
+    def total(gauge: str) -> Any:
+        return sum(getattr(one, gauge) for one in gauges)
+
+    def per_second(amount: float) -> float:
+        return amount / seconds if seconds > 0 else 0.0
+
+    def waited(name: str, until: "array[float]") -> dict[str, float | None]:
+        times = sorted([until[i] - records.arrival_s[i] for i in served])
+        return {f"{name}_ms_p{n}": _ms(percentile(times, n) if times else None) for n in _RANKS}
+
+    busy_s = total("busy_s")
+    return {
+        "requests": len(records),
+        **{fate.name.lower(): number for fate, number in count.items()},
+        "cut": records.num_cut,
+        "seconds": seconds,
+        "output_tokens_per_s": per_second(outputs),
+        "total_tokens_per_s": per_second(outputs + prompts),
+        "requests_per_s": per_second(len(served)),
+        "goodput_requests_per_s": per_second(met),
+        "slo_met": met / asked if asked else None,
+        **waited("ttft", records.first_s),
+        **{f"itl_ms_p{rank}": _ms(run.gaps.percentile(rank)) for rank in _RANKS},
+        "handover_ms_p99": _ms(records.handovers.percentile(99)),
+        **waited("queue", records.admitted_s),
+        **waited("e2e", records.end_s),
+        "preemptions": sum(records.preemptions),
+        **{name: total(name) for name in ("slow_steps", "restarts", "recomputed_tokens", "steps")},
+        **{name: total(name) for name in ("drafted_tokens", "accepted_tokens")},
+        "tokens_per_step": total("decoded_tokens") / total("decodes") if total("decodes") else None,
+        "prefix_hit_rate": cached / prompts if prompts else None,
+        "utilization": per_second(busy_s / len(gauges)),
+        "mean_batch": total("running_s") / busy_s if busy_s else None,
+        "mean_pool": total("live_s") / busy_s if busy_s else None,
+        "peak_pool": max(one.peak_live for one in gauges),
+        "peak_waiting": max(one.peak_waiting for one in gauges),
+        "digest": run.digest,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def costs(run: FleetRun, usd_per_hour: float, prices: Prices | None) -> dict[str, float | None]:
+    """Return the $ of a run. `usd_per_hour`: of all GPUs together; `prices`: of the API for overflow."""
+    records = run.records
+    gpus, api, outputs = usd_per_hour * run.seconds / 3600, 0.0, 0
+    for fate, prompt, output in zip(records.fate, records.prompt_tokens, records.output_tokens, strict=True):
+        if fate == Fate.OVERFLOWED and prices is not None:
+            api += prices.request_usd(prompt, output)
+        if fate == Fate.SERVED or (fate == Fate.OVERFLOWED and prices is not None):
+            outputs += output
+    return {
+        "usd": gpus + api,
+        "usd_gpus": gpus,
+        "usd_api": api,
+        "usd_per_million_tokens": 1e6 * (gpus + api) / outputs if outputs else None,
+    }

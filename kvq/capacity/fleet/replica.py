@@ -3,14 +3,14 @@
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.arrivals import Call
-from kvq.capacity.fleet.drafting import ArrivedCosts, Drafting, Guesser
+from kvq.capacity.fleet.drafting import Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults, Trouble
-from kvq.capacity.fleet.records import Fate, Histogram, Records
+from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
 from kvq.scheduler import (
@@ -67,24 +67,12 @@ class _Ticket:
         return self.call.answer(first, count)
 
 
-@dataclass(slots=True)
-class Gauges:
-    """Totals of one replica over its time; `..._s` are integrals over seconds."""
+class _ArrivedCosts(MeasuredCosts):
+    """Costs of an engine whose prompts arrive computed: they never wait for a measurement."""
 
-    steps: int = 0
-    busy_s: float = 0.0
-    running_s: float = 0.0  # sequences that got a token or were in prefill
-    live_s: float = 0.0  # share of live blocks, of the fullest layer group
-    peak_live: float = 0.0
-    peak_waiting: int = 0
-    recomputed_tokens: int = 0
-    slow_steps: int = 0
-    restarts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    decodes: int = 0  # times that a sequence went on by a token, and accepted drafts
-    decoded_tokens: int = 0  # that these gave
-    gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
+    def prefill_share(self, num_decodes: int) -> float:
+        """Return 1: prompts may take all of a step."""
+        return 1.0
 
 
 class Replica:
@@ -139,7 +127,7 @@ class Replica:
         if spec.computes_prompts:
             self._costs = MeasuredCosts(prefill_token_s=spec.time.linear_s(most) / most)
         elif spec.drafting is not None:  # fixed ones don't say what drafts add
-            self._costs = ArrivedCosts(prefill_token_s=spec.time.linear_s(most) / most)
+            self._costs = _ArrivedCosts(prefill_token_s=spec.time.linear_s(most) / most)
         self.scheduler = Scheduler(self.manager, spec.config, self._costs)
         self._guesser: Guesser | None = None
         if spec.drafting is not None:

@@ -59,8 +59,8 @@ def make_router(routing: Routing, seed: int = 0) -> Router:
         Routing.LEAST_LOADED: _least_loaded,
         Routing.SESSION: by_session,
         Routing.PREFIX: by_prefix,
-        Routing.TWO_CHOICES: two_choices(seed),
-        Routing.AFFINITY: Affinity(seed),
+        Routing.TWO_CHOICES: _two_choices(seed),
+        Routing.AFFINITY: _affinity(seed),
     }
     return routers[routing]
 
@@ -69,7 +69,7 @@ def _least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
     return min(replicas, key=lambda replica: (len(replica.live), replica.index))
 
 
-def two_choices(seed: int = 0) -> Router:
+def _two_choices(seed: int) -> Router:
     """Return a router that takes the one of two random replicas with fewer requests.
 
     Source: Mitzenmacher 2001, The Power of Two Choices; `PowerOfTwoChoicesRequestRouter` of Ray 2.60.
@@ -82,40 +82,35 @@ def two_choices(seed: int = 0) -> Router:
     return choose
 
 
-class Affinity:
-    """Router to the replicas that got most of the prompt before; if that is little, those that got least.
+def _affinity(seed: int) -> Router:
+    """Return a router to the replicas that got most of the prompt before; if that is little, that got least.
 
     Among several, the one with fewest requests. If one replica has over `MOST_AHEAD` requests more than
     another, or no replica ever got a request, the less loaded of two random ones.
 
     Source: `PrefixCacheAffinityRouter` of Ray 2.60.
     """
+    elsewhere, tree = _two_choices(seed), _PrefixTree()
+    restarts: dict[int, int] = {}
 
-    def __init__(self, seed: int = 0) -> None:
-        self._elsewhere = two_choices(seed)
-        self._tree = _PrefixTree()
-        self._restarts: dict[int, int] = {}
-
-    def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
-        """Choose a replica, and remember the choice."""
-        self._forget_ended(replicas)
+    def choose(call: Call, replicas: Sequence[Replica]) -> Replica:
+        for replica in replicas:
+            if restarts.setdefault(replica.index, 0) < replica.gauges.restarts:  # it is empty now
+                restarts[replica.index] = replica.gauges.restarts
+                tree.remove(replica.index)
         loads = [len(replica.live) for replica in replicas]
-        chosen = self._elsewhere(call, replicas)
+        chosen = elsewhere(call, replicas)
         if max(loads) - min(loads) <= MOST_AHEAD:
-            length, holders = self._tree.match(call.prompt, {replica.index for replica in replicas})
+            among = {replica.index for replica in replicas}
+            length, holders = tree.match(call.prompt, among)
             if length < LONG_MATCH * len(call.prompt):
-                holders = self._tree.smallest({replica.index for replica in replicas})
+                holders = tree.smallest(among)
             fitting = [replica for replica in replicas if replica.index in holders]
             chosen = min(fitting, key=lambda replica: len(replica.live), default=chosen)
-        self._tree.insert(call.prompt, chosen.index)
+        tree.insert(call.prompt, chosen.index)
         return chosen
 
-    def _forget_ended(self, replicas: Sequence[Replica]) -> None:
-        """Forget the prompts of replicas that restarted: they are empty now."""
-        for replica in replicas:
-            if self._restarts.setdefault(replica.index, 0) < replica.gauges.restarts:
-                self._restarts[replica.index] = replica.gauges.restarts
-                self._tree.remove(replica.index)
+    return choose
 
 
 @dataclass(slots=True, eq=False)

@@ -1,42 +1,121 @@
-"""kvq's own engine in a plan: its settings, and how it divides memory into pools."""
+"""Engine in a plan: GPU memory used by weights, activations and runtime, and kvq's pools in the rest."""
 
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from kvq.capacity.lengths import Demand
-from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import FRAGMENTS, EngineSettings, Pools, Room, Users, does_not_fit
+from kvq.capacity.plan.gpus import Gpu, check_share
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
-from kvq.sizing.memory import Term
+from kvq.sizes import decimal
+from kvq.sizing.memory import Term, activation_term
 from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks, wanted_blocks
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
+_FRAGMENTS = 0.01  # of what is free, that is no whole block
+_ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
 # D274: hybrids: as many sequences as fit
 _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine(EngineSettings):  # D277: memory for blocks, and which blocks: two questions
-    """Settings of kvq's engine; the defaults are those of `kvq serve`."""
+class Users:
+    """Requests that hold KV at once, each with as much as at its end."""
 
-    block_size: int = BLOCK_SIZE
-    step_tokens: int = MAX_NUM_BATCHED_TOKENS
+    paged: int  # in blocks
+    contiguous: int  # a slot of one length reserved for each, in the same format
+    bytes_per_request: float  # of blocks, on average
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Memory terms of the fullest GPU without the pool, and the memory left for the pool."""
+
+    terms: tuple[Term, ...]
+    free_bytes: int  # beside weights and runtime
+    activation_bytes: int  # that a step takes of these
+    pool_bytes: int  # at most; negative if missing
+
+    @classmethod
+    def of(cls, target: Target, gpu: Gpu, engine: "Engine") -> "Room":
+        """Return the memory as an engine finds it once the weights are loaded."""
+        runtime = Term(
+            name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
+        )
+        weights = target.terms()
+        activations = activation_term(
+            target.geometry, target.parameters, step_tokens=engine.step_tokens, split=target.split
+        )
+        taken = runtime.nbytes + sum(term.nbytes for term in weights)
+        return cls(
+            terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
+            free_bytes=gpu.memory_bytes - taken,
+            activation_bytes=activations.nbytes,
+            pool_bytes=engine.budget(
+                gpu.memory_bytes, taken_bytes=taken, activation_bytes=activations.nbytes
+            ),
+        )
+
+    def with_pool(self, pool: Term, why_free: str) -> tuple[Term, ...]:
+        """Return all terms: these, the memory that stays free, and the pool."""
+        rest = self.free_bytes - self.activation_bytes - pool.nbytes
+        left = (Term(name="left free", nbytes=rest, formula=why_free),) if rest > 0 else ()
+        return (*self.terms, *left, pool)
+
+
+def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: Room, block_bytes: int) -> str:
+    """Return the message of a model that does not fit: by how much, and what would help."""
+    taken = sum(term.nbytes for term in room.terms)
+    more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
+    ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
+    for ranks in (2, 4, 8, 16, 32, 64):
+        spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
+        if target.geometry.q_heads % spread.split.tensor:
+            break
+        if Room.of(spread, gpu, engine).pool_bytes > (1 - _ROOMY) * gpu.memory_bytes:
+            option = f"--tensor-parallel {spread.split.tensor}"
+            ways.insert(0, f"spread it over {spread.split.gpus} GPUs ({option})")
+            break
+    return (
+        f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
+        f"take {decimal(taken)} of each GPU's {decimal(gpu.memory_bytes)}, {decimal(more)} too much; "
+        f"{', '.join(ways)}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:  # D277: memory for blocks, and which blocks: two questions
+    """Settings of kvq's engine that take memory; the defaults are those of `kvq serve`."""
+
+    block_size: int = BLOCK_SIZE  # tokens
+    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
     memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
+    sequences: int | None = None  # most that run side by side; None: as many as fit
+    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
+    runtime_bytes: int = 600_000_000  # of the process before it holds a tensor; measure yours
+
+    def __post_init__(self) -> None:
+        check_share("the memory fraction", self.memory_fraction)
+        if self.runtime_bytes < 0:
+            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Return the pool bytes: a share of the memory left by weights and runtime, minus that of a step."""
+        """Return the pool bytes: a share of the memory left by weights and runtime, minus that of a step.
+
+        `taken_bytes`: of weights and runtime. Negative if memory is missing.
+        """
         free = total_bytes - taken_bytes
         return pool_budget(
             free, activation_bytes=activation_bytes, on_gpu=True, fraction=self.memory_fraction
         )
 
-    def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> Pools:
-        """Plan one pool for each layer group.
+    def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> dict[str, Any]:
+        """Plan one pool for each layer group; returns fields of `CapacityPlan`.
 
         Raises:
             ConfigError: the model doesn't fit.
@@ -47,13 +126,16 @@ class Engine(EngineSettings):  # D277: memory for blocks, and which blocks: two 
         if min(shared.num_blocks) < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, block_bytes))
         pool = _pool_term(layout, shared.num_blocks)
-        return Pools(
-            terms=room.with_pool(pool, self._why_free(room, pool)),
-            block_bytes=block_bytes,
-            num_blocks=tuple(shared.num_blocks),
-            step_tokens=shared.step_tokens,
-            users=_users(layout, shared, demand, self.sequences),
-        )
+        why_free = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"
+        if room.pool_bytes > pool.nbytes + _FRAGMENTS * room.free_bytes:
+            why_free += "; and what so many sequences can't use"
+        return {
+            "terms": room.with_pool(pool, why_free),
+            "block_bytes": block_bytes,
+            "num_blocks": tuple(shared.num_blocks),
+            "step_tokens": shared.step_tokens,
+            "users": _users(layout, shared, demand, self.sequences),
+        }
 
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
         """Divide the budget among layer groups, as an engine for `sequences` sequences does.
@@ -75,12 +157,6 @@ class Engine(EngineSettings):  # D277: memory for blocks, and which blocks: two 
             return shared(max(1, too_many))
         one = bytes_of(layout, wanted_blocks(layout, sequences=1, **limits))
         return shared(self.sequences or max(0, budget) // one + 1)
-
-    def _why_free(self, room: Room, pool: Term) -> str:
-        formula = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"
-        if room.pool_bytes > pool.nbytes + FRAGMENTS * room.free_bytes:
-            formula += "; and what so many sequences can't use"
-        return formula
 
 
 def _users(layout: KVLayout, shared: PoolPlan, demand: Demand, sequences: int | None) -> Users:

@@ -3,37 +3,96 @@
 Beside it what it would be for other lengths and other numbers of users, for plots.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.capacity.lengths import Demand, Length, fixed
-from kvq.capacity.plan.cost import usd_per_million
-from kvq.capacity.plan.engine import Engine
-from kvq.capacity.plan.gpus import Gpu, find_gpu
-from kvq.capacity.plan.room import Pools
-from kvq.capacity.plan.speed import Serving, serving
+from kvq.capacity.plan.engine import Engine, Users
+from kvq.capacity.plan.gpus import Gpu, check_positive, find_gpu, usd_per_million
 from kvq.capacity.plan.step_time import Efficiency, StepTime, roofline
 from kvq.capacity.plan.target import Target, make_target
 from kvq.capacity.plan.vllm import VllmEngine
 from kvq.errors import ConfigError
 from kvq.sizing.held import AUTO
-from kvq.sizing.memory import Split, kv_layout, split_geometry
+from kvq.sizing.memory import Split, Term, kv_layout, split_geometry
 
 _SHORTEST = 1024  # tokens, of plots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityPlan(Pools):
+class Serving:
+    """Latency and throughput of `users` concurrent requests."""
+
+    users: int
+    ttft_s: float  # of a prompt computed alone, without a queue
+    itl_s: float
+    tokens_per_s: float  # of all of them
+    requests_per_s: float
+
+
+def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
+    """Return the speed when every request that ends is followed by a new prompt, for which others wait.
+
+    By Little's law `users` = requests a second x seconds of each.
+    """
+    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of one user
+    return Serving(
+        users=users,
+        ttft_s=prefill_s + step_s,
+        itl_s=per_token_s,
+        tokens_per_s=users / per_token_s,
+        requests_per_s=users / per_token_s / output_tokens,
+    )
+
+
+def serving(time: StepTime, demand: Demand, users: int) -> Serving:
+    """Return the speed of `users` concurrent requests, averaged over lengths; shared prefixes are cached."""
+    lengths = demand.lengths
+    halfway = [x.prompt + x.output // 2 for x in lengths]
+    seen = [users * tokens / len(lengths) for tokens in time.seen(halfway)]
+    step = time.linear_s(users) + users * time.sequence_s
+    step += sum(each * tokens for each, tokens in zip(time.read_s, seen, strict=True))
+    prompt = fmean([time.prompt_s(int(x.prompt * demand.prefix_share), x.prompt) for x in lengths])
+    output = max(1.0, fmean([float(x.output) for x in lengths]))
+    return closed_loop(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
+
+
+def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
+    """Return the speed of requests at `rate` per second; None if `most` concurrent ones don't keep up.
+
+    Those of the fewest side by side whose throughput is the rate: by Little's law as many as are there on
+    average. `serve`: the speed of a number of concurrent requests.
+
+    Raises:
+        ConfigError: the rate is not above 0.
+    """
+    check_positive("the rate", rate)
+    if most < 1 or serve(most).requests_per_s < rate:
+        return None
+    fewer = bisect_left(range(1, most), rate, key=lambda users: serve(users).requests_per_s)
+    return serve(fewer + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityPlan:
     """Plan of one KV format of one model on `split.gpus` GPUs; its blocks are those of the fullest GPU."""
 
     model: str
     gpu: str
     kv: str
     split: Split
+    terms: tuple[Term, ...]  # of memory; the pool last
+    block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
+    num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
+    step_tokens: int  # most new tokens of a step, fewer than configured if they fill a small staging area
+    users: Users
+    vllm: Mapping[str, Any] | None = None  # figures that vLLM prints when it starts, where it is the engine
     kv_bytes_per_token: float  # on it
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     state_bytes: int  # of a sequence's recurrent states, on it; in the blocks of a pool of their own
@@ -59,7 +118,7 @@ def make_plan(
     kv: str,
     demand: Demand,
     *,
-    engine: Engine | VllmEngine | None = None,
+    engine: Engine | None = None,
     efficiency: Efficiency | None = None,
 ) -> CapacityPlan:
     """Plan one KV format.
@@ -77,18 +136,18 @@ def make_plan(
         split_geometry(target.geometry, target.split),
         kv,
         block_size=engine.block_size,
-        whole_blocks=isinstance(engine, Engine),
+        whole_blocks=not isinstance(engine, VllmEngine),
     )
     pools = engine.pools(target, gpu, layout, demand)
     time = serve = served = price = None
     if target.parameters is not None:
         time = roofline(target, layout, gpu, efficiency or Efficiency())
         serve = partial(serving, time, demand)
-    if serve is not None and pools.users.paged:
-        served = serve(pools.users.paged)
+    if serve is not None and pools["users"].paged:
+        served = serve(pools["users"].paged)
         price = usd_per_million(gpu.usd_per_hour * target.split.gpus, served.tokens_per_s)
     return CapacityPlan(
-        **{one.name: getattr(pools, one.name) for one in fields(pools)},
+        **pools,
         model=target.name,
         gpu=gpu.name,
         kv=kv,
@@ -109,7 +168,7 @@ class _PlanOptions(TypedDict, total=False):
     weights: str
     weight_bytes: int | None
     split: Split | None
-    engine: Engine | VllmEngine | None
+    engine: Engine | None
     prefix_share: float
 
 
@@ -150,7 +209,7 @@ def plan(
     return make_plan(target, found, kv, demand, engine=engine)
 
 
-def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine | VllmEngine) -> list[tuple[int, int]]:
+def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[tuple[int, int]]:
     """Return (context, requests that fit at once), with contexts doubling up to the engine's longest."""
     longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
     return [

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq import strict_json
-from kvq.capacity.plan.cost import check_share
-from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.gpus import Gpu, check_share
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout, Role
@@ -45,30 +44,20 @@ class Efficiency:  # D280: assumed until measured: 0.8 of bandwidth, 0.7 of a st
         if not 0 <= self.sequence_s < 60:
             raise ConfigError(f"seconds a sequence must be 0 to 60, got {self.sequence_s}")
 
+    def linear_s(self, gpu: Gpu, weight_bytes: float, flops: float, *, tokens: int) -> float:
+        """Return the seconds of a GPU's linear layers, by their bytes and operations for `tokens` tokens."""
+        if self.measured:
+            return self._measured_s(gpu, weight_bytes, flops / tokens, tokens)
+        read = weight_bytes / (gpu.bandwidth * self.bandwidth * self.step)
+        return max(read, flops / (gpu.flops * self.arithmetic))
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Machine:
-    """One GPU, which runs its share of a step's bytes and operations."""
-
-    bandwidth: float  # bytes a second
-    flops: float  # operations a second, dense
-    efficiency: Efficiency
-
-    def linear_s(self, weight_bytes: float, flops: float, *, tokens: int) -> float:
-        """Return the seconds of linear layers for `tokens` tokens."""
-        reached = self.efficiency
-        if reached.measured:
-            return self._measured_s(weight_bytes, flops / tokens, tokens)
-        read = weight_bytes / (self.bandwidth * reached.bandwidth * reached.step)
-        return max(read, flops / (self.flops * reached.arithmetic))
-
-    def _measured_s(self, weight_bytes: float, token_flops: float, tokens: int) -> float:
+    def _measured_s(self, gpu: Gpu, weight_bytes: float, token_flops: float, tokens: int) -> float:
         """Interpolate between measured points; beyond them, use the efficiency of the nearest."""
 
         def at(number: int, share: float) -> float:
-            return max(weight_bytes / self.bandwidth, token_flops * number / self.flops) / share
+            return max(weight_bytes / gpu.bandwidth, token_flops * number / gpu.flops) / share
 
-        before, *rest = self.efficiency.measured
+        before, *rest = self.measured
         if tokens <= before[0]:
             return at(tokens, before[1])
         for after in rest:
@@ -78,17 +67,13 @@ class _Machine:
             before = after
         return at(tokens, before[1])
 
-    def read_s(self, kv_bytes: float) -> float:
+    def read_s(self, gpu: Gpu, kv_bytes: float) -> float:
         """Return the seconds of reading `kv_bytes` of KV."""
-        reached = self.efficiency
-        share = reached.bandwidth * reached.step if reached.kv is None else reached.kv
-        return kv_bytes / (self.bandwidth * share)
+        return kv_bytes / (gpu.bandwidth * (self.bandwidth * self.step if self.kv is None else self.kv))
 
-    def attention_s(self, flops: float) -> float:
+    def attention_s(self, gpu: Gpu, flops: float) -> float:
         """Return the seconds of `flops` operations of prefill attention."""
-        reached = self.efficiency
-        share = reached.arithmetic if reached.attention is None else reached.attention
-        return flops / (self.flops * share)
+        return flops / (gpu.flops * (self.arithmetic if self.attention is None else self.attention))
 
 
 def expert_share(experts: float, chosen: float, tokens: int) -> float:
@@ -125,16 +110,15 @@ def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency
     `costs`: seconds of steps' linear layers by their tokens (`linear`, [tokens, s] each), of a token of KV
     that a decode reads, of a pair in prefill, of a sequence; and what those parts read and compute.
     """
-    bandwidth, flops = gpu.bandwidth, 1e12 * gpu.tflops["fp16"]
 
     def ideal(tokens: int) -> float:
-        return float(max(costs["weight_bytes"] / bandwidth, costs["token_flops"] * tokens / flops))
+        return float(max(costs["weight_bytes"] / gpu.bandwidth, costs["token_flops"] * tokens / gpu.flops))
 
     try:
         return Efficiency(
             measured=tuple((int(tokens), ideal(tokens) / seconds) for tokens, seconds in costs["linear"]),
-            kv=_share(costs["kv_bytes"] / bandwidth, costs["read_s"]),
-            attention=_share(costs["pair_flops"] / flops, costs["pair_s"]),
+            kv=_share(costs["kv_bytes"] / gpu.bandwidth, costs["read_s"]),
+            attention=_share(costs["pair_flops"] / gpu.flops, costs["pair_s"]),
             sequence_s=costs["sequence_s"],
         )
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
@@ -216,16 +200,17 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
     parameters, split = target.parameters, target.split
     assert parameters is not None, "without them a step's bytes and operations are not known"
     weight_bytes = sum(term.nbytes for term in target.terms())
-    machine = _Machine(bandwidth=gpu.bandwidth, flops=1e12 * gpu.tflops["fp16"], efficiency=efficiency)
     active = parameters.active / split.gpus
 
     @cache
     def stage_s(tokens: int) -> float:
         nbytes = weight_bytes * read_share(parameters, tokens)
-        return machine.linear_s(nbytes, 2 * active * tokens, tokens=tokens)
+        return efficiency.linear_s(gpu, nbytes, 2 * active * tokens, tokens=tokens)
 
     groups = layout.groups
     q_heads = target.geometry.q_heads / split.tensor
+    of_layers = [[one.geometry for one in group.layers] for group in groups]
+    head_dims = [sum(layer.k_head_dim + layer.v_head_dim for layer in layers) for layers in of_layers]
     return StepTime(
         stage_s=stage_s,
         stages=split.pipeline,
@@ -235,15 +220,10 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         state_group=layout.holding["state_group"],
         read_s=tuple(
             # Per token that a decode sees; of recurrent states it sees two: the last one, and its own
-            machine.read_s(group.block_bytes / (1 if group.role is Role.STATES else group.block_size))
+            efficiency.read_s(gpu, group.block_bytes / (1 if group.role is Role.STATES else group.block_size))
             for group in groups
         ),
-        pair_s=tuple(
-            machine.attention_s(
-                2 * q_heads * sum(one.geometry.k_head_dim + one.geometry.v_head_dim for one in group.layers)
-            )
-            for group in groups
-        ),
+        pair_s=tuple(efficiency.attention_s(gpu, 2 * q_heads * dims) for dims in head_dims),
         sequence_s=efficiency.sequence_s,
     )
 

@@ -74,6 +74,10 @@ def make_target(
             "nearest format, such as int4",
             *(held.unknown, held.other.name),
         )
+    refused = found.refused or why_refused(found.config, max_context=max_context) or held.unread
+    is_quantized = found.config.get("quantization_config") is not None
+    if not refused and is_quantized and weights not in (AUTO, NF4.name, *PLAIN):
+        refused = "its weights are quantized already, and kvq rounds none of these (--weights)"
     return Target(
         name=str(model),
         geometry=found.geometry,
@@ -81,18 +85,8 @@ def make_target(
         held=held,
         weight_bytes=weight_bytes,
         split=split or Split(),
-        refused=found.refused or _why_refused(found.config, held, weights, max_context),
+        refused=refused,
     )
-
-
-def _why_refused(
-    config: Mapping[str, Any], held: HeldAs, weights: str, max_context: int | None
-) -> str | None:
-    """Return why kvq's engine refuses a config.json, or weights that are rounded at load; or None."""
-    why = why_refused(config, max_context=max_context) or held.unread
-    if why or config.get("quantization_config") is None or weights in (AUTO, NF4.name, *PLAIN):
-        return why
-    return "its weights are quantized already, and kvq rounds none of these (--weights)"
 
 
 def _shape(model: str | Path, *, counted: bool) -> ModelShape:

@@ -15,10 +15,11 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from kvq.capacity.lengths import Demand
+from kvq.capacity.plan.engine import Engine, Room, Users, does_not_fit
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import EngineSettings, Pools, Room, Users, VllmCache, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.formats.names import FOREIGN_NAMES, VLLM_FILE_PREFIX, VLLM_PREFIX
@@ -119,14 +120,12 @@ class _VllmBlocks:
     def users(self, num_blocks: int, demand: Demand) -> int:
         """Return how many requests fit; full-attention layers hold a shared prefix once."""
         held = [self.held(length.total) for length in demand.lengths]
-        shared = [self._whole(int(x.prompt * demand.prefix_share)) for x in demand.lengths]
+        whole = [kind.block_size for kind, _ in self.groups if kind.window is None]  # tokens of a block
+        prefixes = [int(length.prompt * demand.prefix_share) for length in demand.lengths]
+        shared = [sum(tokens // size for size in whole) for tokens in prefixes]
         common = max(shared)
         each = fmean([blocks - (common and own) for blocks, own in zip(held, shared, strict=True)])
         return max(0, int((num_blocks - 1 - common) / each))
-
-    def _whole(self, tokens: int) -> int:
-        """Return the blocks of full-attention layers that `tokens` tokens fill."""
-        return sum(tokens // kind.block_size for kind, _ in self.groups if kind.window is None)
 
     def request_bytes(self, demand: Demand) -> float:
         """Return the mean bytes of a request's blocks."""
@@ -134,7 +133,7 @@ class _VllmBlocks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmEngine(EngineSettings):
+class VllmEngine(Engine):
     """Settings of vLLM; `on` returns those of `vllm serve` without options."""
 
     block_size: int = BLOCK_SIZE
@@ -154,8 +153,8 @@ class VllmEngine(EngineSettings):
             return self.kv_memory
         return math.ceil(total_bytes * self.memory_fraction) - taken_bytes - activation_bytes
 
-    def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> Pools:
-        """Plan the one pool that all layers share.
+    def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> dict[str, Any]:
+        """Plan the one pool that all layers share; returns fields of `CapacityPlan`.
 
         Raises:
             ConfigError: what vLLM or the plug-in does not serve, and what doesn't fit.
@@ -166,29 +165,23 @@ class VllmEngine(EngineSettings):
         count = room.pool_bytes // blocks.block_bytes
         if count < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, blocks.block_bytes))
-        self._check_given(gpu, room)
-        pool = _pool_term(blocks, count)
-        return Pools(
-            terms=room.with_pool(pool, self._why_free(room)),
-            block_bytes=blocks.block_bytes,
-            num_blocks=(count,),
-            step_tokens=self.step_tokens,
-            users=self._users(blocks, count, layout, demand),
-            vllm=self._cache(blocks, count, target),
-        )
-
-    def _check_given(self, gpu: Gpu, room: Room) -> None:
         rest = room.free_bytes - room.activation_bytes
         if room.pool_bytes > rest:
             raise ConfigError(
                 f"{decimal(room.pool_bytes)} for KV are more than the {decimal(max(0, rest))} that weights, "
                 f"activations and runtime leave of {gpu.name}"
             )
-
-    def _why_free(self, room: Room) -> str:
+        why_free = f"{1 - self.memory_fraction:.3g} of {gpu.memory_bytes:,} B, and a part of a block"
         if self.kv_memory is not None:
-            return "not given to KV: graphs, logits, fragments"
-        return f"{1 - self.memory_fraction:.3g} of {room.total_bytes:,} B, and a part of a block"
+            why_free = "not given to KV: graphs, logits, fragments"
+        return {
+            "terms": room.with_pool(_pool_term(blocks, count), why_free),
+            "block_bytes": blocks.block_bytes,
+            "num_blocks": (count,),
+            "step_tokens": self.step_tokens,
+            "users": self._users(blocks, count, layout, demand),
+            "vllm": self._cache(blocks, count, target),
+        }
 
     def _users(self, blocks: _VllmBlocks, count: int, layout: KVLayout, demand: Demand) -> Users:
         slots = count * blocks.block_bytes / (layout.kv_bytes_per_token * demand.slot)
@@ -199,7 +192,7 @@ class VllmEngine(EngineSettings):
             bytes_per_request=blocks.request_bytes(demand),
         )
 
-    def _cache(self, blocks: _VllmBlocks, count: int, target: Target) -> VllmCache:
+    def _cache(self, blocks: _VllmBlocks, count: int, target: Target) -> dict[str, Any]:
         """Return the figures that vLLM prints. It starts only if a request of full length fits."""
         most = self.max_context or target.geometry.max_context
         one = blocks.held(most)
@@ -209,7 +202,12 @@ class VllmEngine(EngineSettings):
                 f"{count - 1:,}; give --max-model-len {blocks.longest(count, most)} or less, narrower KV, "
                 f"narrower weights (--weights int4), or more GPUs (--tensor-parallel)"
             )
-        return VllmCache(num_gpu_blocks=count, max_model_len=most, max_concurrency=count / one)
+        return {
+            "num_gpu_blocks": count,
+            "kv_cache_tokens": int(count / one * most),  # vLLM's "GPU KV cache size"
+            "max_model_len": most,
+            "max_concurrency": count / one,  # requests of that length
+        }
 
 
 def _pool_term(blocks: _VllmBlocks, count: int) -> Term:

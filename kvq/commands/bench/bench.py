@@ -14,8 +14,7 @@ from kvq.commands.shared.options import gathered, json_option, option
 from kvq.commands.shared.param_types import BLOCK_SIZES
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 
 
 @click.group(name="bench")
@@ -37,8 +36,6 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlocksOptions:
-    """Sizes of the block memory to measure."""
-
     num_sequences: int = option(1000, names="--sequences", type=click.IntRange(1, 100_000))
     blocks_per_sequence: int = option(64, "Blocks of each prompt.", type=click.IntRange(1, 10_000))
     num_blocks: int = option(

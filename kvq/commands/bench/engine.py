@@ -19,8 +19,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, SIZE, TO_WRITE, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns, print_origin
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns, print_origin
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _EngineOptions:
-    """Requests, limits and goals of the engine."""
-
     requests: int = option(32, type=click.IntRange(1, 100_000))
     concurrency: str | None = option(
         None,

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.bench.options import TIMES, KernelOptions, split_list
-from kvq.commands.shared.names import FORMATS
 from kvq.commands.shared.options import gathered, json_option, option, path_option, picked
-from kvq.commands.shared.param_types import BLOCK_SIZES, TO_WRITE, TOKENS
+from kvq.commands.shared.param_types import BLOCK_SIZES, FORMATS, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of, write_rows
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.sizes import parse_tokens, speed
 
@@ -45,8 +43,6 @@ _WRITE_COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ShapeOptions:
-    """Shape of one layer's step."""
-
     batch: int = option(1, "Sequences.", type=click.IntRange(1, 4096))
     context: str = option(
         "8192", "Tokens per sequence, including new ones; A-B for log-normal lengths between A and B."
@@ -94,8 +90,6 @@ _new_option = click.option(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionOptions:
-    """Rivals, latent attention and the plot."""
-
     rivals: Path | None = option(
         None, "Folder with your rivals.py.", type=click.Path(file_okay=False, path_type=Path)
     )

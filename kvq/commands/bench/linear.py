@@ -10,8 +10,7 @@ from kvq.commands.bench.options import TIMES, KernelOptions, split_list
 from kvq.commands.shared.options import gathered, json_option, option, picked
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.sizes import speed
 
@@ -30,8 +29,6 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LinearOptions:
-    """Layers to measure, and formats of their weights."""
-
     weights: str = option("int8,int4,fp8", "Formats, with commas between.")
     rows: str = option("1,4,16,256", "Rows of inputs, with commas between.")
     shapes: tuple[str, ...] = option(
@@ -51,7 +48,7 @@ def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | Non
     rotated past the last-level cache; a product of few rows is limited by reading them.
     """
     from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
-    from kvq.bench.timing import part_of
+    from kvq.evals.watch import part_of
     from kvq.formats.weights import parse_weight_format
 
     begin(json_path)

@@ -10,27 +10,30 @@ import click
 
 from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
 from kvq.commands.shared.options import gathered, json_option, kv_option, option
-from kvq.commands.shared.param_types import OneNumber
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
 
+class _OneConcurrency(click.IntRange):
+    """Number of users at a time, where `kvq bench engine` takes several."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "," in value:
+            self.fail(f"one number is taken here, got {value!r}; run the command once for each.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ServeOptions:
-    """Servers to measure, and requests."""
-
     serve_options: tuple[str, ...]
     url: str | None = option(None, "A server that runs already, such as http://127.0.0.1:8000.")
     api_key_env: str = option("KVQ_API_KEY", "Environment variable with its key.")
     requests: int = option(64, type=click.IntRange(1, 1_000_000))
     concurrency: int | None = option(
-        None,
-        "Users at a time instead of --rate.",
-        type=OneNumber(1, 4096, "run the command once for each"),
+        None, "Users at a time instead of --rate.", type=_OneConcurrency(1, 4096)
     )
     repeats: int = option(3, type=click.IntRange(1, 1000))
     pin: bool = option(True, "Pin HTTP to one core, and the engine to the others.")
@@ -49,26 +52,25 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
     """
     require("kvq bench serve", SERVER)
-    from kvq.bench.serve.serve import ServePlan, bench_serve, bench_url
+    from kvq.bench.serve.serve import bench_serve, bench_url, measure_servers
+    from kvq.evals.watch import Watch
 
     begin(json_path)
     url, of_servers = options.url, options.serve_options
     if url is not None and of_servers:
         raise ConfigError(f"{of_servers[0]} is for a server that is started here; leave it out with --url")
     make = traffic.make(options.requests, options.concurrency)
-    plan = ServePlan(make_load=make, users=options.concurrency, repeats=options.repeats)
+    measure = partial(measure_servers, make_load=make, users=options.concurrency, repeats=options.repeats)
     load = asdict(traffic) | {"requests": options.requests, "users": options.concurrency}
     with FinishedRows(json_path, partial(result_of, facts={"load": load}), _print) as finished:
         with named_progress() as named:
-            progress = partial(named, "serving")
+            measure = partial(measure, watch=Watch(partial(named, "serving"), finished.keep))
             if url is None:
                 named("starting servers", 0, None)
-                work = bench_serve(
-                    kv, of_servers, plan, pin=options.pin, progress=progress, keep=finished.keep
-                )
+                work = bench_serve(kv, of_servers, measure, pin=options.pin)
             else:
                 key = os.environ.get(options.api_key_env, "none")
-                work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
+                work = bench_url(url, key, measure)
             rows = asyncio.run(work)
         finished.end(rows)
 

@@ -21,8 +21,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import FILE, TO_WRITE, Finite, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns, print_origin
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns, print_origin
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SpeculationOptions:
-    """Drafting method and depths, and requests."""
-
     speculation: str = option("ngram", SPECULATION)
     k: str = option("1,2,3,4,6", "Numbers of drafts to try, with commas between.")
     batch: int = option(1, "Requests at a time.", type=click.IntRange(1, 4096))

@@ -14,8 +14,7 @@ import click
 from kvq.commands.bench.options import THROUGHPUT
 from kvq.commands.shared.options import gathered, json_option, kv_option, model_argument, option
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.extras import VLLM, require, vllm_version
 from kvq.sizes import parse_tokens
@@ -28,8 +27,6 @@ _RANDOM = "random"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _VllmOptions:
-    """Model and loads."""
-
     model: str
     dtype: str = option("auto", "Type of the weights: auto (fp32), fp32, bf16, fp16.")
     burst: str = option("16x128x64", "Requests x prompt tokens x output tokens.")
@@ -52,16 +49,16 @@ def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
     turns. Milliseconds are for one decode step: attention, writing KV, everything else.
     """
     require("kvq bench vllm", VLLM)
-    from kvq.bench.vllm.load import VllmPlan
+    from kvq.bench.vllm.load import make_loads
     from kvq.bench.vllm.vllm import bench_vllm
 
     begin(json_path)
-    plan = VllmPlan.of(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
+    loads = make_loads(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
     with _loaded(options) as model:
         facts: dict[str, Any] = {"model": model.description, "load": asdict(options), "vllm": vllm_version()}
         facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
         finished = FinishedRows(json_path, partial(result_of, facts=facts), _print)
-        finished.measure("vLLM", partial(bench_vllm, model, kv, plan))
+        finished.measure("vLLM", partial(bench_vllm, model, kv, loads, options.repeats))
 
 
 @contextmanager

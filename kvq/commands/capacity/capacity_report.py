@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.evals.report.columns import Columns, table
 from kvq.evals.report.figure import drawing, finish, legend_beside, log_axis, new_figure, short
-from kvq.evals.report.page import html_table, origin, page
+from kvq.evals.report.page import Columns, html_table, origin, page, table
 from kvq.sizes import binary, decimal
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")

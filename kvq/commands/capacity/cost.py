@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.capacity.sizing import PriceOptions, gpu_file_option, gpus_of
-from kvq.commands.shared.names import GPU
 from kvq.commands.shared.options import gathered, json_option, option
-from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, SHARE, TOKENS
+from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, GPU, SHARE, TOKENS
 from kvq.commands.shared.results import write_rows
-from kvq.commands.shared.tables import console, text_table
+from kvq.commands.shared.terminal import console, text_table
 from kvq.errors import ConfigError
 from kvq.sizes import dollars
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.cost import Prices
+    from kvq.capacity.plan.gpus import Prices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CostOptions:
-    """GPUs, their speed and price, and requests."""
-
     gpu: str | None = option(None, "A name of `kvq gpus`, for its price.", type=GPU)
     usd_per_hour: float | None = option(None, "$ an hour for one GPU instead of --gpu's.", type=AT_LEAST_0)
     num_gpus: int = option(1, "Number of GPUs.", type=AT_LEAST_1)
@@ -52,7 +49,7 @@ def command(options: _CostOptions, api: PriceOptions, gpu_file: Path | None, jso
 
 
 def _numbers(options: _CostOptions, api: "Prices | None", gpu_file: Path | None) -> dict[str, Any]:
-    from kvq.capacity.plan import cost
+    from kvq.capacity.plan.gpus import break_even_requests
 
     own = _own(options, gpu_file)
     if not own and api is None:
@@ -65,14 +62,13 @@ def _numbers(options: _CostOptions, api: "Prices | None", gpu_file: Path | None)
         if options.requests is not None:
             row["api_usd_per_month"] = each * options.requests
         if own:
-            row["break_even_requests"] = cost.break_even_requests(row["usd_per_month"], each)
+            row["break_even_requests"] = break_even_requests(row["usd_per_month"], each)
     return row
 
 
 def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
     """Return the cost on the user's own GPUs, or an empty dict if no GPU is named."""
-    from kvq.capacity.plan import cost
-    from kvq.capacity.plan.gpus import find_gpu
+    from kvq.capacity.plan import gpus
 
     if options.gpu is None and options.usd_per_hour is None:
         return {}
@@ -80,11 +76,11 @@ def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
         raise ConfigError("--tokens-per-s is needed: kvq plan estimates it, kvq bench measures it")
     hourly = options.usd_per_hour
     if hourly is None:
-        hourly = find_gpu(options.gpu or "", gpus_of(gpu_file)).usd_per_hour
+        hourly = gpus.find_gpu(options.gpu or "", gpus_of(gpu_file)).usd_per_hour
     used, together = options.utilization, hourly * options.num_gpus
-    million = cost.usd_per_million(together, options.tokens_per_s, utilization=used)
-    month = cost.monthly_usd(hourly, gpus=options.num_gpus, operations_usd=options.operations_usd)
-    served = cost.requests_a_month(options.tokens_per_s / options.output, utilization=used)
+    million = gpus.usd_per_million(together, options.tokens_per_s, utilization=used)
+    month = gpus.monthly_usd(hourly, gpus=options.num_gpus, operations_usd=options.operations_usd)
+    served = gpus.requests_a_month(options.tokens_per_s / options.output, utilization=used)
     return {
         "usd_per_hour": together,
         "usd_per_million_tokens": million,

@@ -1,13 +1,15 @@
 """`kvq gpus`: the GPUs that kvq plans with."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from kvq import fileio
 from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
 from kvq.commands.shared.param_types import TO_WRITE
-from kvq.commands.shared.tables import print_columns
+from kvq.commands.shared.terminal import print_columns
 
 _COLUMNS = {
     "name": ("GPU", ""),
@@ -25,10 +27,6 @@ _COLUMNS = {
 @click.option("--json", "json_path", type=TO_WRITE, help="Write them as JSON, in the form that --gpus reads.")
 def command(gpu_file: Path | None, json_path: str | None) -> None:
     """List GPUs: memory by data sheet and as a process sees it, bandwidth, arithmetic, price an hour."""
-    import json
-
-    from kvq import fileio
-
     rows = [asdict(gpu) for gpu in gpus_of(gpu_file).values()]
     for row in rows:
         row["speeds"] = ", ".join(f"{kind} {value:,.0f}" for kind, value in row["tflops"].items())

@@ -7,7 +7,7 @@ import click
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, in_words, layer_kinds
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.results import write_rows
-from kvq.commands.shared.tables import print_columns
+from kvq.commands.shared.terminal import print_columns
 from kvq.sizes import binary, count
 
 if TYPE_CHECKING:

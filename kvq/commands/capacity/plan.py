@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.capacity.plan_options import PlanOptions
-from kvq.commands.capacity.plan_serve import serve_command, users_at_context
-from kvq.commands.capacity.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
-from kvq.commands.capacity.sizing import SizingOptions, sizing_options, target_options
+from kvq.commands.capacity.plan_serve import (
+    columns,
+    serve_command,
+    show,
+    users_at_context,
+    vllm_engine,
+    vllm_remarks,
+    vllm_server,
+)
+from kvq.commands.capacity.sizing import PlanOptions, SizingOptions, sizing_options, target_options
 from kvq.commands.shared.options import gathered, kv_option, picked
 from kvq.commands.shared.results import result_of, write_rows
 from kvq.commands.shared.terminal import echo
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.target import Target
-    from kvq.capacity.plan.vllm import VllmEngine
 
 
 @click.command(name="plan")
@@ -65,8 +70,6 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
             refused.append(error)
     if not rows:
         raise refused[0]
-    from kvq.commands.capacity.plan_tables import columns, show
-
     remarks = vllm_remarks(rows, sizing) if options.engine == "vllm" else []
     show(rows, assumed=sizing.calibrate is None, max_num_seqs=sizing.sequences, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):
@@ -116,14 +119,13 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 def _row(
     sizing: SizingOptions, options: PlanOptions, target: "Target", demand: "Demand", gpu: "Gpu", kv: str
 ) -> dict[str, Any]:
-    """Plan one KV format on one GPU.
-
-    Raises:
-        ConfigError: the model doesn't fit, or not one request beside it.
-    """
+    """Plan one KV format on one GPU; ConfigError if the model doesn't fit, or not one request beside it."""
     from kvq.capacity.plan.plan import make_plan
+    from kvq.capacity.plan.vllm import VllmEngine
 
-    engine = _engine(sizing, options, gpu)
+    engine: Engine = sizing.engine(options.step_tokens)
+    if options.engine == "vllm":
+        engine = vllm_engine(sizing, options, gpu)
     planned = partial(make_plan, target, gpu, kv, demand, efficiency=sizing.efficiency(gpu, kv))
     plan = planned(engine=engine)
     if not plan.users.paged:
@@ -133,14 +135,19 @@ def _row(
             f"{decimal(plan.pool_bytes)}; take narrower KV, narrower weights (--weights int4), more GPUs "
             f"(--tensor-parallel), or shorter requests"
         )
+    if isinstance(engine, VllmEngine):
+        server = vllm_server(plan, sizing, engine, gpu)
+    else:
+        command = serve_command(plan, sizing, options.step_tokens)
+        server = {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
     active = None if options.users is None else math.ceil(options.users * options.active)
     row = {
         "engine": options.engine,
         **_figures(plan, demand),
-        **vllm_figures(plan),
+        **(plan.vllm or {}),
         **_at_rate(plan, options.rate),
         "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
-        **_server(plan, sizing, options, gpu, engine),
+        **server,
         "users_at_context": users_at_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
@@ -149,28 +156,6 @@ def _row(
         row["users_by_context"] = users_by_context(target, gpu, kv, engine)
         row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)
     return row
-
-
-def _engine(sizing: SizingOptions, options: PlanOptions, gpu: "Gpu") -> "Engine | VllmEngine":
-    if options.engine == "vllm":
-        return vllm_engine(sizing, options, gpu)
-    return sizing.engine(options.step_tokens)
-
-
-def _server(
-    plan: "CapacityPlan",
-    sizing: SizingOptions,
-    options: PlanOptions,
-    gpu: "Gpu",
-    engine: "Engine | VllmEngine",
-) -> dict[str, Any]:
-    """Return the command line of the predicted server, and its default number of sequences."""
-    from kvq.capacity.plan.vllm import VllmEngine
-
-    if isinstance(engine, VllmEngine):
-        return vllm_server(plan, sizing, engine, gpu)
-    command = serve_command(plan, sizing, options.step_tokens)
-    return {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
 
 
 def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
@@ -198,7 +183,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
 
 def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
     """Return figures for requests that arrive at a rate; an empty dict without one."""
-    from kvq.capacity.plan.speed import at_rate
+    from kvq.capacity.plan.plan import at_rate
 
     if rate is None:
         return {}

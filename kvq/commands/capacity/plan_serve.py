@@ -1,23 +1,47 @@
-"""Predicted servers: the command line of `kvq serve` for a plan, and options that would hold more users."""
+"""Plans on the terminal: memory by term, users, rates, and predicted servers of kvq and vLLM.
+
+Also options with which those would hold more users.
+"""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvq.commands.capacity.sizing import SizingOptions
+from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
+from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
 from kvq.layout import BLOCK_SIZE
+from kvq.sizes import binary, decimal, dollars, parse_bytes
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from kvq.capacity.plan.engine import Engine
+    from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.vllm import VllmEngine
+    from kvq.evals.report.page import Columns
 
 _MUCH = 1.05  # times as many users, for which an option is worth a line
+_VLLM: "Columns" = {
+    "gpu": ("GPU", ""),
+    "kv": ("KV", ""),
+    "num_gpu_blocks": ("blocks", ",d"),
+    "kv_cache_tokens": ("KV cache size, tokens", ",d"),
+    "max_model_len": ("request, tokens", ",d"),
+    "max_concurrency": ("maximum concurrency", ".2f"),
+}
+_AT_RATE: "Columns" = {
+    "gpu": ("GPU", ""),
+    "kv": ("KV", ""),
+    "utilization": ("utilization", ".0%"),
+    "at_once": ("requests at once", str),
+    "rate_itl_ms": ("ITL, ms", ",.1f"),
+    "rate_gpus": ("GPUs needed", ",d"),
+}
 
 
 def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
@@ -27,17 +51,17 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
     most = plan.users.paged  # recurrent states take memory for each of them
     max_num_seqs = sizing.sequences or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
     options = (
-        ("weights", rounded_to(sizing.weights), None),
+        ("weights", _rounded_to(sizing.weights), None),
         ("block-size", sizing.block_size, BLOCK_SIZE),
         ("max-model-len", sizing.max_context, None),
         ("max-num-seqs", max_num_seqs, MAX_NUM_SEQS),
         ("max-num-batched-tokens", step_tokens, MAX_NUM_BATCHED_TOKENS),
         ("gpu-memory-utilization", sizing.memory_fraction, GPU_FRACTION),
     )
-    return command_line("kvq serve", ["--model", path_of(sizing.model), "--kv", plan.kv], options)
+    return _command_line("kvq serve", ["--model", _path_of(sizing.model), "--kv", plan.kv], options)
 
 
-def command_line(command: str, words: list[str], options: Iterable[tuple[str, object, object]]) -> str:
+def _command_line(command: str, words: list[str], options: Iterable[tuple[str, object, object]]) -> str:
     """Return a command with its words, and those of (name, value, default) whose value is no default."""
     for name, value, default in options:
         if value not in (None, default):
@@ -46,7 +70,7 @@ def command_line(command: str, words: list[str], options: Iterable[tuple[str, ob
 
 
 def users_at_context(  # D273: shared out for the model's whole context
-    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine | VllmEngine", longest: int
+    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
 ) -> int | None:
     """Return how many users fit if the engine's longest context is `longest`; None if hardly more.
 
@@ -59,17 +83,164 @@ def users_at_context(  # D273: shared out for the model's whole context
     return users if users > _MUCH * plan.users.paged else None
 
 
-def path_of(model: str) -> str:
+def _path_of(model: str) -> str:
     """Return a folder or hub name unchanged, and DIR for a model whose shape alone is known."""
     from kvq.capacity.plan.catalogue import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
 
-def rounded_to(weights: str) -> str | None:
+def _rounded_to(weights: str) -> str | None:
     """Return the format that --weights rounds to; None for unquantized types and NF4."""
     try:
         parse_weight_format(weights)
     except ConfigError:
         return None
     return weights
+
+
+def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "VllmEngine":
+    """Return vLLM on that GPU, with its own defaults for options that were not given."""
+    from kvq.capacity.plan.vllm import VllmEngine
+
+    values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
+    typed = {name: value for name, value in values.items() if name in given_options()}
+    return replace(
+        VllmEngine.on(gpu),
+        **picked(sizing, "sequences", "max_context"),
+        runtime_bytes=round(sizing.runtime_gb * 1e9),
+        kv_memory=None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory"),
+        **typed,
+    )
+
+
+def vllm_server(
+    plan: "CapacityPlan", sizing: SizingOptions, engine: "VllmEngine", gpu: "Gpu"
+) -> dict[str, Any]:
+    """Return the `vllm serve` command that a plan predicts, and its default number of sequences."""
+    from kvq.capacity.plan import vllm
+
+    step_tokens, max_num_seqs = vllm.batch_defaults(gpu)
+    plain = vllm.own_type(plan.kv)
+    options = (
+        ("kv-cache-dtype", None if plain else vllm.cache_dtype(plan.kv), None),
+        ("dtype", vllm.OWN_TYPES.get(plain or sizing.weights), None),
+        ("tensor-parallel-size", plan.split.tensor, 1),
+        ("pipeline-parallel-size", plan.split.pipeline, 1),
+        ("block-size", engine.block_size, vllm.BLOCK_SIZE),
+        ("max-model-len", engine.max_context, None),
+        ("max-num-seqs", engine.sequences or max(plan.users.paged, max_num_seqs), max_num_seqs),
+        ("max-num-batched-tokens", engine.step_tokens, step_tokens),
+        ("gpu-memory-utilization", engine.memory_fraction, vllm.GPU_FRACTION),
+        ("kv-cache-memory-bytes", engine.kv_memory, None),
+    )
+    model = _path_of(sizing.model) if _rounded_to(sizing.weights) is None else "DIR"
+    return {"serve": _command_line("vllm serve", [model], options), "default_num_seqs": max_num_seqs}
+
+
+def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]:
+    """Return notes on the command lines of vLLM."""
+    from kvq.capacity.plan.vllm import own_type
+
+    lines = []
+    if (rounded := _rounded_to(sizing.weights)) is not None:
+        lines.append(f"vLLM rounds no weights to {rounded}: DIR is a checkpoint that holds them so.")
+    if (kv := next((row["kv"] for row in rows if own_type(row["kv"]) is None), None)) is not None:
+        additional = f'{{"kvq": "{kv}"}}'
+        lines.append(
+            f"kvq's formats need kvq beside vLLM; vLLM 0.32 takes --additional-config '{additional}' in the "
+            "place of --kv-cache-dtype."
+        )
+    return lines
+
+
+def columns(rows: list[dict[str, Any]]) -> "Columns":
+    """Return the columns of a table of plans, by the keys of a row."""
+    users = {"gpus_needed": ("GPUs needed", ",d")} if rows[0]["gpus_needed"] is not None else {}
+    return {
+        "gpu": ("GPU", ""),
+        "kv": ("KV", ""),
+        "kv_bytes_per_token": ("KV/token", binary),
+        "kv_bytes_per_request": ("KV/request", decimal),
+        "max_users": ("users", ",d"),
+        "contiguous_users": (f"in slots of {rows[0]['slot_tokens']:,}", ",d"),
+        "tokens_per_s": ("tokens/s", ",.0f"),
+        "ttft_ms": ("TTFT, ms", ",.0f"),
+        "itl_ms": ("ITL, ms", ",.1f"),
+        "usd_per_million_tokens": ("$ / million", dollars),
+    } | users
+
+
+def show(
+    rows: list[dict[str, Any]], *, assumed: bool, max_num_seqs: int | None, remarks: Sequence[str] = ()
+) -> None:
+    """Print plans.
+
+    `assumed`: efficiencies are assumed, not measured; `max_num_seqs`: value of the option; `remarks`: printed
+    last.
+    """
+    out = console()
+    firsts = {row["gpu"]: row for row in reversed(rows)}
+    for gpu in dict.fromkeys(row["gpu"] for row in rows):
+        first = firsts[gpu]
+        spread = first["tensor_parallel"] * first["pipeline_parallel"]
+        out.print(f"{first['model']} on {f'{spread} x ' if spread > 1 else ''}{gpu}, per GPU")
+        cells = [
+            (
+                term["name"] + (f", {first['kv']}" if term["name"] == "KV pool" else ""),
+                decimal(term["bytes"]),
+                binary(term["bytes"]),
+                term["formula"],
+            )
+            for term in first["terms"]
+        ]
+        out.print(text_table(("", "decimal", "binary", "formula"), cells, ("", "formula"), no_wrap=False))
+        out.print()
+    print_columns(rows, columns(rows))
+    if "num_gpu_blocks" in rows[0]:
+        out.print("figures that vLLM prints when it starts")
+        print_columns(rows, _VLLM)
+    if "utilization" in rows[0]:
+        out.print("at that rate")
+        at_once = ["too many" if row["in_flight"] is None else f"{row['in_flight']:,}" for row in rows]
+        print_columns([row | {"at_once": n} for row, n in zip(rows, at_once, strict=True)], _AT_RATE)
+    for line in (*_remarks(rows, assumed=assumed, max_num_seqs=max_num_seqs), *remarks):
+        out.print(line, soft_wrap=True)
+
+
+def _remarks(rows: list[dict[str, Any]], *, assumed: bool, max_num_seqs: int | None) -> list[str]:
+    """Return notes on the figures, and the command lines of the predicted servers."""
+    lines = []
+    if rows[0]["tokens_per_s"] is not None:
+        lines.append(
+            f"Speed is a roofline at as many users as fit, with {'assumed' if assumed else 'measured'} "
+            f"efficiencies; $ are for generated tokens at full load."
+        )
+    if rows[0]["state_bytes"]:
+        lines.append(
+            f"Recurrent states take {binary(rows[0]['state_bytes'])} of a GPU for every sequence, whatever "
+            f"its length; their pool also has room for two snapshots of each if memory allows."
+        )
+    if rows[0]["refused"] is not None and rows[0]["engine"] == "kvq":
+        lines.append(
+            f"kvq does not run {rows[0]['model']}: {rows[0]['refused']}; the plan is for an engine that does."
+        )
+    elif rows[0]["serve"] is None:
+        lines.append(
+            "kvq serve runs on one GPU; this is the fullest GPU of an engine that splits the model so."
+        )
+    else:
+        what = "that GPU" if rows[0]["tensor_parallel"] * rows[0]["pipeline_parallel"] == 1 else "those GPUs"
+        lines.append(f"The plan predicts this server, on {what} without other processes:")
+    for row in rows:
+        what = f"{row['gpu']}, {row['kv']}:"
+        if row["serve"] is not None:
+            lines.append(f"{what} {row['serve']}")
+            if max_num_seqs is None and row["max_users"] > (most := row["default_num_seqs"]):
+                lines.append(f"  without --max-num-seqs at most {most} requests run at once")
+        if row["users_at_context"] is not None:
+            lines.append(
+                f"{what} {row['users_at_context']:,} users instead of {row['max_users']:,} with "
+                f"--max-model-len {row['context']}: layer groups share memory by the longest context"
+            )
+    return lines

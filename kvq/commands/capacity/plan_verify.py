@@ -5,13 +5,11 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.capacity.plan_options import PlanOptions
-from kvq.commands.capacity.sizing import SizingOptions
+from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.options import given_options, picked
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo, say_model
+from kvq.commands.shared.terminal import echo, print_columns, say_model
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
 from kvq.sizing.pools import MAX_NUM_SEQS

@@ -4,19 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.bench.timing import Progress, part_of
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.commands.shared.options import gathered, kv_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.watch import Progress, part_of
 from kvq.sizes import dollars
 
 if TYPE_CHECKING:
-    from kvq.evals.report.columns import Columns
+    from kvq.evals.report.page import Columns
 
 _PROGRESS_EVERY = 100  # requests
 

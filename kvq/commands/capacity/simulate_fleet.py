@@ -8,14 +8,12 @@ from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
+from kvq.capacity.fleet.records import Slo, costs, summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
-from kvq.capacity.fleet.summary import Bill, Slo, summarize
-from kvq.capacity.lengths import Demand, Length, parse_lengths
-from kvq.capacity.plan.cost import Prices
-from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.lengths import Demand, Length, parse_lengths, read_lines
+from kvq.capacity.plan.gpus import Gpu, Prices
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
-from kvq.capacity.trace_file import read_lines
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.options import given_options, picked
@@ -106,8 +104,8 @@ class Study:
                 **picked(options, "prefill_replicas", "overflow_waiting", "seed"),
             )
             gpus = fleet.engines * plan.split.gpus
-            bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
-            figures = summarize(serve(self._draw(), fleet, progress=arrived), self._slo, bill)
+            run = serve(self._draw(), fleet, progress=arrived)
+            figures = summarize(run, self._slo) | costs(run, gpu.usd_per_hour * gpus, self._api)
             return {"replicas": replicas, "gpus": gpus, **figures}
 
         if options.meet is None:

@@ -7,20 +7,31 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvq.commands.shared.names import GPUS, PLANNED_MODEL
 from kvq.commands.shared.options import gathered, model_argument, option, path_option, picked
-from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, BLOCK_SIZES, FILE, SHARE, TokenCount
+from kvq.commands.shared.param_types import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BLOCK_SIZES,
+    FILE,
+    GPUS,
+    PLANNED_MODEL,
+    SHARE,
+    SIZE,
+    TOKENS,
+    Finite,
+    TokenCount,
+)
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.cost import Prices
     from kvq.capacity.plan.engine import Engine
-    from kvq.capacity.plan.gpus import Gpu
+    from kvq.capacity.plan.gpus import Gpu, Prices
     from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
     from kvq.sizing.parameters import ModelShape
+
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OWN_GPUS = "File of GPUs instead of kvq's own list."
@@ -143,7 +154,7 @@ class PriceOptions:
 
     def prices(self) -> "Prices | None":
         """Return both prices; None if neither is given."""
-        from kvq.capacity.plan.cost import Prices
+        from kvq.capacity.plan.gpus import Prices
 
         if self.api_input is None and self.api_output is None:
             return None
@@ -188,3 +199,46 @@ def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
     from kvq.models.observe.counted import read_shape
 
     return read_shape(model)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Lengths and rate of requests, the engine, and its verification on this machine."""
+
+    context: int | None = option(None, "Tokens of each request when it ends.", type=TOKENS)
+    output: int | None = option(None, "Generated tokens among these.  [default: an eighth]", type=TOKENS)
+    lognormal: str | None = option(None, "MEDIAN,SIGMA of the tokens of requests, instead of --context.")
+    trace: Path | None = option(
+        None,
+        "JSON lines with prompt_tokens and output_tokens, or CSV with TIMESTAMP, ContextTokens and "
+        "GeneratedTokens, instead of --context.",
+        type=FILE,
+    )
+    prefix_share: float = option(0.0, "Share of the prompts that all requests have in common.")
+    slot: int | None = option(
+        None,
+        "Tokens that an engine without blocks reserves for each request.  [default: with --context the "
+        "longest that the server takes, else the longest request]",
+        type=TOKENS,
+    )
+    users: int | None = option(None, "Number of users, to find how many GPUs they need.", type=AT_LEAST_1)
+    active: float = option(1.0, "Share of --users with a request at any time.", type=SHARE)
+    rate: float | None = option(None, "Requests a second, for utilization and concurrency.", type=Finite())
+    engine: str = option(
+        "kvq",
+        "Engine: kvq, or vllm with kvq's plug-in; bf16, fp16 and fp32 are then vLLM's own cache. vllm has "
+        "vLLM's defaults: --block-size 16, --gpu-memory-utilization 0.92 (of the whole GPU), and its "
+        "--max-num-batched-tokens for that GPU.",
+        type=click.Choice(["kvq", "vllm"]),
+    )
+    verify: bool = option(False, "Start engines on this machine, and compare their memory.")
+    kv_memory: str | None = option(
+        None,
+        "With --verify: size of the pools, such as 512MiB; with --engine vllm: its "
+        "--kv-cache-memory-bytes.  [default: the engine's]",
+        type=SIZE,
+    )
+    weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
+    step_tokens: int = option(
+        2048, "Most new tokens of a step.", names="--max-num-batched-tokens", type=TOKENS
+    )

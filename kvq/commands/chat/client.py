@@ -106,11 +106,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _events(response: IO[bytes]) -> Iterator[tuple[tuple[str, ...], dict[str, int] | None]]:
-    """Yield server-sent events up to [DONE]; nothing after it is read.
-
-    Raises:
-        EngineError: the stream breaks off, is too long, or has other content.
-    """
+    """Yield events up to [DONE]; EngineError if the stream breaks, is too long, or has other content."""
     num_bytes = 0
     try:
         while line := response.readline(_MAX_BYTES):

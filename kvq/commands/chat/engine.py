@@ -4,16 +4,18 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message, Show
+from kvq.commands.shared.interrupts import cancelling
 from kvq.commands.shared.loading import check_for, load_to_serve
 from kvq.commands.shared.options import ModelOptions
 from kvq.commands.shared.terminal import say_defaults
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.engine.requests.outputs import RequestOutput
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, EngineError, RequestError
 from kvq.extras import SERVER, is_installed
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.run.prompts import PromptEncoder
@@ -118,9 +120,7 @@ def _reading(
 ) -> Iterator[Callable[[list[Message]], list[int]]]:
     """Yield a function that encodes messages to token ids, with the prompt of an answer."""
     if all(map(is_installed, SERVER)):
-        from kvq.commands.chat.reader import process_reader
-
-        with process_reader(prepared, loop) as read:
+        with _process_reader(prepared, loop) as read:
             yield read
     else:  # in this process, where only Ctrl-C ends a template that takes too long
         encoder = PromptEncoder(prepared.tokenizer)
@@ -134,3 +134,47 @@ def _check_template(prepared: PreparedModel) -> None:
             f"{prepared.source} has no chat template, so it is a base model: "
             f'use kvq generate --model {prepared.folder} "PROMPT"'
         )
+
+
+@contextmanager
+def _process_reader(  # D337: prompts read aside, as in the server
+    prepared: PreparedModel, loop: asyncio.AbstractEventLoop
+) -> Iterator[Callable[[list[Message]], list[int]]]:
+    """Yield a function that encodes messages in separate processes; it needs the server's packages.
+
+    Whatever a chat template does, it can be ended. The function raises RequestError if the template refuses
+    the messages or takes too long, and EngineError if the processes are gone. At the end of the block they
+    are killed if needed.
+
+    Raises:
+        ConfigError: the template fails for any messages.
+        EngineError: it can't be tried.
+    """
+    from kvq.server.admission.bodies import ChatMessage
+    from kvq.server.admission.prompts import Prompts
+    from kvq.server.http.problems import Problem
+    from kvq.server.reading import Readers, Setup
+
+    def wait(work: Coroutine[None, None, _Result]) -> _Result:
+        """Run a coroutine; a KeyboardInterrupt cancels it and is raised after it ended."""
+        task = loop.create_task(work)
+        try:
+            with cancelling(partial(loop.call_soon_threadsafe, task.cancel)):
+                return loop.run_until_complete(task)
+        except Problem as problem:
+            kind = RequestError if problem.status < 500 else EngineError
+            raise kind(problem.message) from problem
+
+    def read(messages: list[Message]) -> list[int]:
+        # Not validated here: typed text may be invalid Unicode, which the reader reports
+        chat = [ChatMessage.model_construct(**message) for message in messages]  # type: ignore[arg-type]
+        return list(wait(prompts.chat((chat, {"add_generation_prompt": True}))))
+
+    prompts = Prompts(Readers(Setup(folder=str(prepared.folder))), prepared.tokenizer)
+    try:
+        wait(prompts.start())
+        if (why := wait(prompts.try_one())) is not None:
+            raise ConfigError(f"{prepared.folder}: {why}")
+        yield read
+    finally:
+        prompts.close()

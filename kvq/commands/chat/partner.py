@@ -1,8 +1,8 @@
-"""Chat partner: the interface of an engine in this process, or of a server."""
+"""Messages, answers and sampling parameters of a chat with an engine in this process, or with a server."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvq.commands.shared.options import option
 from kvq.commands.shared.param_types import TOKENS
@@ -49,20 +49,3 @@ class Answer:
         """Tokens per second after the first token; 0 if there was no other."""
         rest = self.total_s - self.ttft_s
         return (self.generated_tokens - 1) / rest if rest > 0 and self.generated_tokens > 1 else 0.0
-
-
-class Partner(Protocol):
-    """Partner that answers conversations."""
-
-    name: str
-
-    def answer(self, messages: list[Message], show: Show) -> Answer:
-        """Answer the last message; a KeyboardInterrupt meanwhile cancels the request.
-
-        Raises:
-            ContextFull: no room for an answer.
-            KVQError: it can't be answered.
-        """
-
-    def close(self) -> None:
-        """Release its resources."""

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,35 +66,19 @@ _CLASSES: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": 
 SHELLS = tuple(_CLASSES)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Path of a shell's script, and of the startup file that reads it."""
-
-    script: Path
-    startup: Path | None  # None: the shell finds the script without it
-
-    @property
-    def line(self) -> str:
-        """Line of the startup file that reads the script if it exists."""
-        quoted = shlex.quote(str(self.script))
-        return f"if [ -f {quoted} ]; then . {quoted}; fi  {MARK} --install"
-
-
 def register() -> None:
     """Register kvq's completion classes with click."""
     for name, one in _CLASSES.items():
         add_completion_class(one, name)
 
 
-def place_of(shell: str) -> _Place:
-    """Return the place where a user's `shell` finds its script."""
+def _place_of(shell: str) -> tuple[Path, Path | None]:
+    """Return where a user's `shell` finds its script, and the startup file that reads it, if it needs one."""
     home = Path.home()
     if shell == "fish":
-        folder = _folder("XDG_CONFIG_HOME", home / ".config") / "fish" / "completions"
-        return _Place(script=folder / "kvq.fish", startup=None)
+        return _folder("XDG_CONFIG_HOME", home / ".config") / "fish" / "completions" / "kvq.fish", None
     script = _folder("XDG_DATA_HOME", home / ".local" / "share") / "kvq" / f"completion.{shell}"
-    startup = home / ".bashrc" if shell == "bash" else _folder("ZDOTDIR", home) / ".zshrc"
-    return _Place(script=script, startup=startup)
+    return script, home / ".bashrc" if shell == "bash" else _folder("ZDOTDIR", home) / ".zshrc"
 
 
 def calling_shell() -> str | None:
@@ -150,26 +133,25 @@ def command(shell: str | None, install: bool) -> None:
     command = click.get_current_context().find_root().command
     script = f"{MARK}\n{_CLASSES[shell](command, {}, 'kvq', VARIABLE).source()}"
     if install:
-        _install(shell, place_of(shell), script)
+        _install(shell, script)
     else:
         echo(script, nl=False)
 
 
-def _install(shell: str, place: _Place, script: str) -> None:
-    did = [f"wrote {place.script}"] if _write(shell, place.script, script) else []
-    if place.startup is not None and _add_line(place.startup, place.line):
-        did.append(f"added a line to {place.startup}, which reads it")
-    for line in did or [f"{shell} completes kvq already, by {place.script}; nothing was changed"]:
-        echo(line)
+def _install(shell: str, script: str) -> None:
+    path, startup = _place_of(shell)
+    did = [f"wrote {path}"] if _write(shell, path, script) else []
+    quoted = shlex.quote(str(path))
+    line = f"if [ -f {quoted} ]; then . {quoted}; fi  {MARK} --install"  # reads the script if it exists
+    if startup is not None and _add_line(startup, line):
+        did.append(f"added a line to {startup}, which reads it")
+    for told in did or [f"{shell} completes kvq already, by {path}; nothing was changed"]:
+        echo(told)
     echo(f"Open a new {shell}, and try: kvq <Tab>")
 
 
 def _write(shell: str, path: Path, script: str) -> bool:
-    """Write the script, unless it is there; False if it was.
-
-    Raises:
-        ConfigError: a file that is not kvq's is in the way, or nothing can be written there.
-    """
+    """Write the script, unless it is there: False if it was; ConfigError if another's file is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
@@ -189,11 +171,7 @@ def _write(shell: str, path: Path, script: str) -> bool:
 
 
 def _add_line(path: Path, line: str) -> bool:
-    """Append a line to a user's file unless it has the line; False if it has. Links and modes stay.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
+    """Append a line to a user's file unless it has the line: False if it has. Links and modes stay."""
     try:
         before = path.read_bytes() if path.exists() else b""
         if line.encode() in before.splitlines():

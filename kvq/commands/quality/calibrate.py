@@ -37,8 +37,6 @@ _FEW_TOKENS = 256  # with fewer, single tokens determine maxima and means
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CalibrateOptions:
-    """Texts, files to write, and loading of the model."""
-
     text: str | None
     text_field: str | None
     out: str = option("kvq.json", "Recipe to write.", type=TO_WRITE)

@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.quality.eval_options import EvalOptions, TaskOptions
+from kvq.commands.quality.eval_options import EvalOptions
 from kvq.commands.shared.options import (
     ModelOptions,
     WindowOptions,
     gathered,
     kv_option,
     model_options,
+    picked,
     text_options,
 )
 from kvq.commands.shared.progress import progress_bar
-from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
-from kvq.commands.shared.tables import print_check, print_eval
-from kvq.commands.shared.terminal import echo, warn
+from kvq.commands.shared.results import FinishedRows, begin, json_beside, measured, result_of, used_line
+from kvq.commands.shared.terminal import echo, print_check, print_eval, warn
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.commands.quality.eval_tasks import Chosen, EvalPlan
     from kvq.commands.shared.loading import CheckedModel
-    from kvq.evals.divergence import Keep
+    from kvq.evals import EvalText
     from kvq.evals.report.gates import Gate
+    from kvq.evals.watch import Keep
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
@@ -39,28 +40,18 @@ _JSON = ("cautions", "look")  # keys of results that are no lists of rows
 @text_options("held-out help topics of CPython")
 @gathered(EvalOptions, "options")
 @gathered(WindowOptions, "windows")
-@gathered(TaskOptions, "task_options")
 @model_options
-def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    options: EvalOptions,
-    windows: WindowOptions,
-    task_options: TaskOptions,
-) -> None:
+def command(kv: list[str], model_options: ModelOptions, options: EvalOptions, windows: WindowOptions) -> None:
     """Measure the quality of KV formats on MODEL, a folder, a hub name, or 'tiny'.
 
     The baseline is the first unquantized format listed; all tokens go through kvq's own write-then-read
     path. Intervals are at 95%, from resampling documents.
     """
-    from kvq.commands.quality.eval_tasks import EvalPlan, choose_tasks
+    from kvq.commands.quality.eval_tasks import choose_tasks
     from kvq.commands.shared.loading import check_for
     from kvq.evals import default_text, read_text
-    from kvq.evals.divergence import TokenPlan
-    from kvq.evals.report.bootstrap import Bootstrap
     from kvq.evals.report.gates import parse_gate
     from kvq.evals.report.report import write_report
-    from kvq.evals.simulated import simulated
 
     json_path = json_beside(options.html_path, options.json_path)
     begin(json_path, html=options.html_path)
@@ -74,24 +65,46 @@ def command(
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
     if options.simulate and checked.prepared.cache != "kvq":
         raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
+    plan = _plan(checked, source, options, windows)
+    result = _measure(checked, plan, chosen, limits, json_path)
+    if options.html_path:
+        write_report(options.html_path, result)
+    if not print_check(result):
+        sys.exit(1)
+
+
+def _plan(
+    checked: "CheckedModel", source: "EvalText", options: EvalOptions, windows: WindowOptions
+) -> "EvalPlan":
+    from kvq.commands.quality.eval_tasks import EvalPlan
+    from kvq.evals.divergence import TokenPlan
+    from kvq.evals.generation import GenerationPlan
+    from kvq.evals.lm_eval.loading import LMEvalPlan
+    from kvq.evals.needle.prompts import SENTENCE, NeedlePlan
+    from kvq.evals.report.bootstrap import Bootstrap
+    from kvq.evals.simulated import simulated
+
     dims = checked.prepared.geometry.head_dims
-    plan = EvalPlan(
+    return EvalPlan(
         prepared=checked.prepared,
         recipes=[*recipes_of(checked), *(simulated(name, dims) for name in options.simulate)],
         text=source,
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=options.attention_windows,
         bootstrap=Bootstrap(resamples=options.resamples, seed=options.seed),
-        generation=task_options.generation_plan(),
-        needle=task_options.needle_plan(options.seed, windows.chunk),
-        lm_eval=task_options.lm_eval_plan(),
-        kv_memory=task_options.kv_memory,
+        generation=GenerationPlan(**picked(options, "prompts", "prompt_tokens", "new_tokens")),
+        needle=NeedlePlan(
+            lengths=options.needle_lengths,
+            depths=options.needle_depths,
+            trials=options.needle_trials,
+            needle=options.needle or SENTENCE,
+            distractors=options.needle_distractors,
+            seed=options.seed,
+            **({} if windows.chunk is None else {"chunk": windows.chunk}),
+        ),
+        lm_eval=LMEvalPlan(**picked(options, "include_path", "limit", "num_fewshot", "apply_chat_template")),
+        kv_memory=options.kv_memory,
     )
-    result = _measure(checked, plan, chosen, limits, json_path)
-    if options.html_path:
-        write_report(options.html_path, result)
-    if not print_check(result):
-        sys.exit(1)
 
 
 def _measure(
@@ -180,7 +193,7 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
         "limit": gate.limit,
         "unit": gate.unit,
         "passed": not broken,
-        "failures": [asdict(one) | {"told": one.message(gate)} for one in broken],
+        "failures": broken,
     }
 
 
@@ -188,9 +201,7 @@ def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
 ) -> dict[str, Any]:
     """Run all tasks; returns their results as JSON by key, and under `tasks` their time and memory."""
-    from kvq.commands.quality.eval_tasks import RunningTask
-    from kvq.commands.shared.resources import measured
-    from kvq.evals.divergence import Watch
+    from kvq.evals.watch import Watch
 
     found: dict[str, Any] = {"tasks": []}
     for one, given in prepared:
@@ -199,10 +210,10 @@ def _run_all(
         joined = partial(_joined, found, task)
         with progress_bar(names) as progress, measured(model.weights.device) as used:
             watch = Watch(progress, keep).through(joined)
-            got = one.task.run(RunningTask(plan=plan, model=model, watch=watch), given)
-        found = _joined(found, task | asdict(used), got)
+            got = one.task.run(plan, model, watch, given)
+        found = _joined(found, task | used, got)
         keep(found.copy)
-        echo(f"{names}: {used.line()}")
+        echo(f"{names}: {used_line(used)}")
     return found
 
 

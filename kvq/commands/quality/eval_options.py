@@ -1,22 +1,16 @@
 """Options of `kvq eval`: of the whole run, and of single tasks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.shared.options import option, path_option, picked
+from kvq.commands.shared.options import option, path_option
 from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, TOKENS, Finite, Several
-
-if TYPE_CHECKING:
-    from kvq.evals.generation import GenerationPlan
-    from kvq.evals.lm_eval.loading import LMEvalPlan
-    from kvq.evals.needle.needle import NeedlePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """Tasks, gates, and paths of results."""
+    """Tasks, gates, and paths of results; and options of single tasks."""
 
     text: str | None
     text_field: str | None
@@ -44,12 +38,7 @@ class EvalOptions:
     seed: int = option(0, "Seed of resampling and of needles.", type=NATURAL)
     json_path: str | None = path_option("--json", "Write everything as JSON.")
     html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskOptions:
-    """Options of single tasks; those of lm_eval have lm-eval's names."""
-
+    # Of single tasks; those of lm_eval have lm-eval's names
     prompts: int = option(32, "Prompts of generation.", type=AT_LEAST_1)
     prompt_tokens: int = option(128, "Tokens of each prompt.", type=TOKENS)
     new_tokens: int = option(64, "Tokens generated after each prompt.", type=TOKENS)
@@ -81,30 +70,3 @@ class TaskOptions:
         "KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
         type=SIZE,
     )
-
-    def generation_plan(self) -> "GenerationPlan":
-        """Return the plan of the task generation."""
-        from kvq.evals.generation import GenerationPlan
-
-        return GenerationPlan(**picked(self, "prompts", "prompt_tokens", "new_tokens"))
-
-    def needle_plan(self, seed: int, chunk: int | None) -> "NeedlePlan":
-        """Return the plan of the task needle; `chunk`: None for the task's default."""
-        from kvq.evals.needle.needle import NeedlePlan
-        from kvq.evals.needle.prompts import SENTENCE
-
-        return NeedlePlan(
-            lengths=self.needle_lengths,
-            depths=self.needle_depths,
-            trials=self.needle_trials,
-            needle=self.needle or SENTENCE,
-            distractors=self.needle_distractors,
-            seed=seed,
-            **({} if chunk is None else {"chunk": chunk}),
-        )
-
-    def lm_eval_plan(self) -> "LMEvalPlan":
-        """Return the plan of lm-eval's tasks."""
-        from kvq.evals.lm_eval.loading import LMEvalPlan
-
-        return LMEvalPlan(**picked(self, "include_path", "limit", "num_fewshot", "apply_chat_template"))

@@ -8,12 +8,11 @@ from kvq.engine.build import check_cache
 from kvq.errors import ConfigError, nearest
 from kvq.evals import EvalText
 from kvq.evals.attention_error import AttentionRow, measure_attention
-from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan, Watch
+from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
 from kvq.evals.lm_eval.loading import LMEvalPlan, load_tasks, task_metrics
 from kvq.evals.needle.needle import (
-    NeedlePlan,
     NeedleRow,
     NeedleSummary,
     measure_needle,
@@ -21,11 +20,12 @@ from kvq.evals.needle.needle import (
     summarize_needle,
     void_reason,
 )
-from kvq.evals.needle.prompts import NeedlePrompts
+from kvq.evals.needle.prompts import NeedlePlan, NeedlePrompts
 from kvq.evals.perplexity import instrument_facts, look
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.report.gates import Gate, metric_figures, metric_rows
+from kvq.evals.watch import Watch
 from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
 from kvq.models import Model
@@ -56,7 +56,8 @@ class Task:
 
     key: str  # of its rows in the JSON
     prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` gets its result
-    run: Callable[["RunningTask", Any], dict[str, Any]]  # keys of the JSON -> rows, JSON
+    # Keys of the JSON -> rows, JSON. The watch gets functions that make the finished part of it.
+    run: Callable[[EvalPlan, Model, Watch, Any], dict[str, Any]]
     figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> figures for gates
     gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
     # Warnings about what `prepare` returned; raises for formats whose quantized tokens no query would see.
@@ -72,23 +73,6 @@ class Chosen:
     names: list[str]
     task: Task
     arguments: list[str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RunningTask:
-    """Context of a task that runs."""
-
-    plan: EvalPlan
-    model: Model
-    watch: Watch  # gets functions that make the finished part of the task's result
-
-    def measured(
-        self, measure: Callable[..., list[Any]], result: Callable[[list[Any]], dict[str, Any]], *plans: object
-    ) -> dict[str, Any]:
-        """Return the result of the rows that a function of `kvq.evals` measures for every format."""
-        plan = self.plan
-        rows = measure(self.model, plan.recipes, plan.text.text, *plans, watch=self.watch.through(result))
-        return result(rows)
 
 
 def check_windows(plan: EvalPlan, _: object = None) -> None:
@@ -115,45 +99,43 @@ def _exact_in_needles(plan: EvalPlan, found: tuple[NeedlePrompts, list[int]]) ->
     return check_exact(plan.prepared, plan.recipes, queries, advice=advice)
 
 
-def _quality(running: RunningTask, _: object) -> dict[str, Any]:
-    plan = running.plan
+def _quality(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[str, Any]:
     named = {recipe.name for recipe in plan.recipes}
-    seen = look(running.model, plan.recipes[0], plan.text.text, plan.tokens)
+    seen = look(model, plan.recipes[0], plan.text.text, plan.tokens)
 
     def result(rows: list[QualityRow]) -> dict[str, Any]:
         # Rows that only check the instrument are left out, unless their format was requested.
         kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
         return {"rows": kept, **instrument_facts(rows, seen)}
 
-    return running.measured(measure_quality, result, plan.tokens, plan.bootstrap)
+    watch = watch.through(result)
+    return result(measure_quality(model, plan.recipes, plan.text.text, plan.tokens, plan.bootstrap, watch))
 
 
-def _generation(running: RunningTask, _: object) -> dict[str, Any]:
-    plan = running.plan
-    return running.measured(
-        measure_generation, lambda rows: {"generation": rows}, plan.generation, plan.bootstrap
-    )
+def _generation(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[str, Any]:
+    watch = watch.through(lambda rows: {"generation": rows})
+    given = plan.generation, plan.bootstrap, watch
+    return {"generation": measure_generation(model, plan.recipes, plan.text.text, *given)}
 
 
-def _attention(running: RunningTask, _: object) -> dict[str, Any]:
-    tokens, most = running.plan.tokens, running.plan.attention_windows
-    tokens = replace(tokens, max_windows=min(most, tokens.max_windows or most))
-    return running.measured(measure_attention, lambda rows: {"attention": rows}, tokens)
+def _attention(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[str, Any]:
+    watch = watch.through(lambda rows: {"attention": rows})
+    most = plan.attention_windows
+    tokens = replace(plan.tokens, max_windows=min(most, plan.tokens.max_windows or most))
+    return {"attention": measure_attention(model, plan.recipes, plan.text.text, tokens, watch)}
 
 
-def _needle(running: RunningTask, _: object) -> dict[str, Any]:
-    plan = running.plan.needle
-
+def _needle(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[str, Any]:
     def result(rows: list[NeedleRow]) -> dict[str, Any]:
         reason = void_reason(rows)
         return {
             "needle_summary": summarize_needle(rows),
             "needle": rows,
-            "needle_plan": asdict(plan),
+            "needle_plan": asdict(plan.needle),
             "void": {} if reason is None else {"needle": reason},
         }
 
-    return running.measured(measure_needle, result, plan)
+    return result(measure_needle(model, plan.recipes, plan.text.text, plan.needle, watch.through(result)))
 
 
 def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
@@ -163,23 +145,16 @@ def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
     return load_tasks(names, include_path=plan.lm_eval.include_path)
 
 
-def _lm_eval(running: RunningTask, loaded: list[Any]) -> dict[str, Any]:
+def _lm_eval(plan: EvalPlan, model: Model, watch: Watch, loaded: list[Any]) -> dict[str, Any]:
     from kvq.evals.lm_eval.tasks import measure_tasks, void_tasks
 
-    plan = running.plan.lm_eval
-    facts = {name: value for name, value in asdict(plan).items() if name != "include_path"}
+    facts = {name: value for name, value in asdict(plan.lm_eval).items() if name != "include_path"}
 
     def result(rows: list[Any]) -> dict[str, Any]:
         return {"lm_eval": rows, "lm_eval_plan": facts, "void": void_tasks(rows)}
 
-    rows = measure_tasks(
-        [running.model.with_kv(recipe) for recipe in running.plan.recipes],
-        loaded,
-        plan,
-        kv_memory=running.plan.kv_memory,
-        watch=running.watch.through(result),
-    )
-    return result(rows)
+    models, watch = list(map(model.with_kv, plan.recipes)), watch.through(result)
+    return result(measure_tasks(models, loaded, plan.lm_eval, kv_memory=plan.kv_memory, watch=watch))
 
 
 def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
@@ -190,8 +165,14 @@ def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
 
 
 def _of_rows(key: str, row: type) -> dict[str, Any]:
-    """Return the gate functions of a task whose rows have their figures by name."""
-    return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
+    """Return the gate functions of a task: figures are numeric fields of its rows, and intervals' bounds."""
+    found = []
+    for one in fields(row):
+        if one.type in (int, float):
+            found.append(one.name)
+        elif one.name == "intervals" and isinstance(one.type, type) and is_dataclass(one.type):
+            found += [f"{inner.name}_{end}" for inner in fields(one.type) for end in ("low", "high")]
+    return {"figures": lambda name, _: {name: found}, "gate_rows": lambda done, _: done[key]}
 
 
 _WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
@@ -264,15 +245,4 @@ def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequenc
         for one, given in prepared:
             if task is one.task:
                 found |= task.figures(name, given)
-    return found
-
-
-def _numbers(row: type) -> list[str]:
-    """Return the numeric fields of a row, and the bounds of its intervals."""
-    found = []
-    for one in fields(row):
-        if one.type in (int, float):
-            found.append(one.name)
-        elif one.name == "intervals" and isinstance(one.type, type) and is_dataclass(one.type):
-            found += [f"{inner.name}_{end}" for inner in fields(one.type) for end in ("low", "high")]
     return found

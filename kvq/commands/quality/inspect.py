@@ -5,12 +5,10 @@ from typing import Any
 import click
 
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
-from kvq.commands.shared.names import RENAMED
 from kvq.commands.shared.options import REVISION, TOKEN, kv_option, model_argument
-from kvq.commands.shared.param_types import BLOCK_SIZES, TO_WRITE
+from kvq.commands.shared.param_types import BLOCK_SIZES, RENAMED, TO_WRITE
 from kvq.commands.shared.results import write_rows
-from kvq.commands.shared.tables import console, print_columns
-from kvq.commands.shared.terminal import warn
+from kvq.commands.shared.terminal import console, print_columns, warn
 from kvq.layout import BLOCK_SIZE, named_recipe
 
 _FORMATS = (
@@ -117,7 +115,7 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-    from kvq.evals.report.columns import SIZES, Columns
+    from kvq.evals.report.page import SIZES, Columns
 
     out = console()
     out.print(

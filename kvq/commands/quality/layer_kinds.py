@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.shared.tables import print_columns
+from kvq.commands.shared.terminal import print_columns
 
 if TYPE_CHECKING:
     from kvq.geometry import LayerGeometry, ModelGeometry
@@ -40,14 +40,12 @@ def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
 
 def print_kinds(rows: list[dict[str, Any]]) -> None:
     """Print kinds of layers as a table."""
-    print_columns([_shown(row) for row in rows], _COLUMNS)
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row for the table; a layer that shares K and V names the layer that it reads."""
-    kept = {key: row.get(key) for key in _COLUMNS}
-    kind = f"shared, reads {row['reads']}" if "reads" in row else row["kind"]
-    return kept | {"kind": kind, "which": _ranges(row["numbers"])}
+    shown: list[dict[str, Any]] = [{**dict.fromkeys(_COLUMNS), **row} for row in rows]
+    for row in shown:
+        row["which"] = _ranges(row["numbers"])
+        if "reads" in row:  # a layer that shares K and V
+            row["kind"] = f"shared, reads {row['reads']}"
+    print_columns(shown, _COLUMNS)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -1,8 +1,9 @@
 """`kvq perplexity`: memory that KV formats save, and quality that they cost."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,8 +20,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import TOKENS
 from kvq.commands.shared.results import FinishedRows, begin
-from kvq.commands.shared.tables import print_check, print_eval
-from kvq.commands.shared.terminal import warn
+from kvq.commands.shared.terminal import print_check, print_eval, warn
 
 if TYPE_CHECKING:
     from kvq.commands.quality.eval_tasks import EvalPlan
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PerplexityOptions:
-    """Text, and paths of results."""
-
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
@@ -91,7 +89,6 @@ def measure(  # D43: eval with one measure, without intervals
 ) -> dict[str, Any]:
     """Measure the perplexity of a plan's formats; returns the JSON envelope, which is written and shown."""
     from kvq.commands.quality.eval import plan_result
-    from kvq.evals.divergence import Watch
     from kvq.evals.perplexity import instrument_facts, look, measure_perplexity
 
     seen = look(model, plan.recipes[0], plan.text.text, plan.tokens)
@@ -99,8 +96,5 @@ def measure(  # D43: eval with one measure, without intervals
     def result(rows: "Sequence[PerplexityRow]") -> dict[str, Any]:
         return plan_result(model, plan, refused or {}, {"rows": rows, **instrument_facts(rows, seen)})
 
-    def work(progress: Callable[[int, int], None], keep: Any) -> "Sequence[PerplexityRow]":
-        watch = Watch(progress, keep)
-        return measure_perplexity(model, plan.recipes, plan.text.text, plan.tokens, watch)
-
+    work = partial(measure_perplexity, model, plan.recipes, plan.text.text, plan.tokens)
     return FinishedRows(json_path, result, print_eval).measure("measuring", work)

@@ -22,7 +22,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import AT_LEAST_1, TOKENS, Finite
 from kvq.commands.shared.progress import named_progress, progress_bar, status
-from kvq.commands.shared.results import begin, write_rows
+from kvq.commands.shared.results import begin, measured, write_rows
 from kvq.commands.shared.terminal import echo, say_model
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
@@ -79,8 +79,6 @@ class _MethodOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _QuantizeOptions:
-    """Checkpoint to write, evaluation, and loading of the model."""
-
     text: str | None
     text_field: str | None
     file_format: str = option(
@@ -172,9 +170,8 @@ def _quantize(
     from kvq.calib.quantize import quantize_model
     from kvq.calib.quantize.output import check_output
     from kvq.commands.quality.quantize_report import print_report, report
-    from kvq.commands.shared.resources import measured
     from kvq.evals.divergence import TokenPlan
-    from kvq.evals.windows import token_windows
+    from kvq.evals.text import token_windows
 
     check_output(work, settings)
     model = work.prepared()
@@ -220,7 +217,7 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
     """Measure perplexity before and after, as served, over unquantized KV."""
     from kvq.commands.shared.loading import load_checked
     from kvq.evals import measure_perplexity
-    from kvq.evals.divergence import Watch
+    from kvq.evals.watch import Watch
     from kvq.models.check.verdict import cautions
     from kvq.models.loading.prepared import prepare
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from kvq.calib.quantize import Quantized
 from kvq.commands.shared.options import picked
-from kvq.commands.shared.resources import Used
-from kvq.commands.shared.tables import print_cautions, print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.results import used_line
+from kvq.commands.shared.terminal import echo, print_cautions, print_columns
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
@@ -23,12 +22,14 @@ _COLUMNS = {
 }
 
 
-def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> dict[str, Any]:
+def report(
+    done: Quantized, used: dict[str, Any], quality: dict[str, Any] | None, file_format: str
+) -> dict[str, Any]:
     """Return facts of the JSON beside its rows, which are one for each module."""
     return {
         "out": str(done.out),
         **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),
-        **picked(used, "seconds", "peak_bytes", "device_peak_bytes"),
+        **{key: used[key] for key in ("seconds", "peak_bytes", "device_peak_bytes")},
         "ignored": done.ignored,
         "not_scaled": done.skipped,
         "notes": list(done.notes),
@@ -38,7 +39,9 @@ def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_for
     }
 
 
-def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> None:
+def print_report(
+    done: Quantized, used: dict[str, Any], quality: dict[str, Any] | None, file_format: str
+) -> None:
     """Print the worst modules, the totals, and modules that were not quantized."""
     worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
@@ -48,7 +51,7 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
     saved = 1 - done.bytes_after / done.bytes_before
     echo(
         f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
-        f"{binary(done.bytes_after)} ({saved:.0%} less); {used.line()}"
+        f"{binary(done.bytes_after)} ({saved:.0%} less); {used_line(used)}"
     )
     needed = TRANSFORMERS_NEEDS[file_format]
     echo(

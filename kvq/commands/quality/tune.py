@@ -19,8 +19,7 @@ from kvq.commands.shared.options import (
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, TO_READ, TO_WRITE, TOKENS, TokenCount
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
-from kvq.commands.shared.tables import console, print_cautions, print_columns, text_table
-from kvq.commands.shared.terminal import echo, warn
+from kvq.commands.shared.terminal import console, echo, print_cautions, print_columns, text_table, warn
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ _MOST_SHARED = 0.1  # of the held-out text's long lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TuneOptions:
-    """Budget, texts, and paths of results."""
-
     text: str | None
     text_field: str | None
     budget: str | None = option(
@@ -167,7 +164,9 @@ def _tune(
     def unfinished(trials: "Sequence[Trial]") -> dict[str, Any]:
         return result_of([], model.weights.device, about | {"sensitivities": sensitivity_rows(trials)})
 
-    with FinishedRows(json_path, unfinished, _print_trials) as finished:
+    with FinishedRows(
+        json_path, unfinished, lambda result: print_columns(result["sensitivities"], _TRIAL)
+    ) as finished:
         with named_progress() as progress:
             tuned = tune(model, source, other, plan, progress=progress, keep=finished.keep)
         tuned.recipe.save(options.out)
@@ -223,7 +222,3 @@ def _print(result: dict[str, Any], out: str) -> None:
     out_console.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better")
     print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
-
-
-def _print_trials(result: dict[str, Any]) -> None:
-    print_columns(result["sensitivities"], _TRIAL)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from kvq.commands.shared.foreign import translated
-from kvq.commands.shared.param_types import TextOrMapping, TokenCount
+from kvq.commands.shared.param_types import TEXT_OR_MAPPING, TokenCount
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 from kvq.strict_json import check_value
@@ -59,7 +59,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
             raise ConfigError(f"{path}: {before} and {key} are one option; give it once")
         if value is None:  # nothing behind the colon
             continue
-        if isinstance(parameter.type, TextOrMapping) and isinstance(value, dict):
+        if parameter.type is TEXT_OR_MAPPING and isinstance(value, dict):
             value = json.dumps(value)
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and not parameter.multiple:

@@ -11,13 +11,18 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from kvq.commands.shared.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT, PLANNED_MODEL, ShellNames
 from kvq.commands.shared.param_types import (
     AT_LEAST_1,
     BLOCK_SIZES,
+    FORMATS,
+    HALF_FORMAT,
+    MODEL,
+    ONE_FORMAT,
+    PLANNED_MODEL,
     TO_READ,
     TO_WRITE,
     TOKENS,
+    ShellNames,
     TokenCount,
     check_readable,
 )

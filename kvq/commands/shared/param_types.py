@@ -1,16 +1,18 @@
-"""Types of option values: bounded numbers, token counts, sizes, lists and checked paths."""
+"""Types of option values: bounded numbers, token counts, sizes, lists, checked paths, and names of things."""
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 from kvq.errors import ConfigError
+from kvq.formats.names import known_names, split_pair
 from kvq.layout import MAX_BLOCK_SIZE
 from kvq.sizes import parse_bytes, parse_tokens
 
@@ -61,10 +63,6 @@ def check_readable(path: str | Path) -> None:
         raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-class TextOrMapping(StringParamType):
-    """Text; in a file of options also a mapping, which is passed on as JSON."""
-
-
 class Several(StringParamType):
     """Values separated by commas; a tuple without repeated values."""
 
@@ -78,19 +76,6 @@ class Several(StringParamType):
             return tuple(dict.fromkeys(self._of.convert(one.strip(), param, ctx) for one in value.split(",")))
         except click.BadParameter as error:
             self.fail(f"{error.message} Several have commas between.", param, ctx)
-
-
-class OneNumber(click.IntRange):
-    """Whole number where another command takes several, separated by commas."""
-
-    def __init__(self, low: int, high: int, instead: str) -> None:
-        super().__init__(low, high)
-        self._instead = instead
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and "," in value:
-            self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 class _Size(StringParamType):
@@ -114,3 +99,84 @@ TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 SIZE = _Size()
+TEXT_OR_MAPPING = StringParamType()  # in a file of options also a mapping, which is passed on as JSON
+
+
+class ShellNames(StringParamType):
+    """Text that shells complete from names; it checks nothing.
+
+    `find`: returns the names, called only when a shell completes. `separators`: characters between several
+    names. `paths`: "dir" or "file" if a path is a value, too. `halves`: names that make a pair. `missing`:
+    error message if a name is needed and none is given.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Iterable[str]],
+        *,
+        separators: str = "",
+        paths: str = "",
+        halves: Callable[[], Iterable[str]] = tuple,
+        missing: str = "a MODEL is needed: a folder, a hub name, or 'tiny'.",
+    ) -> None:
+        self._find = find
+        self._halves = halves
+        self._separators = separators
+        self._paths = paths
+        self.missing = missing
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return names that complete the text after the last separator, else paths."""
+        begin = 1 + max((incomplete.rfind(mark) for mark in self._separators), default=-1)
+        find = self._find
+        half, slash, _ = incomplete[begin:].partition("/")
+        if slash and half.lower() in self._halves():
+            begin, find = begin + len(half) + 1, self._halves
+        before, last = incomplete[:begin], incomplete[begin:].lower()
+        found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
+        arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
+        others = [one for one in arguments if not isinstance(one.type, ShellNames)]
+        kind = "file" if others else self._paths  # other arguments of a command may be files
+        # Paths come first: bash's script forgets items before them.
+        is_path = self._paths == "dir" or (self._paths and not found)
+        return [CompletionItem(incomplete, type=kind), *found] if is_path else found
+
+
+def _halves() -> list[str]:
+    return [name for name in known_names() if split_pair(name).k == name]
+
+
+def _embedded() -> tuple[str, ...]:
+    from kvq.models.describe.resolve import EMBEDDED
+
+    return tuple(EMBEDDED)
+
+
+def _models() -> tuple[str, ...]:
+    from kvq.capacity.plan.catalogue import known_models
+
+    return (*_embedded(), *known_models())
+
+
+def _gpus() -> tuple[str, ...]:
+    from kvq.capacity.plan.gpus import known_gpus
+
+    return tuple(known_gpus())
+
+
+# For `kvq inspect`: these names once stored other bytes.
+RENAMED = "bare names keep K per channel of a block; what int4 was is int4_g32_s8_rot/int4_g32_s8_rot"
+
+FORMATS = ShellNames(known_names, separators=",", paths="file", halves=_halves)  # or a kvq.json
+ONE_FORMAT = ShellNames(known_names, paths="file", halves=_halves)
+HALF_FORMAT = ShellNames(_halves)
+MODEL = ShellNames(_embedded, paths="dir")
+PLANNED_MODEL = ShellNames(  # the shape alone is enough
+    _models,
+    paths="dir",
+    missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",
+)
+GPUS = ShellNames(_gpus, separators=",")
+GPU = ShellNames(_gpus)

@@ -1,9 +1,10 @@
-"""Results of commands: checks before measuring, rows kept while work goes on, and the JSON file."""
+"""Results of commands: checks before measuring, rows kept while work goes on, JSON, time and memory."""
 
+import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,6 +12,7 @@ from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
+from kvq.sizes import binary
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +115,12 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
         echo(f"kvq: not complete: what was finished is {where}", err=True)
 
     def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
-        """Run `work(progress=..., keep=...)` under a progress bar; returns the result of its rows."""
+        """Run `work(watch=...)` under a progress bar; returns the result of its rows."""
+        from kvq.evals.watch import Watch
+
         with self:
             with progress_bar(what) as progress:
-                rows = work(progress=progress, keep=self.keep)
+                rows = work(watch=Watch(progress, self.keep))
             return self.end(rows)
 
     def keep(self, make: Make) -> None:
@@ -155,3 +159,40 @@ def _write_json(path: str | Path, result: dict[str, Any]) -> None:
     from kvq.evals.report.results import write_json
 
     write_json(path, result)
+
+
+@contextmanager
+def measured(device: "torch.device") -> Iterator[dict[str, Any]]:
+    """Measure the time and memory of a block of code; yields a dict that gets the figures at its end.
+
+    `seconds`; `peak_bytes`: most memory that the process ever had in RAM, and `grown_bytes`: growth of that
+    peak during the block, 0 if an earlier peak was higher; `device_peak_bytes`: most that tensors took on the
+    GPU during the block, None without one.
+    """
+    import torch
+
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    used: dict[str, Any] = {}
+    before, began = _peak_bytes(), time.perf_counter()
+    try:
+        yield used
+    finally:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds, peak = time.perf_counter() - began, _peak_bytes()
+        used |= {"seconds": seconds, "peak_bytes": peak, "grown_bytes": peak - before}
+        used |= {"device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None}
+
+
+def used_line(used: Mapping[str, Any]) -> str:
+    """Return the figures of `measured` in words."""
+    peak, grown, on_gpu = (used[f"{name}_bytes"] for name in ("peak", "grown", "device_peak"))
+    words = f"{used['seconds']:,.1f} s, peak memory {binary(peak)} (+{binary(grown)})"
+    return words if on_gpu is None else f"{words}, GPU {binary(on_gpu)}"
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # KiB on Linux

@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from kvq.commands.shared.progress import status
-from kvq.commands.shared.tables import print_check
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_check
 
 KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
 PROMPT = "The history of the city of"

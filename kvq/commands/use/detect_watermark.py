@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.names import MODEL
 from kvq.commands.shared.options import gathered, option, path_option
-from kvq.commands.shared.param_types import FILE, PATH, Finite
+from kvq.commands.shared.param_types import FILE, MODEL, PATH, Finite
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError, RequestError
 
@@ -23,8 +22,6 @@ FALSE_ALARMS = 1e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DetectOptions:
-    """Model, key and threshold of the test."""
-
     model: str = option(
         "tiny", "Folder or hub name of the model that may have written them.", names="--model -m", type=MODEL
     )
@@ -85,11 +82,7 @@ def _make_key(path: Path, files: Sequence[str]) -> None:
 
 
 def _texts(files: Sequence[str], *, is_by_line: bool) -> Iterator[tuple[str, str]]:
-    """Yield texts with their names.
-
-    Raises:
-        RequestError: a file that can't be read as UTF-8, or without a text.
-    """
+    """Yield texts with their names; RequestError for a file that is not UTF-8, or without a text."""
     from kvq.evals.text import decoded
 
     for file in files:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from kvq.commands.shared.options import (
     option,
     path_option,
 )
-from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TO_READ, TextOrMapping, TokenCount
+from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TEXT_OR_MAPPING, TO_READ, TokenCount
 from kvq.errors import ConfigError
 from kvq.formats.spec import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -31,9 +32,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """Options of the engine: memory, steps, speculation and watermarks."""
-
+class _EngineOptions:
     max_num_seqs: int = option(MAX_NUM_SEQS, "Most sequences at a time.", type=click.IntRange(1, 1 << 24))
     max_num_batched_tokens: int = option(
         MAX_NUM_BATCHED_TOKENS, "Most new tokens of a step.", type=TokenCount(1, 1 << 24)
@@ -52,7 +51,7 @@ class EngineOptions:
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
     swap_memory: str = option("0", "Host memory for preempted requests.", type=SIZE)
-    speculation: str | None = option(None, SPECULATION, type=TextOrMapping())
+    speculation: str | None = option(None, SPECULATION, type=TEXT_OR_MAPPING)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,
         "Tokens between two snapshots of the recurrent state, for prefixes of hybrid models.",
@@ -80,9 +79,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RequestOptions:
-    """Options of requests: names, templates and parsers."""
-
+class _RequestOptions:
     served_model_name: tuple[str, ...] = option(
         (),
         "The model's name for clients; may be repeated, responses have the first; default: the last part of "
@@ -105,54 +102,43 @@ class RequestOptions:
     generation_config: str = option("auto", GENERATION_CONFIG)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceOptions:
-    """Options of a service: the model, its requests and its engine."""
-
-    model: ModelOptions
-    kv: str
-    requests: RequestOptions
-    engine: EngineOptions
-
-    def fields(self) -> dict[str, Any]:
-        """Return fields of `ServerConfig`; its `engine` has options of `kvq.LLM`.
-
-        Raises:
-            ConfigError: an option that an engine in a separate process can't have.
-        """
-        if self.model.calibrate_on_load:
-            name = click.get_current_context().info_name
-            raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
-        if own := Own.registered.keys() & set(re.split("[/+]", self.kv.lower())):
-            raise ConfigError(
-                f"{min(own)} is registered in this process, and the engine of this command runs in another; "
-                f"kvq.LLM and kvq generate take it"
-            )
-        options = self.model.load_options() | {"scales": self.model.scales} | asdict(self.engine)
-        return {
-            "model": self.model.model,
-            "kv": self.kv,
-            "engine": {name: value for name, value in options.items() if value is not None},
-            **asdict(self.requests),
-            "chat_template": _template(self.requests.chat_template),
-        }
-
-
-def _template(given: str | None) -> str | None:
-    """Return a template: the text of a file, or `given` if it is a template itself."""
-    from kvq.evals.text import decoded
-
-    return given if given is None or given.startswith("{") else decoded(Path(given))
-
-
 def service_options(command: _Command) -> _Command:
-    """Add --kv and the options of a model, its requests and its engine; the command gets a `service`."""
+    """Add --kv and the options of a model, its requests and its engine.
+
+    The command gets a function `service` that returns fields of `ServerConfig`; its `engine` has options of
+    `kvq.LLM`. It raises ConfigError for an option that an engine in a separate process can't have.
+    """
 
     def change(values: dict[str, Any]) -> dict[str, Any]:
         (kv,), model = values.pop("kv"), values.pop("model_options")
-        requests, engine = values.pop("requests"), values.pop("engine")
-        return values | {"service": ServiceOptions(model=model, kv=kv, requests=requests, engine=engine)}
+        return values | {"service": partial(_fields, model, kv, values.pop("requests"), values.pop("engine"))}
 
-    command = gathered(EngineOptions, "engine")(adapted(command, change))
-    command = model_options(gathered(RequestOptions, "requests")(command))
+    command = gathered(_EngineOptions, "engine")(adapted(command, change))
+    command = model_options(gathered(_RequestOptions, "requests")(command))
     return kv_option("auto", many=False)(command)
+
+
+def _fields(
+    model: ModelOptions, kv: str, requests: _RequestOptions, engine: _EngineOptions
+) -> dict[str, Any]:
+    if model.calibrate_on_load:
+        name = click.get_current_context().info_name
+        raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
+    if own := Own.registered.keys() & set(re.split("[/+]", kv.lower())):
+        raise ConfigError(
+            f"{min(own)} is registered in this process, and the engine of this command runs in another; "
+            f"kvq.LLM and kvq generate take it"
+        )
+    options = model.load_options() | {"scales": model.scales} | asdict(engine)
+    template = requests.chat_template
+    if template is not None and not template.startswith("{"):  # a file, and not a template itself
+        from kvq.evals.text import decoded
+
+        template = decoded(Path(template))
+    return {
+        "model": model.model,
+        "kv": kv,
+        "engine": {name: value for name, value in options.items() if value is not None},
+        **asdict(requests),
+        "chat_template": template,
+    }

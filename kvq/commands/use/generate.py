@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SamplingOptions:
-    """Sampling parameters."""
-
     max_tokens: int | None = option(
         None, "Most tokens to generate.  [default: 64]", names="--max-tokens -n", type=TokenCount()
     )
@@ -62,8 +60,6 @@ class _SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WatermarkOptions:
-    """Key and scheme of a watermark."""
-
     watermark_key_file: str | None = path_option(
         "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark.", type=TO_READ
     )
@@ -82,8 +78,6 @@ class _WatermarkOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RunOptions:
-    """Options of the engine."""
-
     speculation: str | None = option(None, SPECULATION)
     accept_divergence: bool = option(False, ACCEPT)
     generation_config: str = option("auto", GENERATION_CONFIG)

@@ -1,11 +1,12 @@
 """`kvq run-batch`: answers a file of requests into another file."""
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +14,7 @@ from kvq.commands.shared.options import SectionedCommand, gathered, option
 from kvq.commands.shared.param_types import FILE, PATH
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.terminal import echo, say_defaults, say_model
-from kvq.commands.use.engine_options import ServiceOptions, service_options
+from kvq.commands.use.engine_options import service_options
 from kvq.extras import SERVER, require
 from kvq.printable import one_line
 
@@ -31,8 +32,6 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BatchOptions:
-    """Files of requests and results."""
-
     source: Path
     target: Path
     max_in_flight: int | None = option(
@@ -48,7 +47,7 @@ class _BatchOptions:
 @gathered(_BatchOptions, "options")
 @click.argument("source", metavar="IN.jsonl", type=FILE)
 @click.argument("target", metavar="OUT.jsonl", type=PATH)
-def command(service: ServiceOptions, options: _BatchOptions) -> None:
+def command(service: Callable[[], dict[str, Any]], options: _BatchOptions) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
     Results are in the order in which they are ready. After an interruption run the same command again to
@@ -58,25 +57,26 @@ def command(service: ServiceOptions, options: _BatchOptions) -> None:
     from kvq.server.admission.config import ServerConfig
     from kvq.server.batch.run import BatchConfig, run_batch
 
+    serving = ServerConfig(**service())
     config = BatchConfig(
         source=options.source,
         target=options.target,
-        max_in_flight=options.max_in_flight or 2 * service.engine.max_num_seqs,
+        max_in_flight=options.max_in_flight or 2 * serving.engine["max_num_seqs"],
         retry_failed=options.retry_failed,
-        serving=ServerConfig(**service.fields()),
+        serving=serving,
     )
     with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)
 
         def on_model(source: "ModelSource", digest: str) -> None:
             say_model(source, digest)
-            say_defaults(source, config.serving.generation_config)
+            say_defaults(source, serving.generation_config)
             progress("answering", 0, None)
 
         summary = run_batch(config, partial(progress, "answering"), on_model)
         if not summary.is_complete:
             raise _Stopped  # so that the progress doesn't print "done"
-    _print(summary, options.target, is_strict=service.requests.strict_requests)
+    _print(summary, options.target, is_strict=serving.strict_requests)
     if not summary.is_complete:
         echo("kvq: stopped; run the same command again to continue", err=True)
         raise click.Abort

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvq.commands.shared.interrupts import nothing_begun
 from kvq.commands.shared.options import SectionedCommand, gathered, option, picked
 from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, FILE, NATURAL, POSITIVE, SHARE, TOKENS
 from kvq.commands.shared.terminal import echo
-from kvq.commands.use.engine_options import ServiceOptions, service_options
+from kvq.commands.use.engine_options import service_options
 from kvq.errors import ConfigError
 from kvq.extras import EVENTS, SERVER, require
 
@@ -102,7 +103,7 @@ class ServeOptions:
     help="API key, or several with commas. Process lists show it: a file or KVQ_API_KEY is better.",
 )
 @gathered(ServeOptions, "options")
-def command(service: ServiceOptions, options: ServeOptions) -> None:
+def command(service: Callable[[], dict[str, Any]], options: ServeOptions) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop takes the signals
@@ -132,7 +133,7 @@ command.sections = {
 }
 
 
-def _config(service: ServiceOptions, options: ServeOptions) -> "ServerConfig":
+def _config(service: Callable[[], dict[str, Any]], options: ServeOptions) -> "ServerConfig":
     from kvq.server.admission.admission import AdmissionConfig
     from kvq.server.admission.config import ServerConfig
     from kvq.server.admission.metric_names import parse_names
@@ -140,7 +141,7 @@ def _config(service: ServiceOptions, options: ServeOptions) -> "ServerConfig":
     from kvq.server.logs import LogConfig
 
     return ServerConfig(
-        **service.fields(),
+        **service(),
         **picked(options, "host", "port", "max_connections", "max_connections_per_address", "max_restarts"),
         access=_access(options),
         read_access=partial(_access, options) if options.api_key_file or options.ssl_certfile else None,

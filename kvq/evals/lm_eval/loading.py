@@ -115,11 +115,7 @@ def _is_group(path: str) -> bool:
 
 
 def _names(manager: Any, task: str) -> list[str]:
-    """Return the names or the file that a task means.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """Return the names or the file that a task means; RequestError if there is none."""
     if _is_file(task):
         if not Path(task).expanduser().is_file():
             raise RequestError(f"there is no task file {task}")

@@ -17,8 +17,8 @@ from typing import Any, TypedDict, Unpack
 
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError, RequestError
-from kvq.evals.divergence import UNWATCHED, Progress
 from kvq.evals.scoring import generate, score_continuations
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.extras import LM_EVAL, install_command, require
 from kvq.models import Model
 from kvq.models.parts.inputs import check_unicode
@@ -42,7 +42,7 @@ _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"
 _WITHOUT_EFFECT = ("use_cache", "pad_token_id", "eos_token_id", "do_sample", "temperature")
 
 
-class Prompting(TypedDict, total=False):
+class _Prompting(TypedDict, total=False):
     """Options of `KvqLM` about how prompts are made, and where answers begin."""
 
     add_bos_token: bool | None  # None: as the tokenizer does
@@ -73,7 +73,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         max_length: int | None = None,
         max_gen_toks: int = 256,
         seed: int = 1234,
-        **prompting: Unpack[Prompting],
+        **prompting: Unpack[_Prompting],
     ) -> None:
         """Serve an engine, or a model, for which an engine is made.
 
@@ -84,7 +84,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             ConfigError: a length that the engine can't hold, or no token to stand before a text.
             TypeError: an unknown option.
         """
-        if unknown := sorted(prompting.keys() - Prompting.__annotations__.keys()):
+        if unknown := sorted(prompting.keys() - _Prompting.__annotations__.keys()):
             raise TypeError(f"KvqLM has no option {unknown[0]!r}")
         super().__init__()
         self.llm = llm if isinstance(llm, LLM) else LLM(llm)
@@ -169,7 +169,8 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             if text:
                 pair = self._encode_pair(context, continuation)
             else:
-                pair = self._after_prefix(self.tok_encode(context + continuation, add_special_tokens=False))
+                ids = self.tok_encode(context + continuation, add_special_tokens=False)
+                pair = [self.prefix_token_id], ids[1:] if ids[:1] == [self.prefix_token_id] else ids
             encoded.append(((context, continuation), *pair))
         return self._loglikelihood_tokens(encoded)
 
@@ -247,12 +248,6 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             )
         )
 
-    def _after_prefix(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Return a text without a context, after the prefix token, which is not repeated."""
-        if ids[:1] == [self.prefix_token_id]:
-            return ids[:1], ids[1:]
-        return [self.prefix_token_id], ids
-
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
@@ -270,10 +265,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             num_cut += len(context) > room
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
         _warn_of_cuts(num_cut, len(requests))
-        answers = [
-            (score.logprob, score.is_greedy)
-            for score in score_continuations(self.llm, pairs, progress=self.progress)
-        ]
+        answers = score_continuations(self.llm, pairs, progress=self.progress)
         for request, answer in zip(requests, answers, strict=True):
             if request[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", request[0], answer)

@@ -25,9 +25,9 @@ from unittest.mock import patch
 
 from kvq.engine import LLM
 from kvq.errors import KVQError, RequestError, first_lines
-from kvq.evals.divergence import UNWATCHED, Progress, Watch
 from kvq.evals.lm_eval.loading import LMEvalPlan, Loaded, load_tasks, quiet_bars
 from kvq.evals.lm_eval.model import KvqLM
+from kvq.evals.watch import UNWATCHED, Progress, Watch
 from kvq.models import Model
 
 _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
@@ -132,28 +132,19 @@ def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
     """Return rows of one task or group over one format. Every format gets the same examples."""
-    _set_fewshot(loaded[1], plan)
+    for task in loaded[1]["tasks"].values():  # as lm-eval's command does: a task's own 0 stays
+        own = task.get_config("num_fewshot")
+        if own is None or (plan.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
+        task.set_fewshot_seed(seed=plan.seed)
     lm.progress = progress
     began = time.perf_counter()
     results = _evaluate(lm, loaded, plan)
     return _rows(kv, results, time.perf_counter() - began)
 
 
-def _set_fewshot(loaded: Mapping[str, Any], plan: LMEvalPlan) -> None:
-    """Set the examples before each question, as lm-eval's command does: a task's own 0 stays."""
-    for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if own is None or (plan.num_fewshot is not None and own != 0):
-            task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
-        task.set_fewshot_seed(seed=plan.seed)
-
-
 def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
-    """Return lm-eval's results of one task or group.
-
-    Raises:
-        RequestError: the model can't serve a request of it, or its own code fails.
-    """
+    """Return lm-eval's results of one task or group; RequestError for whatever fails in it."""
     from lm_eval import evaluate
 
     name, spec = loaded

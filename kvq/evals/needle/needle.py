@@ -14,40 +14,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvq.errors import RequestError
-from kvq.evals.divergence import UNWATCHED, Watch
-from kvq.evals.needle.prompts import SENTENCE, NeedlePrompt, NeedlePrompts
+from kvq.evals.needle.prompts import NeedlePlan, NeedlePrompt, NeedlePrompts
 from kvq.evals.report.bootstrap import wilson_interval
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 from kvq.models.loading.prepared import PreparedModel
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # D38: nothing found by the baseline: void
 VOID_AFTER = 50  # prompts; a model that answers a tenth of them is called void once in two hundred tests
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NeedlePlan:
-    """Grid of lengths and depths, with `trials` prompts each."""
-
-    lengths: Sequence[int] | None = None  # tokens, answer included; None: those of LENGTHS that have room
-    depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
-    trials: int = 10
-    needle: str = SENTENCE  # with {key} and {value}; "tokens": random ids, for models that never learnt words
-    distractors: int = 0  # needles with other keys, and other values, anywhere
-    chunk: int = 512  # tokens per prefill step
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if (self.lengths is not None and not len(self.lengths)) or not len(self.depths):
-            raise RequestError("a needle grid needs at least one length and one depth")
-        for depth in self.depths:
-            if not 0 <= depth <= 1:  # NaN too
-                raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
-        for name in ("trials", "chunk"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +79,7 @@ def measure_needle(
     model: Model,
     kv: str | Sequence[str | KVRecipe],
     text: str,
-    plan: NeedlePlan = NeedlePlan(),
+    plan: NeedlePlan,
     watch: Watch = UNWATCHED,
 ) -> list[NeedleRow]:
     """Measure how often formats find a needle, for every format, length and depth in this order.
@@ -167,14 +143,7 @@ def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[N
             raise RequestError(
                 f"a length of {length} tokens was asked for; this model takes 1 to {limit}, answer included"
             )
-    prompts = NeedlePrompts(
-        model.tokenizer,
-        text,
-        vocab_size=model.geometry.vocab_size,
-        needle=plan.needle,
-        distractors=plan.distractors,
-        seed=plan.seed,
-    )
+    prompts = NeedlePrompts(model.tokenizer, text, plan, vocab_size=model.geometry.vocab_size)
     if plan.lengths is None:
         taken = [n for n in LENGTHS if n <= limit] or [limit]
         sizes = [n for n in taken if n <= prompts.text_tokens] or taken[:1]

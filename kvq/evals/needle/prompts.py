@@ -2,11 +2,12 @@
 
 import random
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import RequestError
-from kvq.evals.windows import begin_ids, text_ids
+from kvq.evals.text import begin_ids, text_ids
 
 SENTENCE = "\nThe secret number of {key} is {value}.\n"
 TOKENS = "tokens"
@@ -15,9 +16,44 @@ KEYS = (
     "kitten", "ladder", "mirror", "needle", "orange", "pencil", "quartz", "rabbit", "saddle", "tunnel",
     "umbrella", "valley", "window", "yellow", "zebra",
 )  # fmt: skip
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DIGITS = 7
 _KEY_TOKENS, _VALUE_TOKENS = 3, 6
 _NEARBY = 64  # tokens around a needle of random tokens that hold none of its tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedlePlan:
+    """Grid of lengths and depths, with `trials` prompts each."""
+
+    lengths: Sequence[int] | None = None  # tokens, answer included; None: those of LENGTHS that have room
+    depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
+    trials: int = 10
+    needle: str = SENTENCE  # with {key} and {value}; "tokens": random ids, for models that never learnt words
+    distractors: int = 0  # needles with other keys, and other values, anywhere
+    chunk: int = 512  # tokens per prefill step
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.lengths is not None and not len(self.lengths)) or not len(self.depths):
+            raise RequestError("a needle grid needs at least one length and one depth")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:  # NaN too
+                raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
+        for name in ("trials", "chunk"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.needle != TOKENS and not (
+            self.needle.count("{key}") == self.needle.count("{value}") == 1
+            and self.needle.index("{key}") < self.needle.index("{value}")
+        ):
+            raise RequestError(
+                f"a needle is {TOKENS!r} or a sentence with {{key}} and then {{value}}, each once, "
+                f"got {self.needle!r}; for example {SENTENCE.strip()!r}"
+            )
+        most = len(KEYS) - 1
+        if not 0 <= self.distractors <= most:
+            raise RequestError(f"distractors must be 0 to {most}, got {self.distractors}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,19 +82,9 @@ class _Needle:
 class NeedlePrompts:
     """Maker of prompts of one text, for one tokenizer and kind of needle; the same for the same seed."""
 
-    def __init__(
-        self, tokenizer: Any, text: str, *, vocab_size: int, needle: str, distractors: int, seed: int
-    ) -> None:
-        """`needle`: a sentence with {key} and {value}, or "tokens" for random token ids.
-
-        Raises:
-            RequestError: a sentence without {key} before {value}, too many distractors, or no text.
-        """
-        check_needle(needle, distractors)
+    def __init__(self, tokenizer: Any, text: str, plan: NeedlePlan, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self._needle = needle
-        self._distractors = distractors
-        self._seed = seed
+        self._plan = plan
         self._begin = begin_ids(tokenizer)
         self._text = text_ids(tokenizer, text)
         special = set(tokenizer.all_special_ids)
@@ -73,7 +99,7 @@ class NeedlePrompts:
         Raises:
             RequestError: the needles don't fit into the length, or the text is too short.
         """
-        rng = random.Random(f"{self._seed}/{length}/{depth}/{trial}")
+        rng = random.Random(f"{self._plan.seed}/{length}/{depth}/{trial}")
         needles = self._draw(rng, avoid=frozenset())
         asked = needles[0]
         rest = len(self._begin) + sum(len(n.ids) for n in needles) + len(asked.cue) + len(asked.value)
@@ -81,7 +107,7 @@ class NeedlePrompts:
         if size < 1:
             raise RequestError(
                 f"a length of {length} tokens has no room for a haystack: needles and question take {rest}; "
-                f"ask for {rest + 1} or more, or for fewer distractors than {self._distractors}"
+                f"ask for {rest + 1} or more, or for fewer distractors than {self._plan.distractors}"
             )
         if size > len(self._text):
             raise RequestError(
@@ -91,7 +117,7 @@ class NeedlePrompts:
         start = rng.randrange(len(self._text) - size + 1)
         haystack = self._text[start : start + size]
         at = round(depth * size)
-        if self._needle == TOKENS:  # again, to avoid the tokens nearby; sizes stay
+        if self._plan.needle == TOKENS:  # again, to avoid the tokens nearby; sizes stay
             near = haystack[max(0, at - _NEARBY) : at + _NEARBY] + haystack[-_NEARBY:]
             needles = self._draw(rng, avoid=frozenset(near))
         return self._assemble(haystack, needles, [at] + [rng.randrange(size + 1) for _ in needles[1:]])
@@ -117,8 +143,8 @@ class NeedlePrompts:
 
     def _draw(self, rng: random.Random, avoid: frozenset[int]) -> list[_Needle]:
         """Draw the needle to retrieve, then its distractors."""
-        if self._needle != TOKENS:
-            keys = rng.sample(KEYS, 1 + self._distractors)
+        if self._plan.needle != TOKENS:
+            keys = rng.sample(KEYS, 1 + self._plan.distractors)
             return [self._sentence(key, "".join(rng.choices(string.digits, k=_DIGITS))) for key in keys]
         ids = [i for i in self._plain if i not in avoid]
         if len(ids) < 2 * (_KEY_TOKENS + _VALUE_TOKENS):
@@ -130,7 +156,7 @@ class NeedlePrompts:
         key, value = first[:_KEY_TOKENS], first[_KEY_TOKENS:]
         needles = [_Needle(cue=key, value=value, tail=[])]
         others = [i for i in ids if i not in first]
-        for _ in range(self._distractors):
+        for _ in range(self._plan.distractors):
             similar = list(key)
             similar[rng.randrange(_KEY_TOKENS)] = rng.choice(others)
             needles.append(_Needle(cue=similar, value=rng.sample(others, _VALUE_TOKENS), tail=[]))
@@ -138,7 +164,7 @@ class NeedlePrompts:
 
     def _sentence(self, key: str, value: str) -> _Needle:
         """Return the needle's token ids, cut such that the cue alone has the same tokens."""
-        before, after = self._needle.split("{value}")
+        before, after = self._plan.needle.split("{value}")
         cue_text = before.rstrip().replace("{key}", key)
         answered = before.replace("{key}", key) + value
         cue = text_ids(self._tokenizer, cue_text)
@@ -148,18 +174,3 @@ class NeedlePrompts:
         else:
             value_ids = text_ids(self._tokenizer, answered[len(cue_text) :])
         return _Needle(cue=cue, value=value_ids, tail=text_ids(self._tokenizer, after) if after else [])
-
-
-def check_needle(needle: str, distractors: int) -> None:
-    """Raise RequestError for a needle that can't be asked for, or more distractors than there are keys."""
-    if needle != TOKENS and not (
-        needle.count("{key}") == needle.count("{value}") == 1
-        and needle.index("{key}") < needle.index("{value}")
-    ):
-        raise RequestError(
-            f"a needle is {TOKENS!r} or a sentence with {{key}} and then {{value}}, each once, "
-            f"got {needle!r}; for example {SENTENCE.strip()!r}"
-        )
-    most = len(KEYS) - 1
-    if not 0 <= distractors <= most:
-        raise RequestError(f"distractors must be 0 to {most}, got {distractors}")

@@ -1,15 +1,46 @@
-"""Comparison of two results."""
+"""Comparison of two results: files of `kvq perplexity --json` or `kvq eval --json`, checked by field."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
 
-from kvq.errors import ConfigError
+from kvq import strict_json
+from kvq.arguments import fits
+from kvq.errors import ConfigError, first_lines
 from kvq.evals.report.bootstrap import Z95
 from kvq.evals.report.gates import IDENTITIES, identity, is_figure
-from kvq.evals.report.result_file import FIGURES
 from kvq.evals.report.sections import row_keys
 
+SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, measured or not
+QUALITY = ("perplexity", "perplexity_change", "kl_mean", "kl_p999", "top1_agreement", "kv_bytes_per_token",
+           "seconds")  # fmt: skip
+FIGURES = {  # section of a result -> what is compared of its rows; every number, where it isn't named
+    "rows": QUALITY,
+    "generation": ("same_tokens_mean", "identical"),
+    "attention": ("error_mean", "error_max"),
+    "needle_summary": ("retrieved", "token_accuracy"),
+    "needle": ("retrieved", "token_accuracy"),
+    "lm_eval": ("value",),
+}
+_REQUIRED = {
+    **dict.fromkeys(("kvq_version", "date", "device", "command", "model", "model_digest", "text"), str),
+    **{"text_digest": str, "context": int, "versions": dict},
+}
+_FIELDS: dict[str, Any] = {
+    **_REQUIRED,
+    **dict.fromkeys(("commit", "held_out", "held_out_digest"), str | None),
+    **dict.fromkeys(("seed", "resamples"), int | None),
+    **{"complete": bool | None, "tasks": list | None, "cautions": list[str] | None},
+}
+_ROW: dict[str, Any] = {
+    **{"kv": str, "tokens": int | None, "intervals": dict | None},
+    **dict.fromkeys(IDENTITIES, str | float | None),
+}
+_WORDS: dict[Any, str] = {
+    **{str: "a text", int: "a whole number", float: "a number", bool: "true or false"},
+    **{dict: "an object", list: "a list", list[str]: "a list of texts", type(None): "null"},
+}
+_MAX_TEXT = 10_000  # characters
 _SAME = {  # what must agree for figures to be comparable
     "text_digest": "the texts differ",
     "held_out_digest": "the texts measured on differ",
@@ -25,33 +56,77 @@ _PLANS = {  # the same of what only some results have
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One figure of one row, in both results."""
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Read a result whose fields are all of the types that kvq writes.
 
-    section: str  # "rows", or a further task's key
-    kv: str
-    where: str  # what else tells the row from others of its format
-    figure: str
-    a: float
-    b: float
-    difference: float  # b - a
-    a_interval: tuple[float, float] | None
-    b_interval: tuple[float, float] | None
+    Raises:
+        ConfigError: missing, not JSON, another command's, or a field of another type; the message names it.
+    """
+    try:
+        result = strict_json.read(Path(path))
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {first_lines(error)}") from error
+    if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
+        raise ConfigError(f"{path} is no result of kvq: it is no JSON object with rows")
+    rows = result["rows"]
+    if not (_REQUIRED.keys() <= result.keys() and rows and all(_has_sizes(row) for row in rows)):
+        told = f" (its command: {result['command']!s:.200})" if result.get("command") else ""
+        raise ConfigError(f"{path} is no result of kvq perplexity or kvq eval{told}; write one with --json")
+    try:
+        _check(result)
+    except _WrongField as error:
+        raise ConfigError(f"{path} is damaged: {error}; measure again") from error
+    return result
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """Result of `compare`."""
-
-    warnings: list[str]
-    only_in_a: list[str]  # rows
-    only_in_b: list[str]
-    differences: list[Difference]
+class _WrongField(Exception):
+    """Field with a value that kvq would not write."""
 
 
-def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compare results of one kind, row by row.
+def _has_sizes(row: object) -> bool:
+    return isinstance(row, dict) and set(SIZES) <= set(row)
+
+
+def _need(value: object, hint: Any, field: str) -> None:
+    """Raise _WrongField unless a value is of a type, and of a size that can be shown and compared."""
+    is_whole = len(value) <= _MAX_TEXT if isinstance(value, str) else True
+    if not (fits(value, hint) and is_whole and (not isinstance(value, float) or is_figure(value))):
+        words = " or ".join(_WORDS[kind] for kind in get_args(hint) or (hint,))
+        raise _WrongField(
+            f"{field} must be {words}" + ("" if is_whole else f" of at most {_MAX_TEXT} characters")
+        )
+
+
+def _check(result: Mapping[str, Any]) -> None:
+    for name, hint in _FIELDS.items():
+        _need(result.get(name), hint, name)
+    for index, task in enumerate(result.get("tasks") or []):
+        if not isinstance(task, dict) or not isinstance(task.get("key"), str):
+            raise _WrongField(f"tasks[{index}] must be an object with a key")
+    for key in dict.fromkeys(["rows", *row_keys(result)]):
+        _need(result.get(key), list, key)
+        for index, row in enumerate(result[key]):
+            _check_row(f"{key}[{index}]", row, (*SIZES, *QUALITY) if key == "rows" else FIGURES.get(key, ()))
+
+
+def _check_row(where: str, row: Any, figures: Iterable[str]) -> None:
+    _need(row, dict, where)
+    for name, hint in (_ROW | dict.fromkeys(figures, float | None)).items():
+        _need(row.get(name), hint, f"{where}.{name}")
+    for name, span in (row.get("intervals") or {}).items():
+        _need(span, list | None, f"{where}.intervals.{name:.40}")
+        for bound in () if span is None else span if len(span) == 2 else [None]:
+            _need(bound, float, f"{where}.intervals.{name:.40}")
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare results of one kind, row by row; returns JSON.
+
+    `rows`: figures of rows that both have: `section` ("rows", or a further task's key), `kv`, `where` (what
+    else tells the row from others of its format), `figure`, `a`, `b`, `difference` (b - a), and their bounds.
+    `only_in_a`, `only_in_b`: other rows. `warnings`: reasons why figures can't be compared.
 
     Raises:
         ConfigError: one is of kvq perplexity, the other of kvq eval.
@@ -61,7 +136,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
             f"one result is of kvq {kind(a)}, the other of kvq {kind(b)}; compare two of a kind"
         )
     only: dict[str, list[str]] = {"a": [], "b": []}
-    differences: list[Difference] = []
+    differences: list[dict[str, Any]] = []
     for section in dict.fromkeys([*_keys(a), *_keys(b)]):
         rows_a, rows_b = (_rows(one, section) for one in (a, b))
         only["a"] += _only(section, rows_a, rows_b)
@@ -69,12 +144,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         for key in rows_a:
             if key in rows_b:
                 differences += _differences(section, rows_a[key], rows_b[key])
-    return Comparison(
-        warnings=_warnings(a, b),
-        only_in_a=list(dict.fromkeys(only["a"])),
-        only_in_b=list(dict.fromkeys(only["b"])),
-        differences=differences,
-    )
+    found = {f"only_in_{name}": list(dict.fromkeys(rows)) for name, rows in only.items()}
+    return {"warnings": _warnings(a, b), **found, "rows": differences}
 
 
 def kind(result: Mapping[str, Any]) -> str:
@@ -110,20 +181,15 @@ def _only(
     return found
 
 
-def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = FIGURES.get(section) or [name for name in a if name not in ("kv", *IDENTITIES)]
+    about = {"section": section, "kv": a["kv"], "where": identity(a)}
     return [
-        Difference(
-            section=section,
-            kv=a["kv"],
-            where=identity(a),
-            figure=name,
-            a=a[name],
-            b=b[name],
-            difference=b[name] - a[name],
-            a_interval=_interval(a, name),
-            b_interval=_interval(b, name),
-        )
+        {
+            **about,
+            **{"figure": name, "a": a[name], "b": b[name], "difference": b[name] - a[name]},
+            **{"a_interval": _interval(a, name), "b_interval": _interval(b, name)},
+        }
         for name in names
         if is_figure(a.get(name)) and is_figure(b.get(name))
     ]

@@ -82,24 +82,6 @@ class Gate:
         return is_figure(value) and _OPERATORS[self.operator](value, self.limit)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _GateFailure:
-    """A row that broke a limit, or the reason why there is no row."""
-
-    kv: str
-    where: str  # what else tells the row from others of its format, such as "layer 3"
-    value: float | None
-    has_row: bool = True  # False: `where` says why there is none
-
-    def message(self, gate: Gate) -> str:
-        """Return the failure in words, with figure and limit in the gate's unit."""
-        if not self.has_row:
-            return f"{self.kv}: {self.where}"
-        who = " ".join(filter(None, (self.kv, self.where)))
-        value = "not a number" if self.value is None else gate.tell(self.value)
-        return f"{who}: {value}, the limit is {gate.tell(gate.limit)}"
-
-
 def parse_gate(text: str) -> Gate:
     """Read one expression.
 
@@ -115,17 +97,8 @@ def parse_gate(text: str) -> Gate:
     if not math.isfinite(limit):
         raise ConfigError(f"--gate {text!r}: the limit must be a finite number")
     _check_limit(match, limit)
-    return Gate(
-        text=text.strip(),
-        kv=match["kv"].strip() if match["kv"] else None,
-        task=match["task"],
-        figure=match["figure"],
-        filter=match["filter"],
-        operator=match["operator"],
-        limit=limit,
-        unit=unit,
-        scale=scale,
-    )
+    words: dict[str, Any] = match.groupdict() | {"kv": match["kv"] and match["kv"].strip()}
+    return Gate(**words | {"text": text.strip(), "limit": limit, "unit": unit, "scale": scale})
 
 
 def _scale(text: str, figure: str, unit: str) -> float:
@@ -194,22 +167,31 @@ def check_gate(
 
 def failures(
     gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]
-) -> list[_GateFailure]:
-    """Return the rows that break a gate. `rows`: of its task; `formats`: as for `check_gate`."""
+) -> list[dict[str, Any]]:
+    """Return the rows that break a gate as JSON. `rows`: of its task; `formats`: as for `check_gate`.
+
+    Each has `kv`, `where` (what else tells the row from others of its format), `value`, and `told`: the
+    failure in words, with figure and limit in the gate's unit.
+    """
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
     concerned = [(row, figure(row, gate.figure)) for row in rows if row["kv"] in kvs]
     if not concerned:
         return [missing(gate, "not measured")]
-    return [
-        _GateFailure(kv=row["kv"], where=identity(row), value=value if is_figure(value) else None)
-        for row, value in concerned
-        if not gate.holds(value)
-    ]
+    return [_failure(gate, row, value) for row, value in concerned if not gate.holds(value)]
 
 
-def missing(gate: Gate, reason: str) -> _GateFailure:
-    """Return the failure of a gate without any row."""
-    return _GateFailure(kv=gate.kv or "every quantized format", where=reason, value=None, has_row=False)
+def _failure(gate: Gate, row: Mapping[str, Any], value: object) -> dict[str, Any]:
+    kv, where, number = row["kv"], identity(row), value if is_figure(value) else None
+    who = " ".join(filter(None, (kv, where)))
+    told = "not a number" if number is None else gate.tell(number)
+    told = f"{who}: {told}, the limit is {gate.tell(gate.limit)}"
+    return {"kv": kv, "where": where, "value": number, "has_row": True, "told": told}
+
+
+def missing(gate: Gate, reason: str) -> dict[str, Any]:
+    """Return the failure of a gate without any row: `where` says why there is none."""
+    kv = gate.kv or "every quantized format"
+    return {"kv": kv, "where": reason, "value": None, "has_row": False, "told": f"{kv}: {reason}"}
 
 
 def figure(row: Mapping[str, Any], name: str) -> object:

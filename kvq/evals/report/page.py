@@ -1,10 +1,52 @@
-"""Page frame of every report: one self-contained HTML page."""
+"""Tables of reports as text cells, for the terminal and for pages, and one self-contained HTML page."""
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.printable import printable
+
+# Key of a row, dots leading further in -> head, and number format or what makes a text; "" for texts.
+Columns = Mapping[str, tuple[str, Any]]
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Columns) -> tuple[list[str], list[list[str]]]:
+    """Return heads and cells; None is a dash."""
+    heads = [head for head, _ in columns.values()]
+    return heads, [[_cell(row, key, style) for key, (_, style) in columns.items()] for row in rows]
+
+
+def _cell(row: Any, key: str, style: Any) -> str:
+    for part in key.split("."):
+        row = row[int(part)] if isinstance(row, list) else row[part]
+    if row is None:
+        return "-"
+    return style(row) if callable(style) else format(row, style)
+
+
+def span(form: str) -> Callable[[tuple[float, float]], str]:
+    """Return a function that writes both bounds in a number format."""
+    return lambda bounds: f"{bounds[0]:{form}} .. {bounds[1]:{form}}"
+
+
+def bits(value: float) -> str:
+    """Write a number to three digits, without zeros at the end."""
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+SIZES: Columns = {  # what a format takes
+    "bits_per_element": ("bits", bits),
+    "kv_bytes_per_token": ("bytes/token", ",.0f"),
+    "compression": ("vs bf16", "{:.2f}x".format),
+}
+
+
+def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Return the columns of sizes, with those of a sequence of the context if it holds more."""
+    if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
+        return SIZES
+    held: Columns = {"bits_held": ("bits held", bits)}
+    return {"bits_per_element": SIZES["bits_per_element"], **held, **SIZES}
+
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --back: #ffffff; --line: #d0d7de; --box: #f6f8fa;
@@ -29,6 +71,8 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 
 def page(title: str, parts: Iterable[str]) -> str:
     """Return the page around parts that are HTML already."""
+    from html import escape  # not for the terminal
+
     whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -40,6 +84,8 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table that scrolls if it is too wide."""
+    from html import escape
+
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head = "".join(f"<th>{escape(one)}</th>" for one in heads)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
@@ -47,6 +93,8 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def origin(result: dict[str, Any]) -> str:
     """Return the origin of figures: version, commit, command."""
+    from html import escape
+
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
         f'<p class="small">kvq {escape(result["kvq_version"])}, commit {escape(str(result["commit"]))}, '

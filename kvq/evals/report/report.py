@@ -7,9 +7,8 @@ from typing import Any
 
 from kvq import fileio
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
-from kvq.evals.report.columns import Columns, table
 from kvq.evals.report.figure import drawing
-from kvq.evals.report.page import html_table, origin, page
+from kvq.evals.report.page import Columns, html_table, origin, page, table
 from kvq.evals.report.plot import (
     attention_plot,
     difficulty_plot,

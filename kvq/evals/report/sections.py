@@ -6,8 +6,8 @@ from math import floor
 from typing import Any
 
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
-from kvq.evals.report.columns import Columns, sizes, span, table
 from kvq.evals.report.gates import changes
+from kvq.evals.report.page import Columns, sizes, span, table
 from kvq.models.check.verdict import describe_check
 
 Row = dict[str, Any]

@@ -10,10 +10,9 @@ import pytest
 
 import kvq
 from kvq import cli
-from kvq.bench.engine.continuous import ContinuousBatching
 from kvq.bench.engine.engine import EnginePlan, bench_engine
-from kvq.bench.engine.load import ArrivalQueue, Load, LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad, is_saturated, mark, row
+from kvq.bench.engine.hf import ContinuousBatching
+from kvq.bench.engine.load import ArrivalQueue, Load, LoadRequest, Served, ServedLoad, is_saturated, mark, row
 from kvq.bench.engine.rivals import check_requests, compare, one_by_one
 from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.capacity.lengths import Lengths, parse_lengths

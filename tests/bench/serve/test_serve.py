@@ -9,8 +9,8 @@ from benchmarks.rude import metrics, num_sockets, some_rude
 from kvq import cli
 from kvq.bench.engine.load import Load
 from kvq.bench.serve.client import Endpoint
-from kvq.bench.serve.load import as_served, outcomes, run_load
 from kvq.bench.serve.process import ServerProcess
+from kvq.bench.serve.serve import as_served, outcomes, run_load
 from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
 from tests.waiting import HANG_S

@@ -10,7 +10,7 @@ from benchmarks.real.hidden import Baseline, hidden_states, log_probs, pieces
 from kvq.evals import default_text
 from kvq.evals.divergence import TokenPlan
 from kvq.evals.perplexity import measure_perplexity
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
 
 CONTEXT, WINDOWS = 192, 3
 FIGURES = ("perplexity", "perplexity_change", "kl_mean", "kl_p999", "top1_agreement", "bits_per_element")

@@ -14,7 +14,7 @@ from benchmarks.real.lab import ROOT, Lab
 from benchmarks.real.run_transformers import figures
 from kvq.errors import ConfigError, EngineError
 from kvq.evals import default_text
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
 
 TINY = ROOT / "kvq" / "models" / "tiny"
 PREFILL = 20

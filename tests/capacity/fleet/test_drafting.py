@@ -10,9 +10,8 @@ from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.drafting import Drafting, parse_drafting
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
-from kvq.capacity.fleet.records import Fate
+from kvq.capacity.fleet.records import Fate, Slo, summarize
 from kvq.capacity.fleet.replica import EngineSpec, Replica
-from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.errors import ConfigError
 from tests.capacity.fleet.kit import drawn, engine, load, step_time
 
@@ -205,13 +204,13 @@ def test_what_is_typed_is_read():
     ("text", "said"),
     [
         ("k=4", "needs acceptance"),
-        ("acceptance=1.5", "acceptance must be 0 to 1, got 1.5"),
-        ("acceptance=nan", "acceptance must be 0 to 1, got nan"),
+        ("acceptance=1.5", "acceptance must be a number of 0 to 1, got 1.5"),
+        ("acceptance=nan", "acceptance must be a number of 0 to 1, got nan"),
         ("acceptance=often", "acceptance must be a number of 0 to 1, got 'often'"),
-        ("acceptance=0.8,draft=-0.1", "draft must be 0 to 1, got -0.1"),
+        ("acceptance=0.8,draft=-0.1", "draft must be a number of 0 to 1, got -0.1"),
         ("acceptance=0.8,k=0", "k must be a whole number of 1 to 16, got 0"),
         ("acceptance=0.8,k=17", "k must be a whole number of 1 to 16, got 17"),
-        ("acceptance=0.8,k=2.5", "k must be a whole number of 1 to 16, got '2.5'"),
+        ("acceptance=0.8,k=2.5", "k must be a whole number of 1 to 16, got 2.5"),
         ("acceptance=0.8,adapts=no", "adapts must be true or false, got 'no'"),
         ("acceptance=0.8,acceptance=0.7", "twice"),
         ("acceptance=0.8,k", "'k', which is no name=value"),

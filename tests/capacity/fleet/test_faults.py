@@ -8,9 +8,8 @@ import pytest
 
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
-from kvq.capacity.fleet.records import Fate, Records
+from kvq.capacity.fleet.records import Fate, Records, Slo, summarize
 from kvq.capacity.fleet.replica import Replica
-from kvq.capacity.fleet.summary import Slo, summarize
 from tests.capacity.fleet.kit import drawn, engine, load
 
 CALM = Faults(seed=5, leaving=0.0, slow_steps=0.0, life_s=inf)

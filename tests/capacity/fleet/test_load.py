@@ -10,8 +10,7 @@ import pytest
 from kvq.capacity.fleet.arrivals import traced
 from kvq.capacity.fleet.fleet import fewest_replicas
 from kvq.capacity.fleet.records import Histogram, percentile
-from kvq.capacity.lengths import read_trace
-from kvq.capacity.trace_file import read_lines
+from kvq.capacity.lengths import read_lines, read_trace
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 from tests.capacity.fleet.kit import load

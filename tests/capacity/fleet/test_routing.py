@@ -9,7 +9,7 @@ import pytest
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetSpec, serve
-from kvq.capacity.fleet.routing import MOST_AHEAD, Affinity, Routing, _PrefixTree, two_choices
+from kvq.capacity.fleet.routing import MOST_AHEAD, Routing, _PrefixTree, make_router
 from tests.capacity.fleet.kit import engine, load
 
 PIECE = _PrefixTree.PIECE
@@ -69,7 +69,7 @@ def test_the_tree_forgets_the_oldest_ends_first():
 
 
 def test_affinity_goes_where_the_prefix_went_and_spreads_what_is_new():
-    choose, three = Affinity(), replicas(0, 0, 0)
+    choose, three = make_router(Routing.AFFINITY), replicas(0, 0, 0)
     homes = [choose(call(i, i, 50 + i), three).index for i in range(3)]
     assert sorted(homes) == [0, 1, 2]
     for _ in range(3):
@@ -77,28 +77,32 @@ def test_affinity_goes_where_the_prefix_went_and_spreads_what_is_new():
 
 
 def test_affinity_needs_a_tenth_of_the_prompt_and_balance():
-    choose = Affinity()
+    choose = make_router(Routing.AFFINITY)
     home = choose(call(*[1] * 2), replicas(0, 0)).index
     other = 1 - home
     busy = replicas(*[MOST_AHEAD if i == home else 0 for i in (0, 1)])
     assert choose(call(*[1] * 2), busy).index == home
     busier = replicas(*[MOST_AHEAD + 1 if i == home else 0 for i in (0, 1)])
     assert choose(call(*[1] * 2), busier).index == other
-    choose = Affinity()
+    choose = make_router(Routing.AFFINITY)
     home = choose(call(1, 2, 3), replicas(0, 0)).index
     assert choose(call(1, *range(100, 140)), replicas(0, 0)).index != home  # one piece of 41 is too little
 
 
 def test_affinity_forgets_a_replica_that_came_back():
-    choose, two = Affinity(), replicas(0, 0)
-    homes = {choose(call(i, i), two).index: i for i in (1, 2)}
-    two[0].gauges.restarts = 1
-    assert choose(call(homes[1], homes[1]), two).index == 1
-    assert choose._tree.match(call(homes[0], homes[0]).prompt, {0})[0] == 0
+    choose, three = make_router(Routing.AFFINITY), replicas(0, 0, 0)
+    homes = {choose(call(i, i), three).index: i for i in (1, 2)}
+    empty = ({0, 1, 2} - homes.keys()).pop()
+    ended, kept = homes
+    three[ended].live = range(1)
+    assert choose(call(homes[ended], homes[ended]), three).index == ended
+    three[ended].gauges.restarts = 1
+    assert choose(call(homes[kept], homes[kept]), three).index == kept
+    assert choose(call(homes[ended], homes[ended]), three).index == empty  # it had few, and has less to do
 
 
 def test_two_choices_take_the_less_loaded_of_two():
-    choose, three = two_choices(), replicas(5, 3, 1)
+    choose, three = make_router(Routing.TWO_CHOICES), replicas(5, 3, 1)
     found = [choose(call(1), three).index for _ in range(300)]
     assert 0 not in found
     assert found.count(2) > 1.5 * found.count(1) > 100

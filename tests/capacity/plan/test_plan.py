@@ -1,4 +1,4 @@
-"""A plan in one call."""
+"""A plan in one call; speed and cost as people compute them on paper."""
 
 import json
 import subprocess
@@ -9,13 +9,88 @@ import pytest
 import kvq
 from kvq.capacity.lengths import Demand, Length
 from kvq.capacity.plan.engine import Engine
-from kvq.capacity.plan.gpus import find_gpu
-from kvq.capacity.plan.plan import make_plan
-from kvq.capacity.plan.speed import at_rate
+from kvq.capacity.plan.gpus import (
+    Gpu,
+    Prices,
+    break_even_requests,
+    find_gpu,
+    monthly_usd,
+    requests_a_month,
+    usd_per_million,
+)
+from kvq.capacity.plan.plan import at_rate, closed_loop, make_plan
+from kvq.capacity.plan.step_time import Efficiency, expert_share
 from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.sizing.memory import Split
+
+PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)
+
+
+def gpu(bandwidth_tb_s: float, tflops: float) -> Gpu:
+    one = {"name": "one", "memory_gb": 80.0, "usd_per_hour": 1.0}
+    return Gpu(**one, bandwidth_tb_s=bandwidth_tb_s, tflops={"fp16": tflops})
+
+
+def test_an_h100_reads_14_gb_of_weights():
+    step = PERFECT.linear_s(gpu(3.35, 989), 14e9, 2 * 7e9, tokens=1)
+    assert 1e3 * step == pytest.approx(4.2, abs=0.05)
+    assert 238 <= 1 / step <= 240
+
+
+@pytest.mark.parametrize(("context", "wanted"), [(0, 320), (1024, 93), (4096, 30)])
+def test_an_a100_with_16_requests(context, wanted):
+    a100, reached = gpu(2, 312), Efficiency(bandwidth=0.8, step=0.7)
+    kv = 16 * context * 524_288
+    step = reached.linear_s(a100, 3.5e9, 2 * 7e9 * 16, tokens=16) + reached.read_s(a100, kv)
+    assert 1 / step == pytest.approx(wanted, rel=0.02)
+
+
+def test_what_is_not_bound_by_bytes_is_bound_by_arithmetic():
+    assert PERFECT.linear_s(gpu(1, 1), 1e12, 1e11, tokens=1) == 1
+    assert PERFECT.linear_s(gpu(1, 1), 1e11, 2e12, tokens=1) == 2
+
+
+def test_experts_that_a_step_reads():
+    assert expert_share(8, 2, 1) == 0.25
+    assert expert_share(128, 8, 10_000) == pytest.approx(1)
+    assert expert_share(0, 0, 5) == 0
+
+
+def test_users_that_take_turns():
+    found = closed_loop(users=10, step_s=0.02, prefill_s=0.1, output_tokens=100)
+    assert found.itl_s == pytest.approx(0.03)
+    assert found.tokens_per_s == pytest.approx(333.3, abs=0.1)
+    seconds = found.itl_s * 100
+    assert found.requests_per_s * seconds == pytest.approx(found.users)  # Little's law
+
+
+def test_costs():
+    assert usd_per_million(64, 3000) == pytest.approx(5.93, abs=5e-3)
+    assert usd_per_million(64, 3000, utilization=0.5) == pytest.approx(11.85, abs=5e-3)
+    assert 1e6 * Prices(input=5, output=30).request_usd(500, 200) == pytest.approx(8500)
+    assert Prices(input=5, output=30).request_usd(500, 200) == pytest.approx(0.0085)
+    assert break_even_requests(10_640, 0.0085) / 1e6 == pytest.approx(1.252, abs=5e-4)
+    assert requests_a_month(50) == 129.6e6
+    assert requests_a_month(50, utilization=0.7) == pytest.approx(90.7e6, rel=1e-3)
+    assert monthly_usd(2, gpus=4, operations_usd=240) == 6000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: usd_per_million(0, 1),
+        lambda: usd_per_million(1, -1),
+        lambda: usd_per_million(1, float("nan")),
+        lambda: usd_per_million(1, 1, utilization=1.5),
+        lambda: Prices(input=-1, output=1),
+        lambda: Efficiency(bandwidth=0),
+    ],
+)
+def test_numbers_that_are_none_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        wrong()
 
 
 def test_a_plan_in_one_call():

@@ -58,15 +58,15 @@ def test_pages_are_those_of_the_plug_in(kv, tensor):
     heads = max(1, 8 // tensor)  # of a rank: they are copied where there are fewer than ranks
     pages = [Page.of(recipe, layer.index, heads, 16, (128, 128)) for layer in geometry.layers]
     assert plan.block_bytes == sum(page.layout.nbytes for page in pages)
-    assert plan.vllm.num_gpu_blocks == 4 * GIB // plan.block_bytes
-    assert plan.vllm.max_concurrency == plan.vllm.num_gpu_blocks / (8192 / 16)
-    assert plan.vllm.tokens == plan.vllm.num_gpu_blocks * 16
+    assert plan.vllm["num_gpu_blocks"] == 4 * GIB // plan.block_bytes
+    assert plan.vllm["max_concurrency"] == plan.vllm["num_gpu_blocks"] / (8192 / 16)
+    assert plan.vllm["kv_cache_tokens"] == plan.vllm["num_gpu_blocks"] * 16
 
 
 def test_int4_gives_more_than_three_times_the_blocks():
     wide, narrow = (planned("llama-3-8b", kv, kv_memory=8 * GIB).vllm for kv in ("bf16", "int4"))
-    assert narrow.num_gpu_blocks / wide.num_gpu_blocks > 3.4
-    assert narrow.max_concurrency / wide.max_concurrency > 3.4
+    assert narrow["num_gpu_blocks"] / wide["num_gpu_blocks"] > 3.4
+    assert narrow["max_concurrency"] / wide["max_concurrency"] > 3.4
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_layers_with_windows_share_blocks_as_vllm_has_them_do(tmp_path, kv, bloc
         **{"kv_memory": 24 << 20, "steps_at_work": 1},
     )
     found = plan.vllm
-    assert (found.num_gpu_blocks, found.tokens, found.max_concurrency) == said
+    assert (found["num_gpu_blocks"], found["kv_cache_tokens"], found["max_concurrency"]) == said
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_pages_of_several_sizes_share_blocks_as_vllm_has_them_do(tmp_path, forma
         **{"kv_memory": 24 << 20, "steps_at_work": 1},
     )
     found = plan.vllm
-    assert (found.num_gpu_blocks, found.tokens, found.max_concurrency) == said
+    assert (found["num_gpu_blocks"], found["kv_cache_tokens"], found["max_concurrency"]) == said
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_memory_is_a_share_of_the_whole_gpu_and_nothing_is_unsaid():
     plan = planned("llama-3-8b", "int4", context=4096)
     *others, free, pool = plan.terms
     assert sum(term.nbytes for term in plan.terms) == gpu.memory_bytes
-    assert plan.pool_bytes == plan.vllm.num_gpu_blocks * plan.block_bytes
+    assert plan.pool_bytes == plan.vllm["num_gpu_blocks"] * plan.block_bytes
     left = 0.92 * gpu.memory_bytes - sum(term.nbytes for term in others)
     assert left - plan.block_bytes < pool.nbytes <= left + 1
     assert free.nbytes >= 0.08 * gpu.memory_bytes - 1
@@ -148,17 +148,17 @@ def test_ranks_share_weights_and_heads():
     one, four = (planned("llama-3-8b", "int4", tensor=tensor) for tensor in (1, 4))
     assert four.weights_bytes == pytest.approx(one.weights_bytes / 4, rel=1e-6)
     assert four.block_bytes * 4 == one.block_bytes
-    assert four.vllm.num_gpu_blocks > 4 * one.vllm.num_gpu_blocks
+    assert four.vllm["num_gpu_blocks"] > 4 * one.vllm["num_gpu_blocks"]
 
 
 def test_one_block_is_never_given_out():
     plan = planned("llama-3-8b", "int4", context=8192, kv_memory=8 * GIB)
-    assert plan.users.paged == (plan.vllm.num_gpu_blocks - 1) // 512
+    assert plan.users.paged == (plan.vllm["num_gpu_blocks"] - 1) // 512
     most = plan.block_bytes * 513  # of the shortest pool with which vLLM starts
     assert planned("llama-3-8b", "int4", context=8192, kv_memory=most).users.paged == 1
     with pytest.raises(ConfigError, match="takes 512 blocks, and there are 511; give --max-model-len 8176"):
         planned("llama-3-8b", "int4", kv_memory=most - 1)
-    assert planned("llama-3-8b", "int4", kv_memory=most - 1, max_context=8176).vllm.max_concurrency > 1
+    assert planned("llama-3-8b", "int4", kv_memory=most - 1, max_context=8176).vllm["max_concurrency"] > 1
 
 
 def test_the_longest_request_of_a_model_with_windows_is_told(tmp_path):
@@ -167,7 +167,7 @@ def test_the_longest_request_of_a_model_with_windows_is_told(tmp_path):
         planned(path, "bf16", step_tokens=64, kv_memory=memory)
     longest = int(str(refused.value).split("--max-model-len ")[1].split()[0])
     context = {"context": min(longest, 32), "step_tokens": 64, "kv_memory": memory}
-    assert planned(path, "bf16", max_context=longest, **context).vllm.max_concurrency > 1
+    assert planned(path, "bf16", max_context=longest, **context).vllm["max_concurrency"] > 1
     with pytest.raises(ConfigError, match="does not start"):
         planned(path, "bf16", max_context=longest + 1, **context)
 

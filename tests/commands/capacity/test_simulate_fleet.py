@@ -148,7 +148,7 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--rate", 1, "--overflow-waiting", 3), "give --api-input"),
         (("--rate", 1, "-pp", 2), "not simulated"),
         (("--rate", 1, "--speculation", "k=4"), "--speculation needs acceptance"),
-        (("--rate", 1, "--speculation", "acceptance=2"), "acceptance must be 0 to 1, got 2.0"),
+        (("--rate", 1, "--speculation", "acceptance=2"), "acceptance must be a number of 0 to 1, got 2.0"),
         (("--trace", "/nowhere.jsonl"), "can't read"),
         (("--trace", __file__, "--input-len", "5"), "leave out --input-len"),
         (("--rate", 1, "--calibrate", __file__), "no results of kvq bench engine"),

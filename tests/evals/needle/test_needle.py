@@ -8,11 +8,11 @@ import torch
 
 from kvq.errors import ConfigError, RequestError
 from kvq.evals import default_text
-from kvq.evals.divergence import Watch
 from kvq.evals.needle import needle
-from kvq.evals.needle.needle import NeedlePlan, NeedleRow, summarize_needle
-from kvq.evals.needle.prompts import SENTENCE, TOKENS, NeedlePrompts
+from kvq.evals.needle.needle import NeedleRow, summarize_needle
+from kvq.evals.needle.prompts import SENTENCE, TOKENS, NeedlePlan, NeedlePrompts
 from kvq.evals.report.bootstrap import wilson_interval
+from kvq.evals.watch import Watch
 from kvq.models import Session
 from kvq.models.run.session import StepResult
 
@@ -102,7 +102,7 @@ def test_a_half_right_answer_is_no_hit_but_counts_its_tokens(tiny, monkeypatch):
 
 def test_answers_are_those_of_the_models_logits(tiny):
     """Real steps over real blocks: what is scored is greedy decoding over the whole prompt."""
-    made = NeedlePrompts(tiny.tokenizer, TEXT, vocab_size=4096, needle=TOKENS, distractors=0, seed=0)
+    made = NeedlePrompts(tiny.tokenizer, TEXT, NeedlePlan(needle=TOKENS), vocab_size=4096)
     prompt = made.make(length=120, depth=0.5, trial=0)
     ids, right = list(prompt.ids), 0
     for wanted in prompt.answer:

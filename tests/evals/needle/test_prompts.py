@@ -5,16 +5,15 @@ import itertools
 import pytest
 
 from kvq.evals import default_text
-from kvq.evals.needle.prompts import SENTENCE, TOKENS, NeedlePrompts
-from kvq.evals.windows import text_ids
+from kvq.evals.needle.prompts import SENTENCE, TOKENS, NeedlePlan, NeedlePrompts
+from kvq.evals.text import text_ids
 
 TEXT = default_text().text
 
 
 def prompts(tiny, *, needle=SENTENCE, distractors=0, seed=0, text=TEXT):
-    return NeedlePrompts(
-        tiny.tokenizer, text, vocab_size=4096, needle=needle, distractors=distractors, seed=seed
-    )
+    plan = NeedlePlan(needle=needle, distractors=distractors, seed=seed)
+    return NeedlePrompts(tiny.tokenizer, text, plan, vocab_size=4096)
 
 
 @pytest.mark.parametrize("needle", [SENTENCE, TOKENS, "The code of {key}: {value}"])

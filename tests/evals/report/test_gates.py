@@ -118,7 +118,7 @@ def test_every_quantized_row_is_held_to_it_and_every_failure_is_told():
         {"kv": "kvq.json", "error": math.nan, "layer": 0},
     ]
     found = failures(parse_gate("error<0.2"), rows, FORMATS)
-    assert [(one.kv, one.where, one.value) for one in found] == [
+    assert [(one["kv"], one["where"], one["value"]) for one in found] == [
         ("int8", "layer 1", 0.3),
         ("kvq.json", "layer 0", None),
     ]
@@ -130,7 +130,7 @@ def test_every_quantized_row_is_held_to_it_and_every_failure_is_told():
 @pytest.mark.parametrize("operator", ["<", ">"])
 def test_what_is_not_a_number_fails(value, operator):
     (failure,) = failures(parse_gate(f"kl_mean{operator}0.5"), [{"kv": "int8", "kl_mean": value}], FORMATS)
-    assert failure.value is None
+    assert failure["value"] is None
 
 
 def test_bounds_of_intervals_are_figures_and_a_missing_interval_fails():
@@ -138,4 +138,4 @@ def test_bounds_of_intervals_are_figures_and_a_missing_interval_fails():
     assert not failures(parse_gate("kl_mean_high<=0.2"), [row], FORMATS)
     assert failures(parse_gate("kl_mean_low>0.1"), [row], FORMATS)
     assert failures(parse_gate("top1_agreement_low>0"), [row], FORMATS)
-    assert failures(parse_gate("kl_mean<1"), [], FORMATS)[0].where == "not measured"
+    assert failures(parse_gate("kl_mean<1"), [], FORMATS)[0]["where"] == "not measured"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvq.bench.vllm.engine import VllmLimits, VllmServer
+from kvq.bench.vllm.engine import VllmServer
 from kvq.errors import EngineError
 from tests.scale.vllm.kit import TINY
 
 
 def test_what_vllm_refuses_is_said_with_its_reason() -> None:
-    limits = VllmLimits(dtype="float32", kv_cache_memory_bytes=1 << 24, max_model_len=128, max_num_seqs=2)
+    limits = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_model_len": 128, "max_num_seqs": 2}
     with pytest.raises(EngineError, match=r"vLLM refuses .* static scales"):
         VllmServer("fp8_per_head", TINY, limits)
 

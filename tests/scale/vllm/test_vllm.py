@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import kvq
-from kvq.evals.text import default_text
-from kvq.evals.windows import token_windows
+from kvq.evals.text import default_text, token_windows
 from kvq.integrations.vllm.names import recipe_of
 from kvq.integrations.vllm.pages import Page
 from tests.scale.vllm.kit import MEMORY, TINY, greedy, served
