@@ -1,13 +1,12 @@
-"""Admission and preemption: whether a request may start or resume, and which one gives up its blocks."""
+"""Admission: decides whether a request without blocks may start or resume beside running ones."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvq.blockmgr import BlockManager, PrefixQuery
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape
-from kvq.scheduler.request import Branch, Request
+from kvq.scheduler.request import Request
 from kvq.scheduler.running import Running, held
 from kvq.scheduler.step import Step
 
@@ -90,57 +89,3 @@ class Admission:
 def added(some: list[int], more: list[int]) -> list[int]:
     """Return the sum of two counts per layer group."""
     return [a + b for a, b in zip(some, more, strict=True)]
-
-
-def recompute_s(request: Request, costs: CostModel) -> float:
-    """Return the time to compute a request's tokens again; those that branches share count once."""
-    branches = [branch.sequence for branch in request.live if branch.sequence is not None]
-    own = sum(max(0, sequence.length - request.prompt_length) for sequence in branches)
-    depth = max((sequence.length for sequence in branches), default=0)
-    return (min(request.prompt_length, depth) + own) * costs.prefill_token_s(depth)
-
-
-def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
-    """Return the only branch of a request if it can be swapped out now.
-
-    Forks are computed again instead: swapped one by one, they would come back without shared blocks.
-    """
-    live = request.live
-    if len(live) != 1 or live[0].sequence is None or not live[0].sequence.ready:
-        return None
-    return live[0] if manager.swap.can_swap_out(live[0].sequence) else None
-
-
-def swap_s(branch: Branch, costs: CostModel) -> float:
-    """Return the time to move the blocks of a branch out and in again."""
-    assert branch.sequence is not None, "only a branch with blocks can be swapped"
-    return costs.swap_s(branch.sequence.num_held)
-
-
-def prefers_swap(branch: Branch, costs: CostModel) -> bool:
-    """True if moving a branch out and in costs less than computing it again."""
-    return swap_s(branch, costs) < recompute_s(branch.request, costs)
-
-
-def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Request]:
-    """Return the requests that a branch may preempt; none whose blocks are being swapped in."""
-    requests, active = running.requests, running.active
-    after = min(request.place for request in requests) if is_decode else branch.request.place
-    return [r for r in requests if r.place > after and any(other in active for other in r.live)]
-
-
-# D231: the oldest is never preempted
-def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
-    """Return the request that loses least: of the lowest priority, the cheapest to bring back.
-
-    Each earlier preemption doubles a request's cost, so that it is not always the same one.
-    """
-
-    def loss(request: Request) -> tuple[int, float, int]:
-        cost = recompute_s(request, costs)
-        branch = swappable(request, manager)
-        if branch is not None:
-            cost = min(cost, swap_s(branch, costs))
-        return -request.priority, cost * 2.0 ** min(request.preemptions, 30), -request.place
-
-    return min(candidates, key=loss, default=None)
