@@ -12,9 +12,9 @@ from time import monotonic
 from kvq.engine import SamplingParams
 from kvq.errors import RequestError
 from kvq.scheduler import most_blocks, resolve_max_tokens
-from kvq.server.admission.concurrency import ConcurrencyLimit, FirstTokens, SequenceSlots
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.rate_limits import Tenant, TenantLimits
+from kvq.server.admission.slots import EngineSlots, FirstTokens, SequenceSlots
 from kvq.server.engine.messages import Ready
 from kvq.server.engine.remote import Remote
 from kvq.server.http.problems import Problem, unavailable
@@ -69,7 +69,7 @@ class Admission:
         self._chance = chance
         self._first_tokens = FirstTokens(clock)
         self.tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(limits or TenantLimits(), clock))
-        self._concurrency = ConcurrencyLimit(lambda: engine.num_slots)
+        self._concurrency = EngineSlots(lambda: engine.num_slots)
         self._queued: set[Queued] = set()
         self._waiting_tokens = 0
         self._overcommit = 0.0

@@ -22,14 +22,14 @@ from kvq.server.engine.residency import BOUNDS_S, BlockTimes
 from kvq.version import __version__
 
 Value = float | Mapping[tuple[str, ...], float]  # or one for each combination of labels' values
-_OF_GAUGES = (
+_ENGINE_TOTALS = (
     *("preemptions", "prompt_tokens", "cached_tokens"),
     *("generated_tokens", "evictions", "refused_pins"),
     *("drafts", "drafted_tokens", "accepted_tokens"),
     *("kv_events", "dropped_kv_events"),
 )
-_OF_RECEIPTS = ("recomputed_tokens", "swapped_blocks")
-_OF_POOLS = ("free", "cached", "live")
+_RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks")
+_POOL_GAUGES = ("free", "cached", "live")
 _IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates do
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -52,10 +52,10 @@ class _Source:
         if self._life != self._remote.num_restarts:
             self._before.update(self._now)
             self._life = self._remote.num_restarts
-        self._now = {name: getattr(stepped.gauges, name) for name in _OF_GAUGES}
+        self._now = {name: getattr(stepped.gauges, name) for name in _ENGINE_TOTALS}
         for ended in stepped.ended:
             if ended.receipt is not None:
-                for name in _OF_RECEIPTS:
+                for name in _RECEIPT_TOTALS:
                     self._before[name] += getattr(ended.receipt, name)
         if stepped.block_times is not None:
             self.block_times.add(stepped.block_times)
@@ -84,7 +84,7 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
     pools = list(zip(groups, gauges.pools, info.kv, info.block_bytes, strict=True))
     kv_bytes: collections.Counter[tuple[str, ...]] = collections.Counter()
     for _, pool, kv, size in pools:
-        for state in _OF_POOLS:
+        for state in _POOL_GAUGES:
             kv_bytes[kv, state] += getattr(pool, state) * size
     live_bytes = sum(held for (_, state), held in kv_bytes.items() if state == "live")
     gpus = {
@@ -95,7 +95,9 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
         "depth": gauges.waiting + gauges.preempted,  # without blocks
         "queued_tokens": gauges.queued_tokens,
         "requests": {(state,): getattr(gauges, state) for state in ("running", "waiting", "preempted")},
-        "blocks": {(group, state): getattr(pool, state) for group, pool, *_ in pools for state in _OF_POOLS},
+        "blocks": {
+            (group, state): getattr(pool, state) for group, pool, *_ in pools for state in _POOL_GAUGES
+        },
         "pinned": {(group,): count for group, count in zip(groups, gauges.pinned, strict=True)},
         "pool_bytes": {(group, kv): pool.total * size for group, pool, kv, size in pools},
         "kv_bytes": kv_bytes,

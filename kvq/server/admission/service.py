@@ -13,10 +13,10 @@ from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.errors import EngineError, RequestError
 from kvq.server.admission.admission import Admission, Queued, blocks_wanted
-from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
+from kvq.server.admission.slots import SequenceSlots
 from kvq.server.engine.messages import Ended, ErrorKind, Ready
 from kvq.server.engine.remote import Remote, State
 from kvq.server.http.ignored import Body, find_ignored

@@ -13,8 +13,8 @@ from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece, PromptUse
 from kvq.engine.requests.request_options import RequestOptions
-from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
+from kvq.server.admission.slots import SequenceSlots
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
 from kvq.server.engine.messages import Ended

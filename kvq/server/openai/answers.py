@@ -12,8 +12,8 @@ from uuid import uuid4
 from kvq.engine import SamplingParams, TokenLogprobs
 from kvq.engine.requests.outputs import Piece, Receipt
 from kvq.server.admission.bodies import Common
-from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
+from kvq.server.admission.slots import SequenceSlots
 from kvq.server.engine.messages import Ended
 from kvq.server.openai.respond import Call
 from kvq.server.openai.sampling import options_of

@@ -11,9 +11,9 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service
+from kvq.server.admission.slots import SequenceSlots
 from kvq.server.http.guard import ADMITTED
 from kvq.server.http.ignored import IGNORED, Body
 from kvq.server.http.problems import Problem

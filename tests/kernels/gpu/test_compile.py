@@ -62,7 +62,12 @@ def compile_all(device: str, formats: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "formats"), [pytest.param("sm80", FEW[:1], marks=pytest.mark.long), ("sm90", FEW)]
+    ("device", "formats"),
+    [
+        pytest.param("sm80", FEW[:1], marks=pytest.mark.long),
+        ("sm90", [FEW[0], FEW[3]]),
+        pytest.param("sm90", FEW[1:3], marks=pytest.mark.long),
+    ],
 )
 def test_kernels_compile(device: str, formats: list[str]) -> None:  # D149
     compile_all(device, formats)

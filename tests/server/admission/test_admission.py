@@ -10,8 +10,8 @@ from kvq.blockmgr import PoolUsage
 from kvq.engine import SamplingParams
 from kvq.scheduler import PoolShape, Reach, SchedulerConfig
 from kvq.server.admission.admission import Admission, AdmissionConfig
-from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.rate_limits import TenantLimits
+from kvq.server.admission.slots import SequenceSlots
 from kvq.server.engine.messages import Gauges, Ready
 from kvq.server.http.problems import Problem
 

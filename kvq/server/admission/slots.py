@@ -1,4 +1,4 @@
-"""Concurrency limit: which requests run, which wait, and the expected time to the first token.
+"""Slots of the engine, counted here: which requests run, which wait, and the expected time to the first token.
 
 The engine begins prompts in the order in which they came, as far as its slots reach. So the requests that
 wait are known at once, whatever step the engine is in. Its own figures are a step old, and miss later bursts.
@@ -23,7 +23,7 @@ class SequenceSlots:
         self.held = 0
 
 
-class ConcurrencyLimit:  # D299: counted here: the engine's last step is old
+class EngineSlots:  # D299: counted here: the engine's last step is old
     """Slots of all requests. A request has one as soon as its first prompt does."""
 
     def __init__(self, num_slots: Callable[[], int | None]) -> None:
