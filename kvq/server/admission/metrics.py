@@ -29,7 +29,7 @@ _ENGINE_TOTALS = (
     *("kv_events", "dropped_kv_events"),
 )
 _RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks")
-_POOL_GAUGES = ("free", "cached", "live")
+_OF_POOLS = ("free", "cached", "live")
 _IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates do
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -84,7 +84,7 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
     pools = list(zip(groups, gauges.pools, info.kv, info.block_bytes, strict=True))
     kv_bytes: collections.Counter[tuple[str, ...]] = collections.Counter()
     for _, pool, kv, size in pools:
-        for state in _POOL_GAUGES:
+        for state in _OF_POOLS:
             kv_bytes[kv, state] += getattr(pool, state) * size
     live_bytes = sum(held for (_, state), held in kv_bytes.items() if state == "live")
     gpus = {
@@ -95,9 +95,7 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
         "depth": gauges.waiting + gauges.preempted,  # without blocks
         "queued_tokens": gauges.queued_tokens,
         "requests": {(state,): getattr(gauges, state) for state in ("running", "waiting", "preempted")},
-        "blocks": {
-            (group, state): getattr(pool, state) for group, pool, *_ in pools for state in _POOL_GAUGES
-        },
+        "blocks": {(group, state): getattr(pool, state) for group, pool, *_ in pools for state in _OF_POOLS},
         "pinned": {(group,): count for group, count in zip(groups, gauges.pinned, strict=True)},
         "pool_bytes": {(group, kv): pool.total * size for group, pool, kv, size in pools},
         "kv_bytes": kv_bytes,

@@ -1,4 +1,4 @@
-"""Slots of the engine, counted here: which requests run, which wait, and the expected time to the first token.
+"""Slots of the engine: which requests run, which wait, and the expected time to the first token.
 
 The engine begins prompts in the order in which they came, as far as its slots reach. So the requests that
 wait are known at once, whatever step the engine is in. Its own figures are a step old, and miss later bursts.
