@@ -39,7 +39,7 @@ class Blocks:
         self._check(num_groups)
         self.ends = [None if limit is None else limit // block_size for limit in self.limits]  # of tables
         self.pools = [
-            # Every token passes through the small pools of windows and states: hits count for more there.
+            # D65: every token passes through the small pools of windows and states; hits count for more there
             BlockPool(
                 count, on_evict=self._listener(group), policy=LeastRecent if window is None else Segmented
             )

@@ -66,7 +66,7 @@ class LeastRecent(EvictionPolicy):
         return list(self._blocks)
 
 
-class Segmented(EvictionPolicy):  # D65: segmented LRU in small pools
+class Segmented(EvictionPolicy):
     """Evict blocks without a hit first, whatever their age; within each segment the least recent one.
 
     Blocks with hits are protected while they fill at most three quarters of the pool. The least recent

@@ -30,7 +30,8 @@ from kvq.sizing.pools import PoolPlan, reserve_blocks
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
-_GOALS = ("prefix_caching", "max_step_stretch", "aging_s", "itl_slo_s", "ttft_slo_s")  # of the scheduler
+_POOLED = {"max_num_seqs", "max_num_batched_tokens", "max_context"}  # that the pools may narrow
+_GOALS = {field.name for field in fields(SchedulerConfig)} & set(_ENGINE_OPTIONS) - _POOLED
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 
