@@ -120,6 +120,7 @@ class Scheduler:
             self.waiting.queue.age(now)
             self.waiting.wake()
             self._admit(step)
+        # D258: no drafts while prompts wait for their share
         self.prompts_lack_time = some_wait and step.budget <= 0 and len(self.waiting) > 0
         return self._plan(step)
 
@@ -307,7 +308,7 @@ class Scheduler:
         self._failed.append(request)
         self.end(request)
 
-    def _prefill_budget(self, step: Step) -> int:  # D258: no drafts while prompts wait for their share
+    def _prefill_budget(self, step: Step) -> int:
         oldest = step.unfinished[0].request if step.unfinished else self.waiting.first(step.now, None)
         has_streams = self.running.num_interactive > 0 and any(
             branch.request.priority is Priority.INTERACTIVE for branch in step.decodes
