@@ -222,9 +222,8 @@ print("done")
 
 
 def test_an_interpreter_that_ends_while_a_step_runs_aside_ends_in_order() -> None:
-    for _ in range(3):
-        ran = subprocess.run(
-            [sys.executable, "-c", _EXIT], capture_output=True, text=True, timeout=HANG_S, check=False
-        )
-        assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
-        assert "Exception ignored" not in ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-c", _EXIT], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+    assert "Exception ignored" not in ran.stderr

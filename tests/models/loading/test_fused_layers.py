@@ -311,7 +311,7 @@ def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     sequence = session.new_sequence()
     session.forward([(sequence, [1, 2, 3])])
     stack = next(iter(model.weights.model.model.forward._run._stacks.values()))
-    make = stack.whole
+    make = model.weights.fused_pass._ends
     tables = model.weights.model.model.forward._angles.tables(torch.float32, 8)
     session.manager.append([(sequence, 2)])
     slots = torch.tensor([3, 4])
