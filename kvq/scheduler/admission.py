@@ -1,4 +1,4 @@
-"""Admission and preemption: whether a request may start or resume, and which one gives up its blocks."""
+"""Admission and preemption: whether a request may start or resume, and which one loses its blocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvq.scheduler.step import Step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """Compares a request's needs with blocks, rows and goals. Changes nothing."""
+    """Checks of a request's needs against free blocks, rows and latency goals. They change nothing."""
 
     manager: BlockManager
     config: SchedulerConfig
@@ -23,11 +23,11 @@ class Admission:
     shape: PoolShape
 
     def num_blocks(self, tokens: int) -> int:
-        """Return the full-attention blocks of that many tokens."""
+        """Return the number of full-attention blocks for `tokens` tokens."""
         return -(-tokens // self.shape.block_size)
 
     def taken(self, start: int, end: int) -> list[int]:
-        """Return the blocks per layer group that a sequence takes to grow from `start` to `end` tokens."""
+        """Return the blocks per layer group that a sequence needs to grow from `start` to `end` tokens."""
         return [
             int(not start)
             if is_state
@@ -36,7 +36,7 @@ class Admission:
         ]
 
     def promised(self, step: Step) -> list[int]:
-        """Return the blocks per layer group that unfinished prefills will still take."""
+        """Return the blocks per layer group that unfinished prefills will still need."""
         promised = [0] * len(self.shape.reaches)
         for branch in step.unfinished:
             if branch.sequence is not None:
@@ -44,21 +44,21 @@ class Admission:
         return promised
 
     def has_rows(self, request: Request) -> bool:
-        """True if all its branches get rows, and steps would still meet the inter-token goal."""
+        """Return True if all branches get rows and steps would still meet the inter-token goal."""
         if not self.running.has_rows(request):
             return False
         goal, running = self.config.itl_slo_s, self.running.num_sequences
         return goal is None or not running or self.costs.decode_s(running + len(request.live)) <= goal
 
     def can_start(self, step: Step, request: Request, prompt: PrefixQuery, found: int) -> bool:
-        """True if a prompt's first chunk fits and running requests can grow; `found`: tokens of its hit."""
+        """Return True if the first chunk fits and running requests can grow; `found`: tokens of the hit."""
         total = len(prompt.tokens)
         count = min(total - found, step.budget, request.max_chunk or total)
         promised = added(step.promised, self.taken(found + count, total))
         return self.manager.can_admit(prompt, count, spare=self._spare(request, promised))
 
     def can_swap_in(self, step: Step, request: Request) -> bool:
-        """True if there is room for the blocks of a swapped-out request and for growth."""
+        """Return True if there is room for the blocks of a swapped-out request and for growth."""
         sequence = held(request.live[0])
         need = [len(slots) for slots in sequence.swapped or []]
         pools = zip(self.manager.pools, need, self._spare(request, step.promised), strict=True)
@@ -66,12 +66,12 @@ class Admission:
         return fits and self.manager.can_swap_in(sequence)
 
     def _spare(self, request: Request, promised: list[int]) -> list[int]:
-        """Return the blocks per layer group that must be left over when a request starts.
+        """Return the blocks per layer group that must stay free when a request starts.
 
-        These are the reserve and the promised blocks. A preempted request also waits until running ones
-        could grow by some blocks each, more after every preemption, or it would be preempted again at once.
+        These are the reserve and the promised blocks. A preempted request also waits until each running one
+        could grow by some blocks, more after every preemption; otherwise it would soon be preempted again.
         If no request runs, it may take all blocks. A sequence in a layer group with a window takes at most
-        one block before it gives one back.
+        one block before it releases one.
         """
         if not self.running.requests:
             return [0] * len(self.shape.reaches)
@@ -88,12 +88,12 @@ class Admission:
 
 
 def added(some: list[int], more: list[int]) -> list[int]:
-    """Return the sum of two counts per layer group."""
+    """Return the sum of two lists of counts by layer group."""
     return [a + b for a, b in zip(some, more, strict=True)]
 
 
 def recompute_s(request: Request, costs: CostModel) -> float:
-    """Return the time to compute a request's tokens again; those that branches share count once."""
+    """Return the time to recompute a request's tokens; tokens that branches share count once."""
     branches = [branch.sequence for branch in request.live if branch.sequence is not None]
     own = sum(max(0, sequence.length - request.prompt_length) for sequence in branches)
     depth = max((sequence.length for sequence in branches), default=0)
@@ -101,9 +101,9 @@ def recompute_s(request: Request, costs: CostModel) -> float:
 
 
 def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
-    """Return the only branch of a request if it can be swapped out now.
+    """Return the request's only branch if that can be swapped out now, else None.
 
-    Forks are computed again instead: swapped one by one, they would come back without shared blocks.
+    Forks are recomputed instead: if swapped one by one, they would no longer share blocks.
     """
     live = request.live
     if len(live) != 1 or live[0].sequence is None or not live[0].sequence.ready:
@@ -112,28 +112,28 @@ def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
 
 
 def swap_s(branch: Branch, costs: CostModel) -> float:
-    """Return the time to move the blocks of a branch out and in again."""
+    """Return the time to swap a branch's blocks out and in again."""
     assert branch.sequence is not None, "only a branch with blocks can be swapped"
     return costs.swap_s(branch.sequence.num_held)
 
 
 def prefers_swap(branch: Branch, costs: CostModel) -> bool:
-    """True if moving a branch out and in costs less than computing it again."""
+    """Return True if swapping a branch out and in costs less than recomputing it."""
     return swap_s(branch, costs) < recompute_s(branch.request, costs)
 
 
 def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Request]:
-    """Return the requests that a branch may preempt; none whose blocks are being swapped in."""
+    """Return the requests that a branch may preempt, without those whose blocks are being swapped in."""
     requests, active = running.requests, running.active
     after = min(request.place for request in requests) if is_decode else branch.request.place
     return [r for r in requests if r.place > after and any(other in active for other in r.live)]
 
 
-# D231: the oldest is never preempted
+# D231: the oldest request is never preempted
 def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
-    """Return the request that loses least: of the lowest priority, the cheapest to bring back.
+    """Return the request whose preemption costs least: among the lowest priority, the cheapest to resume.
 
-    Each earlier preemption doubles a request's cost, so that it is not always the same one.
+    Each earlier preemption doubles a request's cost, so that the same request is not chosen every time.
     """
 
     def loss(request: Request) -> tuple[int, float, int]:
