@@ -1,1 +1,1 @@
-"""Drafted tokens: who proposes them, how many are worth it, and what became of them."""
+"""Speculation: which parts propose drafts, how many drafts pay off, and which were accepted."""
