@@ -47,7 +47,7 @@ def parse_bytes(size: int | str, name: str) -> int:
     """Parse bytes from a number or a string such as "2GiB", "512M" or "1.5g".
 
     Raises:
-        ConfigError: `size` is not a size.
+        ConfigError: the value is not a size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size

@@ -1,4 +1,4 @@
-"""Prefix hits: how many tokens of a prompt the pools hold in every layer group, and which hits will follow.
+"""Prefix hits: how many tokens of a prompt the pools hold in every layer group, and which are being computed.
 
 `find` has the rule that makes a hit valid in every layer group. `Prefixes` publishes sequences' blocks in
 the prefix index and records which running sequence computes which prefix.

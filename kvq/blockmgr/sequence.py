@@ -200,7 +200,7 @@ class LiveSequences(dict[Sequence, None]):
         )
 
     def check_work(self, work: Work) -> None:
-        """Raise ConfigError unless every sequence of an append is ready, listed once, and grows."""
+        """Raise ConfigError unless an append has ready, distinct sequences and no negative count."""
         if len(dict(work)) != len(work):
             raise ConfigError("a sequence comes twice in one append; add its counts up")
         for sequence, count in work:

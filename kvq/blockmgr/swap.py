@@ -63,7 +63,7 @@ class SwapSpace:
         return self._fits(self._demand(sequence, found), found)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Share the blocks that the index still holds and queue swap-ins for the rest; or OutOfBlocks."""
+        """Share blocks that the index still holds and queue swap-ins for the rest, or raise OutOfBlocks."""
         assert sequence.swapped is not None, "checked by the manager"
         blocks = self._blocks
         found = self._find(sequence)

@@ -149,7 +149,7 @@ class Tables:
         return [sum(need + copies for _, need, copies in grow) for grow in plan]
 
     def make_room(self, work: Work) -> None:
-        """Allocate the blocks that `work` needs, including copies, or raise OutOfBlocks. Keeps lengths."""
+        """Allocate the blocks for `work`, including copies, or raise OutOfBlocks. Lengths stay the same."""
         plan, snapshots = self.fitting(work)
         if any(plan):
             taken = self._blocks.take(self.demand(plan))

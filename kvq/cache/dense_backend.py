@@ -169,7 +169,7 @@ def _common_dtype(recipe: KVRecipe) -> torch.dtype:
 def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend with scaled `q` [new, q_heads, dim] over `k`, `v` [kv_heads, keys, dim] except `hidden` keys."""
+    """Attend with scaled `q` [new, q_heads, dim] to `k`, `v` [kv_heads, keys, dim]; `hidden` [new, keys]."""
     heads = q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(heads, dim=0), v.repeat_interleave(heads, dim=0)
     scores = options.capped(q.transpose(0, 1) @ k.transpose(1, 2))  # [q_heads, new, keys]

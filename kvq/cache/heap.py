@@ -1,4 +1,4 @@
-"""Freed memory of this process; also used by processes without torch."""
+"""Release of freed memory to the system, also for processes without torch."""
 
 import ctypes
 

@@ -28,7 +28,7 @@ class HostStore:
     """
 
     def __init__(self, layout: KVLayout, host_slots: list[int], folder: str | Path | None = None) -> None:
-        """Reserve memory for `host_slots` blocks, one entry per layer group, immediately.
+        """Reserve space for `host_slots` blocks now; the list has one entry per layer group.
 
         `folder`: where to store them in a file. The file has no name there, can be opened only by this
         process's user, and is deleted when it is closed or when the process ends for any reason.

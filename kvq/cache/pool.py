@@ -53,7 +53,7 @@ class PoolBytes:
 def paged_layer(
     memory: Tensor, layer: LayerLayout, recipe: KVRecipe, stride: int, num_blocks: int
 ) -> PagedKV:
-    """Return one layer's codes and scales, in blocks every `stride` bytes from the start of `memory`, uint8.
+    """Return one layer's codes and scales, in blocks that start every `stride` bytes in `memory`, uint8.
 
     Raises:
         ConfigError: the static scales are for another number of KV heads.

@@ -32,7 +32,7 @@ class EngineConfig:
     max_num_seqs: int = MAX_NUM_SEQS  # sequences that run at the same time
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # new tokens of a step; at least max_num_seqs
     max_context: int | None = None
-    num_blocks: int | None = None  # by layer group
+    num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
     swap_memory: int | str = 0

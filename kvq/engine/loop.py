@@ -23,7 +23,7 @@ _log = logging.getLogger("kvq")
 
 
 class _Watchdog:
-    """Thread that reports a step beyond its deadline, once, since the step's own thread is busy."""
+    """Thread that reports, once, a step that exceeds its deadline, since the step's own thread is busy."""
 
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
         """`on_stuck` is called in the watchdog's thread with the seconds that the step has taken so far."""

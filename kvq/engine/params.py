@@ -32,7 +32,7 @@ def param(default: Any, check: Check, *, with_beams: bool = True) -> Any:
 
 
 def whole(low: int | str, high: int | str) -> Check:
-    """Return a check for a whole number from `low` to `high`; a string names the parameter to use."""
+    """Return a check for a whole number from `low` to `high`; a string bound names another parameter."""
 
     def check(params: object, name: str) -> None:
         value = getattr(params, name)

@@ -131,7 +131,7 @@ def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Re
 
 # D231: the oldest request is never preempted
 def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
-    """Return the request whose preemption costs least: among the lowest priority, the cheapest to resume.
+    """Return the request whose preemption costs least: the cheapest to resume of the lowest priority.
 
     Each earlier preemption doubles a request's cost, so that the same request is not chosen every time.
     """

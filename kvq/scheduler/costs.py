@@ -177,7 +177,7 @@ class MeasuredCosts(CostModel):
         """Start from the arguments, which apply until steps have been measured."""
         super().__init__(swap_block_s=swap_block_s)
         self._decodes = BySize()
-        self._drafts: dict[int, _Regression] = {}  # time that drafts add, in total and each, by size
+        self._drafts: dict[int, _Regression] = {}  # by size, fixed time that drafts add, and time per draft
         self._since: dict[int, int] = {}  # by size, steps with drafts since one without
         self._age: dict[int, int] = {}  # by size, `_num_prefills` when decodes alone were last measured
         self._num_prefills = 0

@@ -98,7 +98,7 @@ class Request:
     error: KVQError | None = None  # the reason if the request was given up
 
     def make_branches(self, *, max_tokens: int, now: float) -> None:
-        """Create the branches of a request that starts to wait now; each may generate `max_tokens` tokens."""
+        """Create the branches of a request that now starts to wait, each for up to `max_tokens` tokens."""
         self.max_tokens = max_tokens
         self.is_forked = self.num_branches == 1
         self.branches = [Branch(request=self, tokens=self.tokens[:]) for _ in range(self.num_branches)]

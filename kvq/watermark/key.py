@@ -77,7 +77,7 @@ def make_key(path: str | Path) -> None:
     """Write a new random key to a new file that only its owner can read.
 
     Raises:
-        ConfigError: the file exists, so its marked texts could no longer be found, or can't be written.
+        ConfigError: the file exists, and its marked texts would become undetectable, or it can't be written.
     """
     try:
         with open(path, "xb", opener=partial(os.open, mode=PRIVATE)) as file:

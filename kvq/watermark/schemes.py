@@ -14,7 +14,7 @@ MODES = ("off", "asked", "unless-declined", "always")  # which texts an engine m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Green:
-    """Green list: a share `gamma` of tokens, chosen by the `context` preceding ones, gets `delta` added.
+    """Scheme that adds `delta` to the logits of a share `gamma` of tokens, chosen by `context` earlier ones.
 
     Whether a token is green is drawn for each context and token, so the number of green tokens in a text
     without the mark is exactly binomial. Works at temperature 0, too, and changes token probabilities.
@@ -35,7 +35,7 @@ class Green:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tournament:
-    """Tournament scheme: the token wins among 2**layers drawn candidates, in pairs, by their random bits.
+    """Scheme that draws 2**layers candidates; a tournament in pairs, by random bits of each, picks one.
 
     Averaged over all keys, tokens are as likely as without it. A context that occurred earlier in the text is
     skipped, since its bits would be the same. Greedy text involves no draw, so it can't be marked.

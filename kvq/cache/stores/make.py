@@ -60,7 +60,7 @@ def kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
 def _kernels(
     layout: KVLayout, layer: LayerLayout, group: int, device: Device, backend: str
 ) -> dict[str, Kernel]:
-    """Choose a layer's kernels by operation; in a staged recipe, writing kernels take the waiting tokens."""
+    """Choose a layer's kernels by operation; for a staged recipe, writing kernels take waiting tokens."""
     spec, is_latent = kernel_spec(layout, layer), layer.geometry.is_latent
     written = _spec_of_written(layout, layer, group, spec)
     attend = "attend_latent" if is_latent else "attend"

@@ -1,6 +1,6 @@
 """Staged store: keeps the most recent and the first tokens unquantized, and the others in sealed blocks.
 
-A step seals the blocks that it makes old enough before it attends. The positions of a token and of a query
+Before it attends, a step seals the blocks that it makes old enough. The positions of a token and of a query
 alone determine which form of the token the query sees, so it makes no difference whether tokens arrived in
 chunks, from a prefix, after a swap or after a recomputation.
 """

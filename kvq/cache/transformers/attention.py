@@ -111,8 +111,8 @@ def register_attention() -> None:
 def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
     """Return the 2-D padding mask unchanged, bool [batch, tokens so far]: the mask function of "kvq".
 
-    If the model masks more than causal attention does (images, packed sequences), returns a mask of an
-    invalid shape, which a KvqCache refuses; kvq's sessions need no mask.
+    If the model needs more than a causal mask (images, packed sequences), returns a mask of an invalid
+    shape, which a KvqCache refuses; kvq's sessions need no mask.
     """
     return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 

@@ -153,7 +153,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         return bool(self.layers[layer_idx].record_past)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows for beam search: row i continues row `beam_idx[i]`; beams share unwritten blocks."""
+        """Continue row `beam_idx[i]` as row i, for beam search; rows share blocks until they write."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:

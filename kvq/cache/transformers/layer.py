@@ -72,8 +72,8 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         """Store new rows [batch, kv_heads, tokens, dim]; return the rows that `get_mask_sizes` describes.
 
         The result is in scratch memory that the next layer overwrites. With the "kvq" attention, the new
-        rows are returned unchanged, and stored when attention receives them. All further arguments of
-        transformers are for other caches and ignored.
+        rows are returned unchanged, and stored when attention receives them. Further arguments from
+        transformers are meant for other caches and ignored.
 
         Raises:
             RequestError: shapes, dtype, batch size or padding don't fit, or NaN or infinity was stored.

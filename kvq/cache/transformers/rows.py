@@ -70,7 +70,7 @@ class BatchRows:
         with torch.inference_mode(False):  # else it could not be written outside inference mode
             self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
         self.batches: list[SequenceBatch] = []  # of the last step, by layer group
-        self._place: Tensor | None = None  # of its tokens in [batch * count]; None if unpadded
+        self._place: Tensor | None = None  # places of its tokens in [batch * count]; None if unpadded
         self._may_copy = False
 
     def append(self, count: int, padding: list[int] | None = None) -> None:
@@ -163,7 +163,7 @@ class BatchRows:
         k, v = self.scratch.gather(layer, tables, positions, dtypes=dtypes, unrotate=True)
         if exact is not None:
             old, *_ = parts_of(self.layout.exact, self.layout.block_size)
-            first = max(start, old.edge(self.length - self._count))  # seen exactly by the step's first token
+            first = max(start, old.edge(self.length - self._count))  # first that its first token sees exactly
             for dense, rows in zip((k, v), exact, strict=True):
                 put_over(dense[:, :, first - start :], rows)
         return k, v

@@ -85,7 +85,7 @@ class DecodeGraphs:
 
     def takes(self, plan: StepPlan) -> bool:  # D241: steps with a prefill chunk are not captured
         """Return True for steps in which every branch computes one token and samples the next."""
-        if plan.num_tokens != len(plan.branches):  # drafts, too
+        if plan.num_tokens != len(plan.branches):  # also true for drafts
             return False
         return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
 

@@ -31,8 +31,8 @@ def check_structured(spec: StructuredOutput) -> None:  # D251: once over bytes, 
 class GrammarCompiler:  # D250: tried first in a child process, with a deadline and a memory limit
     """Compiler of structured output for one model, with a thread and a child process.
 
-    Grammars that passed in a child are remembered by their text, up to `limits.max_cached` of them in LRU
-    order, and later compiled without the child. Refusals are not remembered, since a busy machine may
+    Grammars that passed in a child are remembered by their text (at most `limits.max_cached`, evicted in LRU
+    order) and later compiled without the child. Refusals are not remembered, since a busy machine may
     have caused them.
     """
 
@@ -67,7 +67,7 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
         """Compile `spec` on another thread; the future may be cancelled while it waits.
 
         Its error is a RequestError if the grammar is invalid, too deep, too large or too slow. Tenants are
-        served fairly by the time that their grammars take; one tenant may fill three quarters of the queue.
+        served fairly, by the time that their grammars take; one tenant may fill three quarters of the queue.
 
         Raises:
             Overloaded: too many grammars are waiting already.
@@ -117,7 +117,7 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
                 del self._num[tenant]
 
     def _take(self, *, wait: bool = True) -> tuple[str, Future[Matcher]] | None:
-        """Take the next job; None if the compiler is closed or, without waiting, if there is no job."""
+        """Return the next job; None if the compiler is closed or, without waiting, if there is no job."""
         with self._changed:
             while wait and not self._line and not self._is_closed:
                 self._changed.wait()

@@ -66,8 +66,8 @@ class GrammarLimits:
 def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     """Return the grammar of `spec` for llguidance.
 
-    The JSON of a schema has no white space outside strings, so that it ends. Parts of a schema that
-    llguidance can't enforce are refused, never ignored.
+    The JSON of a schema has no white space outside strings, so that generation ends. Parts of a schema
+    that llguidance can't enforce are refused, never ignored.
 
     Raises:
         RequestError: the text is too long, nested too deep, not JSON, or not Unicode.

@@ -11,7 +11,7 @@ from kvq.errors import ConfigError, RequestError
 from kvq.models.describe.checkpoint import read_json
 from kvq.models.describe.ends import GENERATION_FILE
 
-DECLINED = ("none", "kvq", "vllm")  # vLLM gives its own defaults, which equal kvq's, its name
+DECLINED = ("none", "kvq", "vllm")  # `vllm` is vLLM's name for its own defaults, which equal kvq's
 _OWN = {  # fields of the file -> fields of SamplingParams
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},

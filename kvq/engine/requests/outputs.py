@@ -75,7 +75,7 @@ class RequestOutput:
     prompt: str | None  # None if token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None before the start
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # entries are None before the start
     receipt: Receipt
     timing: Timing
     error: KVQError | None = None

@@ -8,7 +8,7 @@ from kvq.scheduler.request import RequestState
 
 
 class Pinning:
-    """Pins for prefixes, made as soon as these are computed.
+    """Pins of prefixes, made once the prefixes are computed.
 
     A pin that exceeds the limit for pins is refused, but its request is still served.
     """

@@ -21,7 +21,7 @@ _KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
 
 
 class _Detokenizer:
-    """Converts tokens to text as they arrive, holding back each character until all its bytes are there.
+    """Converter from tokens to text that holds back each character until all its bytes are there.
 
     The pieces and the flush join to the text that `tokenizer.decode` adds for these tokens after the prompt,
     with one exception: some decoders break all characters in a run of byte tokens if a single byte is
@@ -39,7 +39,7 @@ class _Detokenizer:
     ) -> None:
         """`kept_ids`: special tokens to show even if others are skipped."""
         self._decode = _decoder(tokenizer, skip_special_tokens, frozenset(kept_ids))
-        self._anchor = self._tail(prompt_ids)  # with visible text; else new tokens decode like a start
+        self._anchor = self._tail(prompt_ids)  # with visible text; else tokens decode as a text's start
         self._context = self._anchor  # the anchor, and the tokens that were completed last
         self._held: tuple[int, ...] = ()  # tokens since the text was last complete
         self._shown = self._text(self._context)  # shown prefix of the text of context and held tokens

@@ -75,7 +75,7 @@ class _Span:
 class TokenCounts:
     """Unique tokens of every row with their counts, in one arena on the device.
 
-    arena:  | row 3: 64 | row 0: 256           | row 7: 64 | given back: 128 |
+    arena:  | row 3: 64 | row 0: 256           | row 7: 64 | released: 128 |
 
     The length of a span is a power of two; a row that fills its span moves to one twice as long, and
     released spans are reused by rows of the same length. Memory is thus proportional to the tokens seen, not

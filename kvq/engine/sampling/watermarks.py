@@ -18,7 +18,7 @@ from kvq.kernels.draw.reference import kept_masses, likeliest
 from kvq.watermark.key import FIRST, GOLDEN, GREEN_BITS, SECOND, Key, green_bar
 from kvq.watermark.schemes import Green, Scheme, Tournament
 
-_ARRAYS = 4  # held at once per row, with 8 bytes per token
+_ARRAYS = 4  # arrays over the vocabulary per row at once, 8 bytes per token
 _TOTAL = 2.0**52  # of a row's masses in a tournament: fp64 adds them exactly, with room for rounding
 
 

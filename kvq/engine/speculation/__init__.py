@@ -1,1 +1,1 @@
-"""Speculation: which parts propose drafts, how many drafts pay off, and which were accepted."""
+"""Speculation: proposing drafts, choosing how many pay off, and learning from the results."""

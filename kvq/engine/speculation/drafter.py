@@ -98,7 +98,7 @@ class Drafter(Proposer):
         )  # models with one vocabulary may be padded differently
         drawn = self._chooser.sampler.draft(
             functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits,
-            [one.branch.row for one in growing],  # type: ignore[misc]  # whoever computes has a row
+            [one.branch.row for one in growing],  # type: ignore[misc]  # branches that compute have a row
             [one.branch.num_generated + len(one.drafts) for one in growing],
             masks=masks or None,
             ahead={place: one.tokens for place, one in enumerate(growing)},

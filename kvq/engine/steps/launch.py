@@ -13,7 +13,7 @@ from kvq.errors import EngineError
 from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")
-# Steps not launched ahead after one that found no free threads, whose tokens came a step late for nothing.
+# Steps to run without launching ahead after one found no free threads: its tokens came a step late in vain.
 IN_TURNS = 64
 # D114: CPU steps run ahead unless they are long
 LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step, to save little Python time
