@@ -113,7 +113,7 @@ def _structured(params: object, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutput:
-    """Constraint on the generated text, by exactly one of the first four fields.
+    """Constraint on the generated text, given by exactly one of the first four fields.
 
     `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression that must match the whole
     text. `choice`: the allowed strings. `lark`: a grammar in llguidance's Lark dialect or in llama.cpp's

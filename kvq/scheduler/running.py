@@ -135,7 +135,7 @@ class Running:
         self.manager.commit(sequence, new if self._caching else None)
 
     def fork_again(self, root: Branch) -> None:
-        """Fork every branch from the prompt again after it was recomputed following a preemption."""
+        """Fork all branches again from a prompt that was recomputed after a preemption."""
         request = root.request
         sequence = held(root)
         for branch in request.live:

@@ -16,8 +16,8 @@ class Detection:
     """Result of a watermark test.
 
     `tokens`: number of tokens in the text; `counted`: tokens that follow a context, each pair of context
-    and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers; `expected`:
-    that share without a mark. `z`: standard deviations above it. `p`: probability of such a share by chance.
+    and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers; `expected`: that
+    share without a mark. `z`: standard deviations above it. `p`: probability of at least `share` by chance.
     """
 
     tokens: int

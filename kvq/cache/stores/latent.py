@@ -34,7 +34,7 @@ class LatentStore(PlainStore):
     geometry: LayerGeometry
 
     def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
-        """Return the sequences to expand latents for; none on GPUs, where the kernel is as fast without."""
+        """Return the sequences to expand; none on GPUs, where the kernel is as fast without expansion."""
         assert isinstance(batch, SequenceBatch), "of a plain layer"
         if batch.tables.device.type != "cpu":
             return []

@@ -66,7 +66,7 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
     def submit(self, spec: StructuredOutput, *, tenant: str = "") -> Future[Matcher]:
         """Compile `spec` on another thread; the future may be cancelled while it waits.
 
-        Its error is a RequestError if the grammar is invalid, too deep, too large or too slow. Tenants are
+        It fails with a RequestError if the grammar is invalid, too deep, too large or too slow. Tenants are
         served fairly, by the time that their grammars take; one tenant may fill three quarters of the queue.
 
         Raises:

@@ -23,8 +23,8 @@ _KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
 class _Detokenizer:
     """Converter from tokens to text that holds back each character until all its bytes are there.
 
-    The pieces and the flush join to the text that `tokenizer.decode` adds for these tokens after the prompt,
-    with one exception: some decoders break all characters in a run of byte tokens if a single byte is
+    Together, the pieces and the flush form the text that `tokenizer.decode` adds for these tokens after the
+    prompt, with one exception: some decoders break all characters in a run of byte tokens if one byte is
     wrong, but characters that were already complete have been shown and stay.
     Each token costs two decodes of a few tokens. Spaces are not cleaned up, since that would remove text.
     """

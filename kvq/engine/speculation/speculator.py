@@ -69,7 +69,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
             self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Fill in the drafts of a plan whose orders were carried out; if drafting fails, with wrong ones."""
+        """Fill in the drafts of a plan whose orders were carried out; if drafting fails, draft token 0."""
         if not plan.num_drafts:
             return {}
         began = self._clock()

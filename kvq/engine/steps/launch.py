@@ -162,7 +162,7 @@ class Launcher:
                 flight.errors[as_job(plan.branches[0].request)] = _step_failed(error)
 
     def _forward_apart(self, flight: Flight, rows: dict[int, int]) -> None:
-        """Run the forward pass of each branch alone; requests whose branches fail again end."""
+        """Run the forward pass of each branch alone; a request ends if its branch fails again."""
         parts: list[StepOutput] = []
         for i, branch in enumerate(flight.plan.branches):
             part = flight.plan.part(i)
