@@ -67,7 +67,7 @@ class LeastRecent(EvictionPolicy):
 
 
 class Segmented(EvictionPolicy):  # D65: segmented LRU in small pools
-    """Policy that evicts blocks without a hit first, whatever their age, and by recency within a segment.
+    """Policy that evicts blocks without a hit first, and the least recently used within each segment.
 
     Blocks with hits are protected until they fill more than three quarters of the pool. The least
     recently used one of them then loses its protection.
