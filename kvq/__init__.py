@@ -6,7 +6,7 @@
     rows = kvq.perplexity("tiny", kv=["fp32", "int8", "int4"])
     outputs = kvq.LLM("tiny", kv="int4").generate("Once upon", kvq.SamplingParams(max_tokens=64))
 
-Importing kvq loads nothing else: torch and transformers come with the first name that needs them.
+Importing kvq loads nothing else: torch and transformers are imported with the first name that needs them.
 """
 
 import os
@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 # D111: libgomp's team does not survive a fork
-if hasattr(os, "register_at_fork"):  # a child process would wait for threads of torch that it doesn't have
+if hasattr(os, "register_at_fork"):  # a child process would wait for torch threads that it doesn't have
     os.register_at_fork(
         before=lambda: "torch" in sys.modules and import_module("kvq.kernels.other_threads").end_team()
     )

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Run the command. Signals during its imports end it as later ones do: with one line and status 130."""
+    """Run the command. A signal during its imports ends it as a later one does: one line and status 130."""
     status: list[int] = []  # exit status of the command, once it has one
     atexit.register(_leave, status)  # registered first, so that it runs last
     handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
@@ -22,13 +22,13 @@ def main() -> None:
     except SystemExit as end:
         if isinstance(end.code, int | None):
             status.append(end.code or 0)
-            if sys.argv[1:2] == ["serve"]:  # it has cleaned up; its threads may still wait for something
+            if sys.argv[1:2] == ["serve"]:  # the server has cleaned up; its threads may still wait
                 _leave(status)
         raise
 
 
-def _leave(status: list[int]) -> None:  # D298: os._exit: taking modules apart takes seconds
-    """End the process now: unloading torch's modules takes a second of processor time."""
+def _leave(status: list[int]) -> None:  # D298: os._exit: unloading modules takes seconds
+    """End the process now, because unloading torch's modules would take a second of processor time."""
     if not status:
         return
     try:

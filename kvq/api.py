@@ -35,12 +35,12 @@ def load(
 ) -> Model:
     """Load a model and choose its KV format; see `kvq.models.load` and its `LoadOptions`.
 
-    With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), of `kv` or of `with_kv`, get
-    their scales from a run over the default calibration text, in memory only.
+    With `calibrate_on_load`, the scales of static formats (`fp8_per_head`, `int8_per_head`), given in `kv` or
+    later to `with_kv`, are computed from a run over the default calibration text and kept in memory only.
 
     Raises:
-        ModelError: missing, damaged or refused model.
-        ConfigError: an option that can't be used as given, or a static format without scales.
+        ModelError: the model is missing, damaged or refused.
+        ConfigError: an option can't be used as given, or a static format has no scales.
     """
     prepared = prepare(path_or_name, **options)
     static = find_scales(prepared, scales)
@@ -56,19 +56,19 @@ def load(
 
 
 def with_fresh_scales(model: Model, progress: Progress = lambda done, total: None) -> Model:
-    """Return the model with static scales that are observed now on the default calibration text."""
+    """Return the model with static scales that are measured now on the default calibration text."""
     return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
 
 
 class _TuneKeywords(TypedDict, total=False):  # D373: TypedDicts outside, frozen dataclasses inside
-    """Keywords of `tune`: unquantized tokens, the amount of text, and listeners."""
+    """Keywords of `tune`: unquantized tokens, the amount of text, and callbacks."""
 
     recent: int
     sinks: int
     context: int | None
     max_windows: int
     verify_windows: int
-    known: Sequence[Trial]  # `sensitivities.trials` of an earlier search on this text: not measured again
+    known: Sequence[Trial]  # `sensitivities.trials` of an earlier search on this text; not repeated
     progress: NamedProgress
     keep: KeepTrials
 
@@ -84,18 +84,18 @@ def tune(
     formats: str | None = None,
     **options: Unpack[_TuneKeywords],
 ) -> Tuned:
-    """Find the formats of every layer that cost least quality within a memory budget.
+    """Find the formats for each layer that lose the least quality within a memory budget.
 
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
-    default); or `max_kl`, the limit of the mean KL divergence in nats. The search runs on `text`, and
-    `held_out` is measured; both default to CPython's help topics. `formats`: codes to choose from, such as
-    "int8,int4", by default those with fast kernels here. `recent` and `sinks`: the numbers of most recent
-    and first tokens of every sequence that stay unquantized. The result's `recipe` is a `kv` for everything
-    that takes one; `recipe.save("kvq.json")` keeps it.
+    default); alternatively `max_kl`, the limit of the mean KL divergence in nats. The search runs on `text`,
+    and the result is measured on `held_out`; both default to CPython's help topics. `formats`: codes to
+    choose from, such as "int8,int4"; by default, those with fast kernels on this machine. `recent` and
+    `sinks`: the numbers of the most recent and of the first tokens of each sequence that stay unquantized.
+    The result's `recipe` can be passed as `kv` everywhere; `recipe.save("kvq.json")` saves it.
 
     Raises:
-        ConfigError: a budget that can't be met, or both ends of the trade.
-        RequestError: a text that is too short.
+        ConfigError: the budget can't be met, or `budget` and `max_kl` are both given.
+        RequestError: a text is too short.
     """
     loaded = model if isinstance(model, Model) else load(model)
     known = loaded.prepared
@@ -141,13 +141,13 @@ def quantize(
 
     `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
     `text`: calibration text, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
-    After an interruption the same call continues where it ended, unless `restart`. bits, group_size,
+    After an interruption, the same call resumes the work, unless `restart` is set. bits, group_size,
     symmetric, activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.
 
     Raises:
-        ConfigError: options that don't go together, or don't fit the model; before any work.
-        ModelError: missing, damaged or refused model.
-        RequestError: too short a text, or activations that are not finite.
+        ConfigError: the options contradict each other or don't fit the model; raised before any work.
+        ModelError: the model is missing, damaged or refused.
+        RequestError: the text is too short, or activations are not finite.
     """
     given, of_settings = _split(options, [field.name for field in fields(QuantizeSettings)])
     settings = QuantizeSettings(method=method, **of_settings)
@@ -161,7 +161,7 @@ def _named(text: EvalText | str, name: str) -> EvalText:
 
 
 class _PerplexityKeywords(TypedDict, total=False):
-    """Keywords of `perplexity`: fields of `kvq.evals.divergence.TokenPlan`, and listeners."""
+    """Keywords of `perplexity`: fields of `kvq.evals.divergence.TokenPlan`, and callbacks."""
 
     context: int
     chunk: int | None
@@ -179,11 +179,11 @@ def perplexity(
     text: str | None = None,
     **options: Unpack[_PerplexityKeywords],
 ) -> list[dict[str, Any]]:
-    """Measure KV formats on a text; rows have the keys of `kvq perplexity --json`.
+    """Measure KV formats on a text and return rows with the keys of `kvq perplexity --json`.
 
     `model`: a loaded model, or an argument of `load`. `text` defaults to held-out help topics of CPython.
-    Options are fields of `kvq.evals.divergence.TokenPlan`. `progress` is called with the steps done and the
-    steps in all, `keep` with a function that makes the rows so far.
+    Options are fields of `kvq.evals.divergence.TokenPlan`. `progress` is called with the number of finished
+    steps and the total, and `keep` with a function that returns the rows so far.
     """
     loaded = model if isinstance(model, Model) else load(model)
     words = default_text().text if text is None else text
@@ -193,6 +193,6 @@ def perplexity(
 
 
 def _split(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return options without some names, and the options of these names."""
+    """Return the options without the given names, and the options with these names."""
     named = {name: options[name] for name in names if name in options}
     return {name: value for name, value in options.items() if name not in named}, named

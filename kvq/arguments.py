@@ -1,4 +1,4 @@
-"""Type checks of public functions' arguments by their annotations, so that an error names the argument."""
+"""Type checks of public functions' arguments against annotations, so that errors name the argument."""
 
 import functools
 import inspect
@@ -11,18 +11,18 @@ from kvq.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # characters of a value that a message shows
 _NUMBERS: Mapping[Any, Any] = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:  # D374: 60 lines: others coerce, copy or reword
-    """Return the function, which refuses arguments whose types don't match its annotations.
+    """Return the function, wrapped so that it refuses arguments whose types don't match its annotations.
 
     Raises:
-        ConfigError: an argument of another type, by its name.
+        ConfigError: an argument has another type; the message names the argument.
     """
     signature = inspect.signature(function)
-    hints: dict[str, Any] = {}  # filled by the first call, when all names in annotations can be resolved
+    hints: dict[str, Any] = {}  # filled at the first call, when all names in annotations can be resolved
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -36,7 +36,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:  # D374: 60 lines: othe
 
 
 def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return type hints by argument; those of `**options: Unpack[...]` by their own names."""
+    """Return type hints by argument; `**options: Unpack[...]` is expanded into its keywords."""
     found = get_type_hints(function)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -53,7 +53,7 @@ def _check(name: str, value: object, hint: Any) -> None:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return True if a value has a type: classes, unions of them, and items of sequences are checked."""
+    """Return True if a value matches a type hint; classes, unions and items of sequences are checked."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, one) for one in inner)

@@ -1,4 +1,4 @@
-"""Command line of kvq. Commands are imported when they are called, so that `--help` answers at once."""
+"""Command line of kvq. Commands are imported when they are called, so that `--help` is immediate."""
 
 import importlib
 import io
@@ -16,7 +16,7 @@ from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
 # Groups of commands: command name -> its module's folder below kvq.commands, and its one-line help, shown
-# without importing the module
+# without an import of the module
 _GROUPS = {
     "First steps": {
         "demo": ("use", "Measure every format on the embedded model and write a report."),
@@ -58,11 +58,11 @@ _WINDOWS = (
 
 
 class _Interrupted(BaseException):
-    """Interrupt in a form that click passes on; for KeyboardInterrupt it would print an empty line."""
+    """Interrupt in a form that click passes on; for a KeyboardInterrupt, click would print an empty line."""
 
 
 class _Commands(click.Group):
-    """Group that imports a command's module when the command is called, not to list it."""
+    """Group of commands that imports a command's module when it is called, but not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -88,7 +88,7 @@ class _Commands(click.Group):
                 formatter.write_dl([(name, line) for name, (_, line) in group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
-        """Return commands by name, without importing them, and kvq's own options."""
+        """Return matching commands, without importing them, and kvq's own options."""
         found = [
             CompletionItem(name, help=line)
             for name, (_, line) in _COMMANDS.items()
@@ -123,8 +123,8 @@ def root() -> None:
 def main(args: list[str] | None = None) -> Any:
     """Run the command line.
 
-    kvq's errors become one line and exit code 2, or 1 for a KV format that breaks the model. SIGTERM
-    interrupts a command as Ctrl-C does, unless the command handles it.
+    Errors of kvq are printed as one line, with exit code 2, or 1 for a KV format that breaks the model.
+    SIGTERM interrupts a command as Ctrl-C does, unless the command handles it.
     """
     if sys.platform == "win32":
         echo(_WINDOWS, err=True)
@@ -146,7 +146,7 @@ def main(args: list[str] | None = None) -> Any:
     except KVQError as error:
         echo(f"kvq: error: {error}", err=True)
         sys.exit(1 if isinstance(error, BrokenFormat) else 2)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         sys.stderr.close()
         sys.exit(0)
     except (MemoryError, ImportError, OSError, RuntimeError, SystemError) as error:

@@ -1,6 +1,6 @@
 """Errors of kvq, in one tree.
 
-Every message says what was given, what is allowed and what to do about it.
+Every message states what was given, what is allowed and how to fix it.
 """
 
 
@@ -13,15 +13,15 @@ class ConfigError(KVQError, ValueError):
 
 
 class UnfitFormat(ConfigError):
-    """KV format that doesn't fit a model's head dimensions; others may."""
+    """KV format that doesn't fit a model's head dimensions; other formats may."""
 
 
 class BrokenFormat(ConfigError):
-    """KV format that breaks the model, as the load check found. It can be accepted by option."""
+    """KV format that breaks the model, as the load check found. An option can accept it anyway."""
 
 
 class ModelError(KVQError):
-    """Model that is missing, damaged, or of a kind that kvq would run wrongly."""
+    """Model that is missing, damaged, or of a kind that kvq would run incorrectly."""
 
 
 class RequestError(KVQError, ValueError):
@@ -33,7 +33,7 @@ class Overloaded(RequestError):
 
 
 class NumericalError(RequestError):
-    """Request whose K, V or logits had NaN or infinity. Only this request ended; none of it is cached."""
+    """Request whose K, V or logits contained NaN or infinity. Only it has ended; nothing of it is cached."""
 
 
 class DamagedData(KVQError, ValueError):
@@ -41,11 +41,11 @@ class DamagedData(KVQError, ValueError):
 
 
 class EngineError(KVQError):
-    """Request or engine that failed, not because of the request itself."""
+    """Failure of a request or of the engine that the request itself did not cause."""
 
 
 class OutOfBlocks(KVQError):
-    """Too few free blocks in a pool. No block was taken."""
+    """Too few free blocks in a pool. Nothing was allocated."""
 
 
 class OutOfMemory(KVQError):
@@ -53,11 +53,11 @@ class OutOfMemory(KVQError):
 
 
 class UnsupportedKernel(KVQError):
-    """No backend for an operation on this device; the message lists every reason."""
+    """Operation for which this device has no backend; the message lists every reason."""
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:
-    """Return another library's error on one line, shortened; with its type's name if the text is empty."""
+    """Return another library's error as one shortened line, with its type's name if the text is empty."""
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()
@@ -67,7 +67,7 @@ def first_lines(error: BaseException, limit: int = 300) -> str:
 def nearest(name: str, allowed: list[str], *, cutoff: float = 0.4) -> str:
     """Return `; did you mean 'x'?` for the closest allowed name, or an empty string.
 
-    `cutoff`: how alike they have to be, from 0 to 1.
+    `cutoff`: the required similarity, from 0 to 1.
     """
     import difflib
 

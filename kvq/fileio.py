@@ -1,4 +1,4 @@
-"""File output: result files are written so that a crash never leaves half of one."""
+"""File output: result files are written so that a crash never leaves a partial file."""
 
 import os
 import secrets
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvq.errors import ConfigError
 
-NEW = 0o666  # requested permissions, from which the umask removes some
+NEW = 0o666  # requested permissions; the umask removes some
 PRIVATE = 0o600
 
 
@@ -20,11 +20,11 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, content: bytes, *, permissions: int | None = None) -> None:
     """Write `content` to a temporary file and rename it to `path`. A symbolic link stays a link.
 
-    `permissions`: of the file, whatever an older file had. Without, a new file gets what the umask leaves,
-    and a file that replaces another one gets its permissions.
+    `permissions`: the file's permissions, regardless of those of an older file. By default, a new file gets
+    the permissions that the umask allows, and a file that replaces another one keeps the other's permissions.
 
     Raises:
-        ConfigError: the folder is missing or full, or nothing can be written there.
+        ConfigError: the folder is missing or its disk is full, or nothing can be written there.
     """
     target = check_writable(path)
     temporary = target.with_name(f".kvq-{secrets.token_hex(8)}")
@@ -45,16 +45,16 @@ def write_bytes(path: str | Path, content: bytes, *, permissions: int | None = N
 
 
 def keep_permissions(file: int | Path, older: os.stat_result) -> None:
-    """Give a file the permissions and the group of the file it replaces, so that nobody else can read it."""
+    """Give a file the permissions and group of the file it replaces, so that no one else can read it."""
     mode = older.st_mode & 0o777
     try:
         os.chown(file, older.st_uid if os.geteuid() == 0 else -1, older.st_gid)
-    except OSError:  # we are not in the old group, and another group must not get its permissions
+    except OSError:  # this user is not in the old group, and another group must not get its permissions
         mode &= ~0o070
     os.chmod(file, mode)
 
 
-def as_new(path: Path) -> None:  # D361: what the umask leaves; a replaced file keeps its mode
+def as_new(path: Path) -> None:  # D361: the mode that the umask allows; a replaced file keeps its mode
     """Give a file that a library wrote the permissions of a new file in its folder."""
     sample = path.with_name(f".kvq-{secrets.token_hex(8)}")
     try:
@@ -65,10 +65,10 @@ def as_new(path: Path) -> None:  # D361: what the umask leaves; a replaced file 
 
 
 def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, as fsGroup has it
-    """Raise ConfigError if others than the owner can read a file that holds a secret.
+    """Raise ConfigError if anyone but the owner can read a file that contains a secret.
 
-    The group may read it if root owns the file and this process is not root's: this is how Kubernetes mounts
-    secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
+    The group may read it if root owns the file and this process does not run as root: this is how Kubernetes
+    mounts secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
     """
     try:
         found = os.stat(path)
@@ -80,11 +80,11 @@ def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, a
 
 
 def check_writable(path: str | Path) -> Path:
-    """Return the file that `path` leads to; called before long work starts.
+    """Return the file that `path` resolves to; called before long work starts.
 
     Raises:
-        ConfigError: nothing can be written there: no such folder, no permission, too long a name,
-            or something that is not a regular file.
+        ConfigError: nothing can be written there: the folder doesn't exist, permission is denied, the
+            name is too long, or the path is not a regular file.
     """
     try:
         target = Path(path).resolve()
@@ -96,7 +96,7 @@ def check_writable(path: str | Path) -> Path:
             raise ConfigError(f"can't write {path}: there is no folder {Path(path).parent}; create it first")
     except ConfigError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, a loop of links, a NUL
         raise ConfigError(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(target.parent, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
         raise ConfigError(f"can't write {path}: permission denied; choose another place")

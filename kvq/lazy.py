@@ -11,10 +11,10 @@ _importing = RLock()
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package. `homes`: its names, by the modules that define them.
+    """Return the `__getattr__` of a package. `homes`: the modules that define its names, with these names.
 
-    It stands in the `else` of the package's imports under `TYPE_CHECKING`, so that type checkers know exactly
-    these names. Modules inside the package import names from where they are defined.
+    The call belongs in the `else` branch of the package's `TYPE_CHECKING` imports, so that type checkers know
+    exactly these names. Modules inside the package import names from the modules that define them.
     """
     found = {name: home for home, names in homes.items() for name in names}
 
@@ -38,7 +38,7 @@ def import_whole(library: str) -> None:
 
 @contextmanager
 def unseen(library: str) -> Iterator[None]:  # D217: torch hidden while transformers is imported
-    """Make a library look as if it were not installed inside the block, unless it is imported already."""
+    """Make a library appear not to be installed within the block, unless it is already imported."""
     if library in sys.modules:
         yield
         return

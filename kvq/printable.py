@@ -10,10 +10,10 @@ _LAYOUT = "\n\t"
 
 
 def printable(text: str, *, keep: str = _LAYOUT) -> str:  # D362: escaped where printed, not where read
-    r"""Return the text with control characters as Python writes them, such as `\x1b`; not those in `keep`."""
+    r"""Return the text with control characters escaped as Python does (`\x1b`), except those in `keep`."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, with line ends and tabs escaped, too: for names within a line."""
+    """Return the text as `printable` does, with line ends and tabs escaped, too, for names within a line."""
     return printable(text, keep="")

@@ -1,6 +1,6 @@
-"""Sizes and counts as people read and write them, in a fitting unit: a small model's bytes are not 0.00 GiB.
+"""Sizes and counts in readable units: the bytes of a small model are not shown as 0.00 GiB.
 
-Figures in files are plain bytes; only displayed ones are formatted here.
+Figures in files are plain bytes; only displayed figures are formatted here.
 """
 
 import re
@@ -17,22 +17,22 @@ _SIZE = re.compile(r"\s*(\d{0,18}\.?\d{1,18})\s*((?:[kmgt]i?)?)(?:b|bytes)?\s*",
 
 
 def binary(nbytes: float) -> str:  # D365: 1024 for memory, 1000 for GPUs and files
-    """Format bytes in powers of 1024, as memory and blocks are counted: `1.50 GiB`, `23.04 MiB`, `864 B`."""
+    """Format bytes in powers of 1024, the unit of memory and blocks: `1.50 GiB`, `23.04 MiB`, `864 B`."""
     return _fitting(nbytes, 1024, _BINARY)
 
 
 def decimal(nbytes: float) -> str:
-    """Format bytes in powers of 1000, as data sheets and files count: `80.00 GB`, `141.1 MB`, `864 B`."""
+    """Format bytes in powers of 1000, the unit of data sheets and files: `80.00 GB`, `141.1 MB`, `864 B`."""
     return _fitting(nbytes, 1000, _DECIMAL)
 
 
 def speed(gb_per_s: float) -> str:
-    """Format GB/s as bytes a second: `41.20 GB/s`, `8.35 MB/s`."""
+    """Format GB/s as bytes per second: `41.20 GB/s`, `8.35 MB/s`."""
     return f"{decimal(1e9 * gb_per_s)}/s"
 
 
 def count(number: float) -> str:
-    """Format a number, such as the weights of a model: `70.55 B`, `5.84 M`, `12`."""
+    """Format a count, such as the number of a model's weights: `70.55 B`, `5.84 M`, `12`."""
     return _fitting(number, 1000, _COUNTS).rstrip()
 
 
@@ -44,10 +44,10 @@ def dollars(usd: float | None) -> str:
 
 
 def parse_bytes(size: int | str, name: str) -> int:
-    """Parse bytes from a number or a text such as "2GiB", "512M" or "1.5g".
+    """Parse bytes from a number or a string such as "2GiB", "512M" or "1.5g".
 
     Raises:
-        ConfigError: not a size.
+        ConfigError: the value is not a size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -58,10 +58,10 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """Parse a number of tokens: `8192`, `8k` or `1M`, in powers of 1024 as contexts are.
+    """Parse a number of tokens: `8192`, `8k` or `1M`, in powers of 1024, as for context lengths.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: the text is not a whole number of tokens.
     """
     match = _TOKENS.fullmatch(text)
     tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0.5

@@ -1,6 +1,6 @@
-"""Strict JSON for input from outside: refuses documents that readers interpret differently or fail on.
+"""Strict JSON for external input: refuses documents that other parsers misread or fail on.
 
-Refused are NaN and infinities, numbers beyond 64 bits or a float's range, repeated names in one object,
+It refuses NaN and infinities, numbers beyond 64 bits or a float's range, repeated names in one object,
 unpaired surrogates, and values nested deeper than `MAX_DEPTH`.
 """
 
@@ -9,18 +9,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-MAX_DEPTH = 64  # of values; later encoders recurse
+MAX_DEPTH = 64  # levels of nested values; later encoders recurse
 MAX_FILE = 256 << 20  # bytes
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack
 _SHOWN = 40  # characters of a name in an error
-_STEPS = 6  # of the path to a refused value, shown at most
+_STEPS = 6  # shown at most, of the path to a refused value
 
 
 def loads(text: str | bytes) -> Any:
     """Parse a document.
 
     Raises:
-        ValueError: it is no JSON, or has a refused value; the message names the field.
+        ValueError: the text is not JSON, or contains a refused value; the message names the field.
     """
     try:
         value = _DECODER.decode(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
@@ -33,8 +33,8 @@ def read(path: Path) -> Any:
     """Parse a file.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: as for `loads`, or it is larger than `MAX_FILE`.
+        OSError: the file can't be read.
+        ValueError: as for `loads`, or the file is larger than `MAX_FILE`.
     """
     with path.open("rb") as file:
         raw = file.read(MAX_FILE + 1)
@@ -44,10 +44,10 @@ def read(path: Path) -> Any:
 
 
 def check_value(value: Any) -> Any:
-    """Return the value if nothing in it is refused.
+    """Return the value if it contains nothing that is refused.
 
     Raises:
-        ValueError: it has a refused value; the message names the field.
+        ValueError: it contains a refused value; the message names the field.
     """
     try:
         _check(value, MAX_DEPTH)
@@ -71,7 +71,7 @@ class _Refused(Exception):
 
 
 def _check(value: Any, levels: int) -> None:
-    """Raise for refused values; recurses `MAX_DEPTH` times at most. Only a refused value gets a path."""
+    """Raise _Refused for a refused value, with its path; recurses at most `MAX_DEPTH` times."""
     if isinstance(value, dict | list):
         if not levels:
             raise _Refused(_TOO_DEEP)

@@ -1,4 +1,4 @@
-"""Memory of a block manager: the pools of all layer groups, the prefix index over them, orders and events."""
+"""Memory of a block manager: the pools of all layer groups, their prefix index, orders and events."""
 
 from typing import Any, TypeVar, Unpack
 
@@ -11,7 +11,7 @@ from kvq.errors import ConfigError
 from kvq.layout import Holding
 
 T = TypeVar("T")
-STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the one before it
+STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the previous token
 
 
 def _per_group(given: list[T] | None, default: T, num_groups: int) -> list[T]:
@@ -19,7 +19,7 @@ def _per_group(given: list[T] | None, default: T, num_groups: int) -> list[T]:
 
 
 class Blocks:
-    """Pools by layer group with the index over them. Used by the parts of the block manager only."""
+    """Pools by layer group and the index over them, for the parts of the block manager only."""
 
     def __init__(
         self, num_blocks: list[int], block_size: int, identity: bytes, **options: Unpack[Holding]
@@ -37,9 +37,9 @@ class Blocks:
         self.block_bytes = _per_group(options.get("block_bytes"), 1, num_groups)
         self.lag = options.get("lag", 0)
         self._check(num_groups)
-        self.ends = [None if limit is None else limit // block_size for limit in self.limits]  # of tables
+        self.ends = [None if limit is None else limit // block_size for limit in self.limits]  # in blocks
         self.pools = [
-            # D65: every token passes through the small pools of windows and states; hits count for more there
+            # D65: every token passes through the small pools of windows and states, so hits count for more
             BlockPool(
                 count, on_evict=self._listener(group), policy=LeastRecent if window is None else Segmented
             )
@@ -53,7 +53,7 @@ class Blocks:
         self.orders: list[Order] = []
 
     def _check(self, num_groups: int) -> None:
-        """Raise ConfigError unless the options are in range and of equal lengths."""
+        """Raise ConfigError unless the options are in range and their lengths agree."""
         for name in ("windows", "limits", "block_bytes"):
             length = len(getattr(self, name))
             if length != num_groups:
@@ -94,25 +94,25 @@ class Blocks:
         return None if self.states is None else self.states.group
 
     def first_seen(self, group: int, length: int) -> int:
-        """Index of the first block that a token at position `length`, or any later one, can see."""
+        """Return the index of the first block that a token at position `length` or later can see."""
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
 
     def entries(self, group: int, length: int) -> int:  # D62: tables of a limited group end at the limit
-        """Return the length of a table for `length` tokens: no entries beyond the group's limit."""
+        """Return the length of a table for `length` tokens, which has no entries beyond the group's limit."""
         total, end = -(-length // self.block_size), self.ends[group]
         return total if end is None else min(total, end)
 
     def num_groups_at(self, index: int) -> int:
-        """Return the number of layer groups with blocks at a table index: those with no limit before it."""
+        """Return the number of layer groups with blocks at a table index: those whose limit is above it."""
         return sum(end is None or index < end for end in self.ends)
 
     def can_take(
         self, demand: list[int], *, beside: list[list[BlockId]], spare: list[int] | None = None
     ) -> bool:
-        """True if `take(demand)` would succeed with the blocks `beside` shared first. Changes nothing.
+        """Return True if `take(demand)` would succeed after `beside` is shared. Changes nothing.
 
-        `spare`: blocks of every pool that must be left over; None for none.
+        `spare`: the number of blocks that must stay free in each pool; None for none.
         """
         spare = spare or [0] * len(self.pools)
         for pool, count, shared, left in zip(self.pools, demand, beside, spare, strict=True):
@@ -122,8 +122,8 @@ class Blocks:
         return True
 
     def take(self, demand: list[int]) -> list[list[BlockId]]:
-        """Allocate `demand[g]` blocks in every group; all, or OutOfBlocks."""
-        for pool, count in zip(self.pools, demand, strict=True):  # before anything is evicted
+        """Allocate `demand[g]` blocks in every group, or raise OutOfBlocks and allocate nothing."""
+        for pool, count in zip(self.pools, demand, strict=True):  # before any block is evicted
             pool.check_room(count)
         taken: list[list[BlockId]] = [[] for _ in self.pools]
         try:
@@ -135,18 +135,18 @@ class Blocks:
         return taken
 
     def share(self, held: list[list[BlockId]]) -> None:
-        """Add a reference to blocks of every group."""
+        """Add a reference to each of these blocks of every group."""
         for pool, blocks in zip(self.pools, held, strict=True):
             for block in blocks:
                 pool.share(block)
 
     def release(self, held: list[list[BlockId]]) -> None:
-        """Drop a reference of blocks of every group; the last ones, the deepest, are given away first."""
+        """Drop a reference to each of these blocks of every group; the deepest ones are evicted first."""
         for pool, blocks in zip(self.pools, held, strict=True):
             pool.release_all(reversed(blocks))
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; ConfigError if one would shrink, and nothing changed."""
+        """Enlarge the pools; if one would shrink, raise ConfigError and change nothing."""
         now = [pool.num_blocks for pool in self.pools]
         if len(num_blocks) != len(now) or any(new < old for new, old in zip(num_blocks, now, strict=True)):
             raise ConfigError(f"pools can only grow, from {now} blocks, got {num_blocks}")
@@ -154,18 +154,18 @@ class Blocks:
             pool.grow(count)
 
     def order(self, order: Copy | SwapOut | SwapIn) -> None:  # D53: one queue of orders, in strict order
-        """Queue an order that moves bytes, and its event."""
+        """Queue an order that moves bytes, and the event for it."""
         self.orders.append(order)
         if self.events.active:
             self.events.add(order)
 
     def take_orders(self) -> list[Order]:
-        """Return every order queued since the last call, in order, each exactly once."""
+        """Return all orders queued since the last call, in order, each exactly once."""
         orders, self.orders = self.orders, []
         return orders
 
     def _listener(self, group: int) -> EvictionListener:
-        """Return the function that a group's pool calls when it evicts."""
+        """Return the function that a group's pool calls when it evicts blocks."""
 
         def evicted(blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
             if self.events.active:

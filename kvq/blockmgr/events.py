@@ -1,8 +1,8 @@
 """Orders that `kvq.cache` carries out on the bytes, and events for metrics, routers and tests.
 
 Orders are carried out one after another in the order they were given, and before the writes of the
-step that follows. A block may be freed and taken again between two orders; keeping their order is
-what makes that safe. An order that moves a block's bytes is an event too. Events never carry token ids.
+next step. A block may be freed and allocated again between two orders, which is safe only because
+their order is kept. An order that moves a block's bytes is also an event. Events never carry token ids.
 """
 
 import logging
@@ -14,7 +14,7 @@ from kvq.blockmgr.pool import BlockId, HostSlot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Copy all bytes of a block: before a write into a shared block, or to reuse its first tokens."""
+    """Copy all bytes of a block, before a write into a shared block or to reuse its first tokens."""
 
     group: int
     source: BlockId
@@ -32,7 +32,7 @@ class SwapOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapIn:
-    """Bring a host slot's bytes back into a block. Fails if they are not what was moved out."""
+    """Move a host slot's bytes back into a block. Fails if the bytes have changed in the meantime."""
 
     group: int
     slot: HostSlot
@@ -41,7 +41,7 @@ class SwapIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scrub:
-    """Zero a block whose request failed, before another sequence gets it."""
+    """Zero the block of a failed request before another sequence gets it."""
 
     group: int
     block: BlockId
@@ -65,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evicted:
-    """A cached block left the prefix index; its bytes are up for overwriting."""
+    """A cached block left the prefix index; its bytes may be overwritten."""
 
     group: int
     block: BlockId
@@ -85,15 +85,15 @@ Subscriber = Callable[[Event], object]
 
 
 class Events:
-    """Delivers events when the operation that caused them is complete, in order."""
+    """Queue that delivers events, in order, once the operation that caused them is complete."""
 
     def __init__(self) -> None:
-        self.active = False  # True while there are subscribers; events are not even made otherwise
+        self.active = False  # True while there are subscribers; otherwise no events are created
         self._subscribers: list[Subscriber] = []
         self._queue: list[Event] = []
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` with every event from now on. Returns a function that ends it."""
+        """Call `subscriber` with every event from now on. Returns a function that unsubscribes."""
         self._subscribers.append(subscriber)
         self.active = True
 
@@ -105,18 +105,18 @@ class Events:
         return unsubscribe
 
     def add(self, event: Event) -> None:
-        """Queue an event until `deliver`."""
+        """Queue an event for the next `deliver`."""
         self._queue.append(event)
 
     def deliver(self) -> None:
-        """Deliver the queued events. A subscriber that raises is reported and not called again."""
+        """Deliver the queued events. A subscriber that raises an error is logged and removed."""
         queue, self._queue = self._queue, []
         for event in queue:
             for subscriber in tuple(self._subscribers):
                 try:
                     subscriber(event)
-                except Exception:  # noqa: BLE001 - a listener's fault must not undo an allocation
+                except Exception:  # noqa: BLE001 - a subscriber's error must not undo an allocation
                     _log.exception("a subscriber to block events failed and is dropped")
-                    if subscriber in self._subscribers:  # it may have ended its subscription itself
+                    if subscriber in self._subscribers:  # it may have unsubscribed itself
                         self._subscribers.remove(subscriber)
         self.active = bool(self._subscribers)

@@ -1,4 +1,4 @@
-"""Eviction policies: the order in which a pool gives away its cached blocks."""
+"""Eviction policies: the order in which a pool evicts its cached blocks."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -11,16 +11,16 @@ _MOST_PROTECTED = 0.75  # of a pool's blocks
 
 
 class EvictionPolicy(ABC):
-    """The cached blocks of one pool, in the order of their eviction. Every operation is O(1) a block.
+    """The cached blocks of one pool, in the order of their eviction. All operations take O(1) per block.
 
-    A subclass decides the order. `BlockPool(num_blocks, policy=...)` takes the class.
+    A subclass defines the order. `BlockPool(num_blocks, policy=...)` takes the class.
     """
 
     add: Callable[[BlockId], object]  # called with every indexed block that lost its last reference
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks  # of the pool
-        # Indexed blocks that were shared since; the pool keeps them for a policy that starts with a set.
+        # Indexed blocks that were shared later; the pool maintains the set if a policy creates one.
         self.hits: set[BlockId] | None = None
 
     @abstractmethod
@@ -29,15 +29,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, block: BlockId) -> None:
-        """Take a block out: it is used again, or left the prefix index."""
+        """Remove a block, because it is used again or has left the prefix index."""
 
     @abstractmethod
     def pop(self, count: int) -> list[BlockId]:
-        """Take out the next `count` blocks to evict, in order."""
+        """Remove the next `count` blocks to evict and return them in order."""
 
     @abstractmethod
     def order(self) -> list[BlockId]:
-        """Return all cached blocks, the next one to evict first. Changes nothing."""
+        """Return all cached blocks, with the next one to evict first. Changes nothing."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is cached twice."""
@@ -45,12 +45,12 @@ class EvictionPolicy(ABC):
 
 
 class LeastRecent(EvictionPolicy):
-    """Evict the least recently used block first."""
+    """Policy that evicts the least recently used block first."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._blocks: OrderedDict[BlockId, None] = OrderedDict()
-        self.add = self._blocks.setdefault  # without a function of ours: it runs for every freed block
+        self.add = self._blocks.setdefault  # no Python function in between: it runs for every freed block
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -67,10 +67,10 @@ class LeastRecent(EvictionPolicy):
 
 
 class Segmented(EvictionPolicy):
-    """Evict blocks without a hit first, whatever their age; within each segment the least recent one.
+    """Policy that evicts blocks without a hit first, and the least recently used within each segment.
 
-    Blocks with hits are protected while they fill at most three quarters of the pool. The least recent
-    of them then loses its protection.
+    Blocks with hits are protected until they fill more than three quarters of the pool. The least
+    recently used one of them then loses its protection.
 
     Source: Karedla, Love and Wherry, Caching Strategies to Improve Disk System Performance, 1994.
     """

@@ -1,7 +1,7 @@
-"""Prefix hits: how many tokens of a prompt the pools hold in every layer group, and which come next.
+"""Prefix hits: how many tokens of a prompt the pools hold in every layer group, and which are being computed.
 
-`find` has the rule that makes a hit valid in every layer group. `Prefixes` publishes blocks of sequences in
-the prefix index, and knows which running sequence computes which prefix.
+`find` has the rule that makes a hit valid in every layer group. `Prefixes` publishes sequences' blocks in
+the prefix index and records which running sequence computes which prefix.
 """
 
 from bisect import bisect_left
@@ -17,11 +17,11 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hit:
-    """Whole blocks of a prompt in the index, and a block that starts with the tokens after them."""
+    """Whole blocks of a prompt found in the index, and a block that starts with the tokens after them."""
 
-    nodes: list[Node]  # of the whole blocks, from the root on
-    part: Node | None  # a block whose first tokens come next in the prompt; to be copied
-    length: int  # tokens, those of the part included
+    nodes: list[Node]  # of the whole blocks, starting after the root
+    part: Node | None  # a block whose first tokens come next in the prompt; it is copied
+    length: int  # tokens, including those of the part
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Match:
     """Length of a prompt's hit, and the sequence to wait for."""
 
     length: int  # tokens that need not be computed
-    waits_for: Sequence | None  # computes the tokens after them right now; better wait
+    waits_for: Sequence | None  # it is computing the following tokens now, so waiting saves work
 
 
 def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     """Return the longest valid hit of at most `max_tokens` tokens. Changes nothing.
 
-    A hit of length L is valid if full-attention groups hold all of [0, L), groups with a limit all of that
-    below their limit, sliding-window groups the part that a token at position L sees, and a group of
-    recurrent states the state after L tokens.
+    A hit of length L is valid if full-attention groups hold all of [0, L), groups with a limit hold all of it
+    below their limit, sliding-window groups hold the part that a token at position L sees, and a group of
+    recurrent states holds the state after L tokens.
     """
     check_prompt(blocks, prompt)
     size = blocks.block_size
@@ -46,7 +46,7 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     nodes = walked[:depth]
     parent = nodes[-1] if nodes else blocks.index.root(prompt.root)
     start = depth * size
-    if blocks.states is not None:  # a state is that of a whole block
+    if blocks.states is not None:  # states are kept for whole blocks only
         return Hit(nodes=nodes, part=None, length=start)
     rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
     part, common = blocks.index.best_child(parent, rest, blocks.num_groups_at(depth))
@@ -54,9 +54,9 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
 
 
 def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[int], list[list[BlockId]]]:
-    """Return the whole blocks of a valid hit that a token at position `length` needs, per layer group.
+    """Return the whole blocks of a valid hit that a token at position `length` needs, by layer group.
 
-    Returns (index of the first one, blocks from there on).
+    Returns (index of the first block, blocks from there on).
     """
     starts, held = [], []
     for group in range(len(blocks.pools)):
@@ -70,7 +70,7 @@ def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[
 
 
 def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
-    """Raise ConfigError if a prompt was prepared for blocks of another size: its digests mean others."""
+    """Raise ConfigError if a prompt was prepared for another block size, so that its digests don't match."""
     if prompt.block_size != blocks.block_size:
         raise ConfigError(
             f"the prompt was prepared for blocks of {prompt.block_size} tokens, these have "
@@ -79,7 +79,7 @@ def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
 
 
 def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:
-    """Return the most leading nodes that form a valid hit."""
+    """Return the largest number of leading nodes that form a valid hit."""
     depth = len(nodes)
     sliding = []
     for group, window in enumerate(blocks.windows):
@@ -91,7 +91,7 @@ def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:
     if not sliding:
         return depth
     best = 0
-    run = [0] * len(blocks.windows)  # consecutive blocks present, up to the node before
+    run = [0] * len(blocks.windows)  # consecutive blocks that are present, up to the previous node
     for i, node in enumerate(nodes[:depth], start=1):
         length = i * blocks.block_size
         valid = True
@@ -104,18 +104,18 @@ def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:
 
 
 class Prefixes:
-    """Indexed prefixes of sequences, and the prefixes that running sequences will index."""
+    """Indexed prefixes of sequences, and prefixes that running sequences will index."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._computing: dict[bytes, Sequence] = {}  # by digest of a prompt's block
+        self._computing: dict[bytes, Sequence] = {}  # by digest of a prompt block
 
     def hit(self, prompt: PrefixQuery) -> Hit:
         """Return the longest hit that leaves at least one token to compute. Changes nothing."""
         return find(self._blocks, prompt, _most_reused(prompt))
 
     def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
-        """Return the longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
+        """Return the longest hit in whole blocks as (length, starts, tables by group). Changes nothing."""
         nodes = self.whole(prompt)
         length = len(nodes) * self._blocks.block_size
         starts, held = needed_blocks(self._blocks, nodes, length)
@@ -126,7 +126,7 @@ class Prefixes:
         return find(self._blocks, prompt, len(prompt.tokens)).nodes
 
     def match(self, prompt: PrefixQuery) -> Match:
-        """Return the hit's length, and the sequence that computes the block after it. Changes nothing."""
+        """Return the hit's length and the sequence that computes the block after it. Changes nothing."""
         hit = self.hit(prompt)
         i, size = self.next_known(prompt, len(hit.nodes)), self._blocks.block_size
         end = (i + 1) * size
@@ -141,7 +141,7 @@ class Prefixes:
         return Match(hit.length, owner if same else None)
 
     def next_known(self, prompt: PrefixQuery, index: int) -> int:
-        """Return the first block index >= `index` that makes a hit longer; not every state is kept."""
+        """Return the first block index >= `index` that makes a hit longer, as not every state is kept."""
         states = self._blocks.states
         if states is None:
             return index
@@ -151,9 +151,9 @@ class Prefixes:
         return tail if index <= tail < periodic else periodic
 
     def can_start(self, prompt: PrefixQuery, count: int, *, spare: list[int]) -> bool:
-        """True if the pools have blocks for a prompt's hit and `count` tokens more, with `spare` left over.
+        """Return True if the pools have blocks for a prompt's hit, `count` more tokens and `spare` blocks.
 
-        `spare`: blocks per layer group. Changes nothing.
+        `spare`: blocks per layer group that must stay free. Changes nothing.
         """
         hit, blocks = self.hit(prompt), self._blocks
         whole = len(hit.nodes) * blocks.block_size
@@ -167,11 +167,11 @@ class Prefixes:
         return blocks.can_take(demand, beside=held, spare=spare)
 
     def computing(self) -> dict[bytes, Sequence]:
-        """Digests of blocks that are being computed, with the sequences that compute them."""
+        """Return the digests of blocks that are being computed, with the sequences that compute them."""
         return dict(self._computing)
 
     def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:
-        """Let others wait for the full blocks of a prompt that its sequence still has to compute."""
+        """Let other requests wait for the full blocks of a prompt that its sequence has yet to compute."""
         known = max(0, len(prompt.tokens) - self._blocks.lag)
         for i in reversed(range(sequence.depth, known // self._blocks.block_size)):
             digest = self._blocks.index.digest_at(prompt, i)
@@ -180,13 +180,13 @@ class Prefixes:
                 sequence.announced.append((i, digest))
 
     def withdraw(self, sequence: Sequence, depth: int | None = None) -> None:
-        """Withdraw the announcement of this sequence's first `depth` blocks, by default of all."""
-        announced = sequence.announced  # the next block to come is the last one
+        """Withdraw the announcement of this sequence's first `depth` blocks, or of all blocks by default."""
+        announced = sequence.announced  # the last entry is the next block
         while announced and (depth is None or announced[-1][0] < depth):
             del self._computing[announced.pop()[1]]
 
     def leads(self, sequence: Sequence) -> bool:
-        """True if no indexed block begins as this sequence's next one to index does: it will be new."""
+        """Return True if no indexed block begins like the sequence's next block to index: it will be new."""
         size, node = self._blocks.block_size, sequence.node
         if not sequence.indexing or (node.alive and not node.keys):
             return True
@@ -196,10 +196,10 @@ class Prefixes:
         return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
 
     def publish(self, sequence: Sequence) -> None:  # D68: equal prefixes merge at commit
-        """Index the full committed blocks of a sequence whose tokens are known.
+        """Index the sequence's full committed blocks whose tokens are known.
 
-        A block whose tokens are indexed already gives way to the indexed one, so that equal prefixes
-        computed side by side end up in one copy. A digest collision, or a fork that would lose its
+        A block whose tokens are already indexed is replaced by the indexed one, so that equal prefixes
+        computed concurrently end up as one copy. A digest collision, or a fork that would lose its
         prefix, ends the indexing of this sequence.
         """
         full = self._indexable(sequence)
@@ -225,10 +225,10 @@ class Prefixes:
         self.withdraw(sequence, sequence.depth if sequence.indexing else None)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Remove from the index the blocks that only this sequence computed and uses, deepest first.
+        """Remove from the index all blocks that only this sequence computed and uses, deepest first.
 
-        After a swap some of its blocks may be indexed beyond its depth: their counterparts in other layer
-        groups were evicted meanwhile.
+        After a swap, some of its blocks may be indexed beyond its depth, because their counterparts in other
+        layer groups were evicted in the meantime.
         """
         self._climb(sequence)
         pools = self._blocks.pools
@@ -251,21 +251,21 @@ class Prefixes:
                     pools[group].forget(block)
 
     def _indexable(self, sequence: Sequence) -> int:  # D72: indexed when sealed, `recent` tokens late
-        """Count the blocks that the index may know: full, committed, of known tokens, old enough."""
+        """Return the number of blocks that may be indexed: full, committed, with known tokens, old enough."""
         known = min(sequence.committed, len(sequence.tokens))
         old = max(sequence.adopted, sequence.committed - self._blocks.lag)
         return min(known, old) // self._blocks.block_size
 
     def _climb(self, sequence: Sequence) -> None:
         """Step back from nodes that left the index while the sequence did not hold their blocks."""
-        while not sequence.node.alive:  # a root always is
+        while not sequence.node.alive:  # a root is always alive
             sequence.step_back()
 
     def _splits_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
-        """True if a sequence would give up a block that a fork goes on with.
+        """Return True if a sequence would replace a block that a fork continues to use.
 
-        With a lag forks share full blocks that are not indexed yet. Were those after this one indexed then,
-        the fork would hold them without the prefix that the index knows, which might go before they do.
+        With a lag, forks share full blocks that are not indexed yet. If the blocks after this one were then
+        indexed, the fork would hold them without the prefix in the index, which could be evicted before them.
         """
         return self._blocks.lag > 0 and any(
             known is not None and known != table[i] and pool.references(table[i]) > 1
@@ -276,11 +276,11 @@ class Prefixes:
         )
 
     def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
-        """Index a sequence's block, or let the sequence use the indexed one."""
+        """Index a sequence's block, or make the sequence use the block that is already indexed."""
         blocks, table = self._blocks, sequence.tables[group]
         states = blocks.states
         if states is not None and group == states.group and not states.keeps(sequence, i):
-            return  # this state moves on with its sequence
+            return  # this state advances with its sequence
         pool, mine, known = blocks.pools[group], table[i], node.blocks[group]
         if known is None:
             pool.keep(mine, node)
@@ -297,6 +297,6 @@ class Prefixes:
 
 
 def _most_reused(prompt: PrefixQuery) -> int:
-    """Return the most tokens that a hit may hold: at least one is left to compute."""
+    """Return the largest number of tokens that a hit may have: at least one must be left to compute."""
     most = max(0, len(prompt.tokens) - 1)
     return most if prompt.max_reuse is None else min(most, prompt.max_reuse)

@@ -18,7 +18,7 @@ def check_integrity(
     swap: SwapSpace,
     computing: dict[bytes, Sequence],
 ) -> None:
-    """Raise AssertionError, saying what is wrong, unless every invariant holds."""
+    """Raise AssertionError, with the reason, unless every invariant holds."""
     for group, pool in enumerate(blocks.pools):
         pool.check_integrity()
         _check_references(group, pool, sequences, pins)
@@ -31,7 +31,7 @@ def check_integrity(
 
 
 def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pins: Pins) -> None:
-    """Every reference belongs to one entry of one table or pin."""
+    """Check that every reference belongs to one entry of one table or pin."""
     counted: Counter[BlockId] = Counter()
     for sequence in sequences:
         counted.update(sequence.held_in(group))
@@ -50,7 +50,7 @@ def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pi
 
 
 def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
-    """In a full-attention group a cached block is given away before the prefix it needs."""
+    """Check that cached blocks of a full-attention group are evicted before the prefix they need."""
     if window is not None:
         return
     rank = {block: i for i, block in enumerate(pool.cached_blocks())}
@@ -66,7 +66,7 @@ def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
 
 
 def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None:
-    """A host slot is free or holds one block of one sequence."""
+    """Check that every host slot is free or holds one block of one sequence."""
     free = swap.free_slots(group)
     used = [slot for s in sequences if s.swapped is not None for _, slot in s.swapped[group]]
     assert len(free) == swap.num_free[group], f"group {group}: a host slot is free twice"
@@ -76,7 +76,7 @@ def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None
 
 
 def _check_index(blocks: Blocks) -> None:
-    """Check that nodes, their chains and the pools' marks agree, and that nothing useless stays."""
+    """Check that nodes, their chains and the pools' marks agree, and that no useless node remains."""
     step = blocks.block_size * TOKEN_BYTES
     marks = [0] * len(blocks.pools)
     roots = set(blocks.index.roots())
@@ -120,7 +120,7 @@ def _check_children(blocks: Blocks, node: Node) -> int:
 
 
 def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
-    """Tables are as long as the tokens need, and what is indexed is what the sequence holds."""
+    """Check that tables have the length the tokens need and that the indexed blocks are the held ones."""
     size = blocks.block_size
     assert 0 <= sequence.committed <= sequence.length, "more tokens are committed than appended"
     for group, table in enumerate(sequence.tables):
@@ -129,7 +129,7 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
             f"group {group}: a table has the wrong length"
         )
         assert 0 <= start <= len(table), f"group {group}: a table starts outside itself"
-        known = sequence.committed or sequence.length  # an adopted prefix is committed as a whole
+        known = sequence.committed or sequence.length  # an adopted prefix is committed in full
         if group == sequence.state_group:
             assert sequence.is_swapped or not table or table[-1] != HOLE, "a sequence has lost its state"
             continue

@@ -1,4 +1,4 @@
-"""Block manager: sequences over shared blocks, from the first token to the last release."""
+"""Block manager: sequences over shared blocks, from their first token until they are freed."""
 
 from collections.abc import Callable, Iterable
 from typing import Unpack
@@ -17,17 +17,17 @@ from kvq.errors import ConfigError
 from kvq.layout import Holding
 
 
-class BlockManager:  # D61: one class of parts; methods that only forward stay, since callers name them
-    """Decides which block holds what: allocation, sharing, copy-on-write, prefix reuse, swapping.
+class BlockManager:  # D61: one class made of parts; forwarding methods stay, since callers name them
+    """Manager that decides what each block holds: allocation, sharing, copy-on-write, prefix reuse, swapping.
 
-    It owns no bytes. Changes of bytes are queued as orders, which `take_orders` returns
-    and `kvq.cache` carries out before the step's writes. All calls come from one thread.
+    It owns no bytes. Changes to bytes are queued as orders, which `take_orders` returns and
+    `kvq.cache` carries out before the step's writes. All calls must come from one thread.
 
         prompt = manager.prompt(token_ids, tenant="a")
-        sequence = manager.start(prompt)              # hits are shared; sequence.length is reused
-        slots = manager.append([(sequence, 5)])       # where the next tokens' K and V go
+        sequence = manager.start(prompt)              # hits are shared; sequence.length tokens are reused
+        slots = manager.append([(sequence, 5)])       # slots for the K and V of the next tokens
         cache.carry_out(manager.take_orders())        # then run the step
-        manager.commit(sequence, [sampled_token])     # its KV is good: others may reuse it
+        manager.commit(sequence, [sampled_token])     # its KV is valid: other sequences may reuse it
         receipt = manager.free(sequence)
     """
 
@@ -42,12 +42,12 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         identity: bytes = b"",
         **options: Unpack[Holding],
     ) -> None:
-        """Make empty pools. All lists have one entry per layer group.
+        """Make empty pools. Every list has one entry per layer group.
 
-        `block_size` is in tokens. `reserve_blocks` of every pool are kept from new sequences, so that
-        running ones can grow. At most `max_pinned_blocks` of every pool may be pinned, by default half.
-        `identity` names the model and the recipe: prefixes of another identity never match. `options`:
-        see `Holding`. Raises ConfigError for numbers out of range and lists of other lengths.
+        `block_size` is in tokens. In every pool, `reserve_blocks` are withheld from new sequences, so that
+        running ones can grow. At most `max_pinned_blocks` of each pool may be pinned, by default half.
+        `identity` names the model and the recipe; prefixes with another identity never match. `options`:
+        see `Holding`. Raises ConfigError for numbers out of range and lists of the wrong length.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
         if not 0 <= reserve_blocks < min(num_blocks):
@@ -55,7 +55,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
                 f"reserve_blocks must be at least 0 and less than every pool's {num_blocks} blocks, got "
                 f"{reserve_blocks}"
             )
-        self.pools: list[BlockPool] = self.blocks.pools  # by layer group; for reading
+        self.pools: list[BlockPool] = self.blocks.pools  # by layer group; read-only for callers
         self.block_size = block_size
         self.reserve_blocks = reserve_blocks
         self.swap = SwapSpace(self.blocks, list(host_slots or [0] * len(num_blocks)))
@@ -73,47 +73,47 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         cache_salt: str | None = None,
         max_reuse: int | None = None,
     ) -> PrefixQuery:
-        """Prepare a prompt for `lookup` and `start`; keep it, so that its tokens are hashed only once.
+        """Prepare a prompt for `lookup` and `start`; keep the result, so that tokens are hashed only once.
 
-        Prefixes are found among prompts of the same tenant, or of any tenant with the same `shared_salt`,
-        and of these only among prompts with the same `cache_salt`. `max_reuse`: most tokens to reuse;
-        prompt log-probabilities need all of them computed.
+        Prefixes are shared among prompts of the same tenant, or of any tenant with the same `shared_salt`,
+        and among these only between prompts with the same `cache_salt`. `max_reuse`: the most tokens to
+        reuse; it is limited for prompt log-probabilities, which need their tokens computed.
 
         Raises:
-            RequestError: an id that is no whole number of 0 to 2**32 - 1.
+            RequestError: an id is not a whole number from 0 to 2**32 - 1.
         """
         ids, index = token_array(tokens), self.blocks.index
         root = index.root_digest(tenant, shared_salt, cache_salt)
         return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
 
-    def lookup(self, prompt: PrefixQuery) -> Match:  # D75: nothing reused is `max_reuse=0`
-        """Return how many tokens `start` would reuse, and the sequence to wait for. Changes nothing."""
+    def lookup(self, prompt: PrefixQuery) -> Match:  # D75: `max_reuse=0` disables reuse
+        """Return how many tokens `start` would reuse, and which sequence to wait for. Changes nothing."""
         return self.prefixes.match(prompt)
 
     def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
-        """Return the longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
+        """Return the longest hit in whole blocks as (length, starts, tables by group). Changes nothing."""
         return self.prefixes.held(prompt)
 
     def can_admit(self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None) -> bool:
-        """True if a sequence could start and append `count` tokens beyond its hit now.
+        """Return True if a sequence could start now and append `count` tokens beyond its hit.
 
-        `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
+        `spare`: blocks per layer group that must stay free, by default the reserve. Changes nothing.
         """
         return self.prefixes.can_start(prompt, count, spare=spare or [self.reserve_blocks] * len(self.pools))
 
     def pin(self, prompt: PrefixQuery, until: float) -> int:
-        """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
+        """Pin the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
 
-        Pinning the same prefix again extends the pin. Returns the tokens pinned, maybe 0.
+        Pinning the same prefix again extends the pin. Returns the number of pinned tokens, possibly 0.
 
         Raises:
-            OutOfBlocks: pins would hold more than their limit; nothing changed.
+            OutOfBlocks: the pins would exceed their limit; nothing was changed.
             ConfigError: `until` is not a finite number.
         """
         return self.pins.add(self.prefixes.whole(prompt), until)
 
     def expire(self, now: float) -> int:
-        """Release the pins that ended at or before `now`. Returns how many."""
+        """Release the pins that ended at or before `now` and return their number."""
         return self.pins.expire(now)
 
     def release_pin(self) -> bool:
@@ -121,41 +121,41 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         return self.pins.release_first()
 
     def take_orders(self) -> list[Order]:
-        """Return every order queued since the last call, in order, each exactly once."""
+        """Return all orders queued since the last call, in order, each exactly once."""
         return self.blocks.take_orders()
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` with every event from now on. Returns a function that ends it."""
+        """Call `subscriber` with every event from now on. Returns a function that unsubscribes."""
         return self.blocks.events.subscribe(subscriber)
 
     def usage(self) -> list[PoolUsage]:
-        """Return free, cached and live blocks per layer group."""
+        """Return the number of free, cached and live blocks of each layer group."""
         return [pool.usage() for pool in self.pools]
 
     def utilization(self) -> float:
-        """Return tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
+        """Return tokens held / slots of live blocks, over all layer groups; 1.0 if no block is live."""
         return self._tables.utilization(self.sequences())
 
     def drop_cached(self) -> None:
-        """Evict every cached block. Live and pinned ones stay."""
+        """Evict every cached block. Live and pinned blocks stay."""
         for pool in self.pools:
             pool.drop_cached()
         self.blocks.events.deliver()
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; present blocks keep their ids. Raises ConfigError if a pool would shrink."""
+        """Enlarge the pools; existing blocks keep their ids. Raises ConfigError if a pool would shrink."""
         self.blocks.grow(num_blocks)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError, naming it, if any invariant of docs/blocks.md is broken."""
+        """Raise AssertionError, naming the invariant, if any invariant of docs/blocks.md is violated."""
         check_integrity(self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing())
 
     def sequences(self) -> list[Sequence]:
-        """Return all live sequences, swapped ones included, in order of their start."""
+        """Return all live sequences, including swapped ones, in the order of their start."""
         return list(self._live)
 
     def new_sequence(self, *, tenant: str = "") -> Sequence:
-        """Start an empty sequence without looking for a prefix; it holds no blocks yet."""
+        """Start an empty sequence, without blocks and without a prefix lookup."""
         sequence = Sequence(
             tables=[[] for _ in self.pools],
             starts=[0] * len(self.pools),
@@ -167,10 +167,10 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         return sequence
 
     def start(self, prompt: PrefixQuery) -> Sequence:
-        """Start a sequence from the longest prefix hit; `length` is what need not be computed.
+        """Start a sequence from the longest prefix hit; its first `length` tokens need not be computed.
 
-        At least one token of the prompt is left to compute. A block that matches only in its first
-        tokens is copied, if a block is free for it.
+        At least one token of the prompt is left to compute. A block of which only the first tokens match
+        is copied if there is a free block for the copy.
         """
         hit = self.prefixes.hit(prompt)
         sequence = self._begin(prompt)
@@ -179,16 +179,16 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         self.blocks.events.deliver()
         return sequence
 
-    def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:  # D78: all that is adopted is old enough
-        """Start a sequence whose first `length` tokens will be filled in, not computed.
+    def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:  # D78: adopted blocks are old enough
+        """Start a sequence whose first `length` tokens will be filled in instead of computed.
 
-        Full-attention groups get blocks for all of them, groups with a limit for those below it, sliding
-        windows for the last ones. Fill every block of `tables[g][starts[g]:]`, then `commit`, which indexes
-        all of them, with a lag too; without it, `free` leaves nothing.
+        Full-attention groups get blocks for all of these tokens, groups with a limit for those below it, and
+        sliding windows for the last ones. Fill every block of `tables[g][starts[g]:]`, then call `commit`,
+        which indexes all of them even with a lag. Without `commit`, `free` leaves nothing cached.
 
         Raises:
-            ConfigError: `length` is no multiple of the block size, or beyond the prompt.
-            OutOfBlocks: too few blocks; nothing changed.
+            ConfigError: `length` is not a multiple of the block size, or exceeds the prompt.
+            OutOfBlocks: there are too few blocks; nothing was changed.
         """
         starts, taken = self._tables.take_prefix(prompt, length)
         sequence = self._begin(prompt)
@@ -198,25 +198,25 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         return sequence
 
     def can_append(self, work: Work) -> bool:
-        """True if the pools have blocks for `append(work)`. Changes nothing."""
+        """Return True if the pools have blocks for `append(work)`. Changes nothing."""
         self._live.check_work(work)
         return self._tables.can_take(self._tables.fitting(work)[0])
 
     def append(self, work: Work) -> list[list[int]]:
-        """Make room for new tokens: (sequence, count) each. Returns their slots per layer group.
+        """Make room for new tokens, given as (sequence, count) pairs, and return their slots by layer group.
 
-        All or nothing over all sequences and groups. Queues a copy of a last block that is shared, by a fork
-        or the index. Slots beyond a group's limit are -1. Recurrent states have none: see `Sequence.move`.
+        All sequences and groups get room, or none. If a fork or the index shares a last block, a copy is
+        queued. Slots beyond a group's limit are -1. Recurrent states have no slots: see `Sequence.move`.
 
         Raises:
-            OutOfBlocks: a pool has too few blocks; nothing changed.
-            ConfigError: a negative count, a sequence twice, or one that can't be used now.
+            OutOfBlocks: a pool has too few blocks; nothing was changed.
+            ConfigError: a count is negative, or a sequence is listed twice or can't be used now.
         """
         self.extend(work)
         return self._tables.slots(work)
 
-    def extend(self, work: Work) -> None:  # D55: lists no slots: 0.5 us for 16
-        """Make room as `append` does, for callers that compute slots from the tables on the device."""
+    def extend(self, work: Work) -> None:  # D55: doesn't list slots, which saves 0.5 us for 16
+        """Make room like `append`, for callers that compute slots from the tables on the device."""
         self._live.check_work(work)
         self._tables.make_room(work)
         if self.blocks.events.active:
@@ -225,13 +225,13 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             sequence.length += count
 
     def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
-        """Declare the KV of appended tokens good, and add the further tokens that are known now.
+        """Mark the KV of all appended tokens as valid, and add token ids that are known now.
 
-        Full blocks whose tokens are known enter the prefix index and can be reused from here on.
-        Blocks of sliding-window groups that no later token sees are given back.
+        Full blocks whose tokens are known enter the prefix index and can then be reused.
+        Blocks of sliding-window groups that no later token can see are released.
 
         Raises:
-            RequestError: an id that is no whole number of 0 to 2**32 - 1; nothing changed.
+            RequestError: an id is not a whole number from 0 to 2**32 - 1; nothing was changed.
         """
         self._live.check_ready(sequence)
         if tokens is not None:
@@ -244,12 +244,12 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             self.blocks.events.deliver()
 
     def commit_each(self, work: Iterable[tuple[Sequence, int, int]], *, known: bool = True) -> None:
-        """Commit many sequences: (sequence, next token, tokens that are good) each.
+        """Commit many sequences, given as (sequence, next token, number of tokens with valid KV) triples.
 
-        `known=False`: the tokens are not looked at, as without them in `commit`.
+        `known=False`: the token ids are ignored, as if `commit` were called without tokens.
 
         Raises:
-            RequestError: a token is no whole number of 0 to 2**32 - 1; those before it are committed.
+            RequestError: a token is not a whole number from 0 to 2**32 - 1; earlier ones are committed.
         """
         live, size, lag = self._live, self.block_size, self.blocks.lag
         slides = any(window is not None for window in self.blocks.windows)
@@ -271,10 +271,10 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             self.blocks.events.deliver()
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Start a second sequence with the same tokens; all blocks are shared until one of them writes.
+        """Start a second sequence with the same tokens; blocks are shared until one of the two writes.
 
         Raises:
-            ConfigError: tokens were appended and not committed, or the sequence is swapped out.
+            ConfigError: appended tokens are not committed, or the sequence is swapped out.
         """
         self._live.check_committed(sequence, "fork")
         fork = self.new_sequence(tenant=sequence.tenant)
@@ -282,19 +282,19 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         return fork
 
     def can_truncate(self, sequence: Sequence, length: int) -> bool:
-        """True if `truncate` can end the sequence there. Changes nothing."""
+        """Return True if `truncate` can shorten the sequence to `length` tokens. Changes nothing."""
         self._live.check_ready(sequence)
         return length == sequence.length or self._tables.can_shorten(sequence, length)
 
     def truncate(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> None:
-        """End a sequence after its first `length` tokens: rejected drafts, or a rewind.
+        """Shorten a sequence to its first `length` tokens, to drop rejected drafts or to rewind.
 
-        A recurrent state goes back only to a snapshot, or over the last append if that was not run.
-        `state_is_due`: also within the last block of the last append, where the state after `length` tokens,
-        and no later one, is stored or will be.
+        A recurrent state can return only to a snapshot, or to before the last append if that was not run.
+        `state_is_due`: it can also return to a point within the last block of the last append where the state
+        after `length` tokens, and no later state, is stored or will be.
 
         Raises:
-            ConfigError: longer than the sequence, or blocks seen there were given back; nothing changed.
+            ConfigError: `length` is too large, or blocks visible there were released; nothing changed.
         """
         self._live.check_ready(sequence)
         self._tables.shorten(sequence, length, state_is_due=state_is_due)
@@ -303,9 +303,9 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             del sequence.tokens[length:]
 
     def scrub(self, sequence: Sequence) -> None:  # D60: a failed request's own blocks leave the index
-        """Queue zeroing of every block that only this sequence uses; it is never indexed again.
+        """Queue zeroing of every block that only this sequence uses; the sequence is never indexed again.
 
-        Blocks that it computed and no other sequence uses leave the index too; pins on them end.
+        Blocks that it computed and no other sequence uses also leave the index, and their pins are released.
         """
         self._live.check_ready(sequence)
         sequence.indexing = False
@@ -334,16 +334,16 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         return sequence.receipt.copy()
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """True if host slots are free for all of a sequence's blocks. Changes nothing."""
+        """Return True if there are enough free host slots for all of a sequence's blocks. Changes nothing."""
         self._live.check_committed(sequence, "swap out")
         return self.swap.can_swap_out(sequence)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Queue the move of a sequence's blocks to host slots and release them.
+        """Queue the move of a sequence's blocks to host slots, and release the blocks.
 
         Raises:
-            OutOfBlocks: too few host slots; nothing changed.
-            ConfigError: tokens were appended and not committed.
+            OutOfBlocks: there are too few host slots; nothing was changed.
+            ConfigError: appended tokens are not committed.
         """
         self._live.check_committed(sequence, "swap out")
         self.swap.swap_out(sequence)
@@ -351,17 +351,17 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         self.blocks.events.deliver()
 
     def can_swap_in(self, sequence: Sequence) -> bool:
-        """True if the pools have blocks for `swap_in`. Changes nothing."""
+        """Return True if the pools have blocks for `swap_in`. Changes nothing."""
         self._live.check_swapped(sequence)
         return self.swap.can_swap_in(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Bring a sequence back: blocks that the index still holds are shared, the rest is ordered in.
+        """Swap a sequence in: share the blocks that the index still holds, and queue orders for the rest.
 
-        Carry out the orders, then call `recover`, even if none failed; until then it can only be freed.
+        Carry out the orders, then call `recover`, even if none failed; until then, only `free` is allowed.
 
         Raises:
-            OutOfBlocks: too few blocks; the sequence stays swapped out.
+            OutOfBlocks: there are too few blocks; the sequence stays swapped out.
             ConfigError: the sequence is not swapped out.
         """
         self._live.check_swapped(sequence)
@@ -369,13 +369,13 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         self.blocks.events.deliver()
 
     def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
-        """Confirm a swap-in: `failed` are the orders whose bytes were not what went out, if any.
+        """Confirm a swap-in: `failed` are the orders whose bytes had changed since the swap-out, if any.
 
-        The sequence is shortened to what is good. Its tokens stay known: compute from `sequence.length`
-        on. Orders of other sequences are ignored.
+        The sequence is shortened to its valid tokens. Its token ids stay known: compute from
+        `sequence.length` on. Orders of other sequences are ignored.
 
         Raises:
-            ConfigError: the sequence was not just swapped in, or its orders were not taken yet.
+            ConfigError: the sequence was not just swapped in, or its orders have not been taken yet.
         """
         self._live.check_restored(sequence)
         lost = self.swap.lost(sequence, failed)

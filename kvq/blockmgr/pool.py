@@ -9,28 +9,28 @@ from kvq.blockmgr.eviction import BlockId as BlockId
 from kvq.blockmgr.eviction import EvictionPolicy, LeastRecent
 from kvq.errors import ConfigError, OutOfBlocks
 
-HostSlot = NewType("HostSlot", int)  # index of a block's place in host memory or a file
+HostSlot = NewType("HostSlot", int)  # index of a block's slot in host memory or in a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolUsage:
-    """The three gauges of one pool; they always add up to `total`."""
+    """The three gauges of one pool, which always add up to `total`."""
 
-    free: int  # hold nothing
-    cached: int  # hold indexed tokens that are not in use; evicted when free blocks run out
+    free: int  # contain nothing
+    cached: int  # contain indexed tokens that are not in use; evicted when free blocks run out
     live: int  # referenced by sequences or pins
     total: int
 
 
-# Called with the evicted blocks and their entries; returns cached blocks that can't be found without them.
+# Called with the evicted blocks and their entries; returns cached blocks that can't be found without these.
 EvictionListener = Callable[[list[BlockId], list[object]], Iterable[BlockId]]
 
 
 class BlockPool:
-    """Reference-counted blocks. Decides only; the bytes belong to `kvq.cache`.
+    """Reference counts of blocks. The pool only decides; the bytes belong to `kvq.cache`.
 
-    A block with references is live. Without, it is cached if `keep` marked it with an index entry, else
-    free. Every change of state is O(1) a block. `policy` orders the cached blocks.
+    A block with references is live. Without references, it is cached if `keep` marked it with an index
+    entry, and free otherwise. Every state change is O(1) per block. `policy` orders the cached blocks.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BlockPool:
             raise ConfigError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
-        self._entries: list[object | None] = [None] * num_blocks  # what the index knows a block by
+        self._entries: list[object | None] = [None] * num_blocks  # the index entry of each block
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
         self._cached = policy(num_blocks)
         self._hits = self._cached.hits
@@ -52,12 +52,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that hold nothing."""
+        """Number of blocks that contain nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks without references that hold indexed tokens."""
+        """Number of blocks without references that contain indexed tokens."""
         return len(self._cached)
 
     @property
@@ -67,7 +67,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that an allocation could take: free and cached ones."""
+        """Number of blocks that can be allocated: the free and the cached ones."""
         return len(self._free) + len(self._cached)
 
     def usage(self) -> PoolUsage:
@@ -85,10 +85,10 @@ class BlockPool:
             )
 
     def allocate(self, count: int) -> list[BlockId]:  # D54: a cached block leaves the index at once, 0.5 us
-        """Take `count` blocks, each with one reference: free ones first, least recently freed first.
+        """Allocate `count` blocks with one reference each, starting with the free block released first.
 
-        When they run out, cached blocks leave the prefix index, in the order of the eviction policy.
-        All or nothing: a refused request leaves the pool unchanged.
+        When free blocks run out, cached blocks leave the prefix index in the order of the eviction policy.
+        If there are too few blocks, nothing is allocated and the pool is unchanged.
 
         Raises:
             OutOfBlocks: too few blocks are free or cached.
@@ -114,11 +114,11 @@ class BlockPool:
             self._hits.add(block)
 
     def release(self, block: BlockId) -> None:
-        """Drop a reference; without any left, the block is cached if it is indexed, else free."""
+        """Drop a reference; after the last one, the block is cached if it is indexed, and free otherwise."""
         self.release_all((block,))
 
     def release_all(self, blocks: Iterable[BlockId]) -> None:
-        """Drop one reference of each block, in order: what comes first is given away first."""
+        """Drop one reference to each block, in order; the first blocks are also the first to be reused."""
         refs, entries = self._refs, self._entries
         free, cache = self._free.append, self._cached.add
         for block in blocks:
@@ -133,43 +133,43 @@ class BlockPool:
                 cache(block)
 
     def references(self, block: BlockId) -> int:
-        """Return how often the block is referenced; 0 for a free or cached one."""
+        """Return the number of references to a block; 0 for a free or cached block."""
         return self._refs[block]
 
     def held(self) -> dict[BlockId, int]:
-        """Return the live blocks and how often each is referenced."""
+        """Return the live blocks with their reference counts."""
         return {BlockId(block): refs for block, refs in enumerate(self._refs) if refs}
 
     def entry(self, block: BlockId) -> object | None:
-        """Return the index entry that the block was marked with, or None."""
+        """Return the index entry that the block is marked with, or None."""
         return self._entries[block]
 
     def every(self, stride: int) -> Iterable[tuple[int, int, object | None]]:
-        """Return (block, references, index entry) of block 0 and every `stride`-th one after it."""
+        """Return (block, references, index entry) for every `stride`-th block, starting with block 0."""
         return zip(
             range(0, self.num_blocks, stride), self._refs[::stride], self._entries[::stride], strict=True
         )
 
     def cached_blocks(self) -> list[BlockId]:
-        """Return the cached blocks, the next one to evict first."""
+        """Return the cached blocks, with the next one to evict first."""
         return self._cached.order()
 
     def num_indexed(self) -> int:
-        """Return the number of blocks with an index entry, live or cached. O(blocks)."""
+        """Return the number of blocks with an index entry, live or cached, in O(blocks)."""
         return self.num_blocks - self._entries.count(None)
 
     def is_writable(self, block: BlockId) -> bool:  # D67: the index counts as a sharer
-        """True if exactly one sequence sees the block: one reference, and not indexed."""
+        """Return True if exactly one sequence sees the block: it has one reference and is not indexed."""
         return self._refs[block] == 1 and self._entries[block] is None
 
     def keep(self, block: BlockId, entry: object) -> None:
-        """Mark a live block as indexed: it stays cached when its last reference goes."""
+        """Mark a live block as indexed: it stays cached after its last reference is dropped."""
         assert self._refs[block] > 0, f"block {block} is not live, it can't be indexed"
         assert self._entries[block] is None, f"block {block} is indexed already"
         self._entries[block] = entry
 
     def forget(self, block: BlockId) -> None:
-        """Take a block out of the index: a live one keeps its references, a cached one becomes free.
+        """Remove a block from the index: a live block keeps its references, a cached block becomes free.
 
         Cached blocks that can't be found without it are evicted.
         """
@@ -184,7 +184,7 @@ class BlockPool:
         self._evict(self._cached.pop(self.num_cached))
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks up to `num_blocks`. Present blocks keep their ids."""
+        """Add free blocks up to a total of `num_blocks`. Existing blocks keep their ids."""
         more = num_blocks - self.num_blocks
         if more < 0:
             raise ConfigError(f"a pool of {self.num_blocks} blocks can't shrink to {num_blocks}")
@@ -194,7 +194,7 @@ class BlockPool:
         self.num_blocks = self._cached.num_blocks = num_blocks
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a block is in two states or in none."""
+        """Raise AssertionError if a block is in two states or in no state."""
         self._cached.check_integrity()
         free, cached = set(self._free), set(self.cached_blocks())
         assert len(free) == len(self._free), "a block is in the free list twice"
@@ -210,13 +210,13 @@ class BlockPool:
             assert self._entries[block] is not None, f"block {block} is cached and not indexed"
 
     def _evict(self, blocks: list[BlockId]) -> None:
-        """Free blocks that were taken out of the cached ones, and those that can't be found without them."""
+        """Free blocks that were removed from the cached ones, and blocks that can't be found without them."""
         while blocks:
             self._free.extend(blocks)
             blocks = self._unmark(blocks)
 
     def _unmark(self, blocks: list[BlockId]) -> list[BlockId]:
-        """Take blocks out of the index. Returns other blocks that can't be found any more."""
+        """Remove blocks from the index. Returns other blocks that can no longer be found."""
         entries = [self._entries[block] for block in blocks]
         for block in blocks:
             self._entries[block] = None

@@ -1,8 +1,8 @@
-"""Prefix index: the blocks that hold the KV of given tokens, found by chained digests.
+"""Prefix index: finds the blocks that hold the KV of given tokens by chained digests.
 
 The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so
-one dictionary lookup a block finds a prefix. Digests only find: on a hit the tokens themselves are
-compared, block by block from the root, so that equal digests of different tokens can't serve wrong KV.
+a prefix is found with one dictionary lookup per block. Digests only find candidates: the tokens are then
+compared, block by block from the root, so that colliding digests can't lead to the wrong KV.
 """
 
 from array import array
@@ -15,19 +15,19 @@ from kvq.blockmgr.pool import BlockId
 from kvq.errors import RequestError
 
 TOKEN_BYTES = 4
-_MOST_SIBLINGS = 32  # children looked at on either side for a part to copy
+_MOST_SIBLINGS = 32  # children examined on either side for a partial block to copy
 _VERSION = b"kvq-prefix-1"
 
 
 def sha256_digest(data: bytes) -> bytes:
-    """Return the SHA-256 of `data`, 32 bytes."""
+    """Return the SHA-256 digest of `data`, 32 bytes."""
     return sha256(data).digest()
 
 
 class Node:
-    """Tokens of one block after a prefix, and the blocks that hold their KV, per layer group.
+    """Tokens of one block after a prefix, and the blocks that hold their KV, by layer group.
 
-    A node stays while it has a block in any group or a node after it, so that every chain from a
+    A node stays in the index while it has a block in any group or a child, so that every chain from a
     root can be compared token by token.
     """
 
@@ -45,16 +45,16 @@ class Node:
     )
 
     def __init__(self, parent: "Node | None", digest: bytes, tokens: bytes, num_groups: int) -> None:
-        self.parent = parent  # None: a root
+        self.parent = parent  # None for a root
         self.digest = digest
-        self.root: bytes = digest if parent is None else parent.root  # digest above: model, recipe and salt
+        self.root: bytes = digest if parent is None else parent.root  # digest at the top: model, recipe, salt
         self.tokens = tokens  # the block's token ids as bytes
-        self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to this one's end
+        self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to the end of this one
         self.blocks: list[BlockId | None] = [None] * num_groups
-        self.num_held = 0  # groups whose block is there
+        self.num_held = 0  # groups that have a block
         self.keys: list[bytes] | tuple[()] = ()  # tokens of the children, sorted; most nodes have none
         self.children: list[Node] | tuple[()] = ()  # in the order of `keys`
-        self.alive = True  # False once it left the index
+        self.alive = True  # False after it has left the index
 
 
 def _remove_child(parent: Node, child: Node) -> None:
@@ -68,22 +68,22 @@ def _remove_child(parent: Node, child: Node) -> None:
 
 @dataclass(slots=True, eq=False)
 class PrefixQuery:
-    """Tokens of a prompt to look up: validated once, digests computed as far as they were needed."""
+    """Tokens of a prompt to look up, validated once, with the digests that were needed so far."""
 
     tokens: "array[int]"
     tenant: str
-    root: bytes  # digest that starts the chain: model, recipe and salt
+    root: bytes  # digest at the start of the chain: model, recipe and salt
     data: bytes  # the tokens as bytes
     digests: list[bytes]  # of the full blocks, in order
-    block_size: int  # tokens; what a full block is
-    max_reuse: int | None = None  # most tokens of a hit, if fewer than all but one
+    block_size: int  # tokens of a full block
+    max_reuse: int | None = None  # limit for the tokens of a hit, if lower than all but one
 
 
 def token_array(tokens: Iterable[int]) -> "array[int]":
     """Return token ids as `array('I')`.
 
     Raises:
-        RequestError: an id that is no whole number of 0 to 2**32 - 1.
+        RequestError: an id is not a whole number from 0 to 2**32 - 1.
     """
     if isinstance(tokens, bytes | bytearray | str):
         raise RequestError(
@@ -100,7 +100,7 @@ def _utf8(text: str) -> bytes:
 
 
 class PrefixIndex:
-    """Chains of nodes below one root per salt."""
+    """Chains of nodes, with one root per salt."""
 
     def __init__(self, *, block_size: int, num_groups: int, identity: bytes = b"") -> None:
         """Make an empty index; `identity` names the model and the recipe."""
@@ -108,7 +108,7 @@ class PrefixIndex:
         self._step = block_size * TOKEN_BYTES
         self._num_groups = num_groups
         self._identity = sha256_digest(identity)
-        self._digest = sha256_digest  # of a block, chained
+        self._digest = sha256_digest  # of a block, chained to the previous one
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
 
@@ -116,23 +116,23 @@ class PrefixIndex:
         return len(self._nodes)
 
     def get(self, digest: bytes) -> Node | None:
-        """Return the node of that digest, roots left out."""
+        """Return the node with this digest, but no root."""
         return self._nodes.get(digest)
 
     def nodes(self) -> Iterator[Node]:
-        """Iterate over all nodes, roots left out."""
+        """Iterate over all nodes except roots."""
         return iter(self._nodes.values())
 
     def roots(self) -> Iterator[Node]:
         """Iterate over the roots that have nodes below them."""
         return iter(self._roots.values())
 
-    def root_digest(  # D74: salt after the tenant's length
+    def root_digest(  # D74: the salt follows the tenant's length
         self, tenant: str, shared_salt: str | None = None, cache_salt: str | None = None
     ) -> bytes:
-        """Return the digest that starts the chains of a tenant, or of all tenants with one `shared_salt`.
+        """Return the digest that starts a tenant's chains, or those of all tenants with one `shared_salt`.
 
-        Every `cache_salt` separates further.
+        A `cache_salt` separates chains further.
         """
         kind, salt = (b"t", _utf8(tenant)) if shared_salt is None else (b"s", _utf8(shared_salt))
         if cache_salt is not None:
@@ -140,11 +140,11 @@ class PrefixIndex:
         return sha256_digest(_VERSION + self._identity + kind + salt)
 
     def root(self, digest: bytes) -> Node:
-        """Return the root of that digest; it joins the index with its first child."""
+        """Return the root with this digest; it enters the index with its first child."""
         return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
 
     def digest_at(self, prompt: PrefixQuery, block: int) -> bytes:
-        """Return the chained digest of a prompt's full block, hashing what was not hashed yet."""
+        """Return the chained digest of a full block of a prompt, and hash any blocks before it as needed."""
         digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
         while len(digests) <= block:
             at = len(digests) * step
@@ -153,11 +153,11 @@ class PrefixIndex:
         return digests[block]
 
     def chain(self, parent: bytes, tokens: bytes) -> bytes:
-        """Return the digest of a block of tokens after `parent`."""
+        """Return the digest of a block of tokens that follows `parent`."""
         return self._digest(parent + tokens)
 
     def walk(self, prompt: PrefixQuery, max_blocks: int) -> list[Node]:
-        """Return the nodes of a prompt's first blocks, as far as they are indexed. Changes nothing."""
+        """Return the nodes of a prompt's leading indexed blocks. Doesn't change the index."""
         parent = self._roots.get(prompt.root)
         found: list[Node] = []
         if parent is None:
@@ -180,9 +180,9 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: Node, digest: bytes, tokens: bytes) -> Node | None:
-        """Return the node of a block of tokens after `parent`, new if need be; None on a digest collision."""
+        """Return the node for a block of tokens after `parent`, created if missing; None on a collision."""
         if parent.parent is None:
-            parent = self._roots.get(parent.digest, parent)  # another may have joined meanwhile
+            parent = self._roots.get(parent.digest, parent)  # another root may have been added meanwhile
         node = self._nodes.get(digest)
         if node is not None:
             return node if node.parent is parent and node.tokens == tokens else None
@@ -206,9 +206,9 @@ class PrefixIndex:
         node.num_held += 1
 
     def forget(self, nodes: list[Node], group: int) -> list[BlockId]:
-        """Forget the nodes' blocks in one group; nodes that nothing needs any more leave the index.
+        """Remove the nodes' blocks in one group; nodes that are no longer needed leave the index.
 
-        Returns the blocks of that group that follow directly after a forgotten one.
+        Returns the blocks of this group that directly follow a removed one.
         """
         stranded: list[BlockId] = []
         known = self._nodes
@@ -230,8 +230,8 @@ class PrefixIndex:
                     self.prune(parent)
         return stranded
 
-    def prune(self, node: Node) -> None:  # D69: nodes without blocks stay while something follows
-        """Remove a node without blocks and children, and ancestors that it alone kept."""
+    def prune(self, node: Node) -> None:  # D69: nodes without blocks stay while they have children
+        """Remove a node without blocks and children, and ancestors that only this node kept in the index."""
         while node.parent is not None:
             if node.num_held or node.children or not node.alive:
                 return
@@ -244,11 +244,11 @@ class PrefixIndex:
             del self._roots[node.digest]
 
     def best_child(self, node: Node, tokens: bytes, num_groups: int) -> tuple[Node | None, int]:  # D70
-        """Return the child that starts with most of `tokens`, and how many tokens they share.
+        """Return the child that shares the most leading tokens with `tokens`, and the number of these tokens.
 
-        Children are sorted by their tokens, so on either side the nearest that is there in all
-        `num_groups` layer groups that have blocks at its depth shares most. Only some neighbours are
-        looked at, so that no client can make it slow.
+        Children are sorted by tokens, so on either side the nearest child with blocks in all `num_groups`
+        layer groups that have blocks at its depth shares the most. Only a limited number of neighbors is
+        examined, so that no client can make this slow.
         """
         best: Node | None = None
         longest = 0
@@ -267,6 +267,6 @@ class PrefixIndex:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """Return how many tokens two rows of token ids share from the start."""
+    """Return the number of leading tokens that two rows of token ids share."""
     pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES)

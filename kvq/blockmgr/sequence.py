@@ -1,4 +1,4 @@
-"""Sequences: tokens, block tables in every layer group, the blocks used, and which sequences are live."""
+"""Sequences: tokens, block tables of all layer groups, memory use, and the set of live sequences."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -7,42 +7,42 @@ from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
 from kvq.errors import ConfigError
 
-HOLE = BlockId(-1)  # where a table of states has no block
+HOLE = BlockId(-1)  # a table entry without a state block
 
 Work = list[tuple["Sequence", int]]  # (sequence, new tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMove:
-    """Reads and writes of a sequence's recurrent state by its last append."""
+    """Reads and writes of a sequence's recurrent state in its last append."""
 
-    start: int  # tokens before it
-    source: BlockId  # where the state after those lies; a HOLE if there are none
-    pieces: list[tuple[int, BlockId]]  # (tokens, where the state after them goes), in order
+    start: int  # tokens before the append
+    source: BlockId  # block with the state after these tokens; a HOLE if there are none
+    pieces: list[tuple[int, BlockId]]  # (tokens, block for the state after them), in order
 
 
 @dataclass(kw_only=True, slots=True)
 class BlockUse:
-    """Memory use of one sequence, in blocks over all layer groups unless said otherwise."""
+    """Memory use of one sequence, in blocks over all layer groups unless stated otherwise."""
 
-    own: int = 0  # taken from the pools
-    shared: int = 0  # found in the prefix index, or taken over by a fork
+    own: int = 0  # allocated from the pools
+    shared: int = 0  # found in the prefix index, or inherited by a fork
     reused: int = 0  # tokens that did not have to be computed
-    copied: int = 0  # blocks copied before a write, or for their first tokens
-    recomputed: int = 0  # tokens whose KV was lost, by a preemption or a failed swap, and computed again
+    copied: int = 0  # blocks copied before a write or to reuse their first tokens
+    recomputed: int = 0  # tokens computed again because a preemption or a failed swap lost their KV
     swapped: int = 0  # blocks moved to host slots
     peak: int = 0  # most blocks that one sequence held at once
-    peak_bytes: int = 0  # most bytes that one held at once, each group's blocks counted at their own size
+    peak_bytes: int = 0  # most bytes that one sequence held at once, with each group's own block size
 
     def add(self, other: "BlockUse") -> None:
-        """Add the use of another sequence; a peak is that of the sequence that held most."""
+        """Add the use of another sequence; the peaks are the larger of the two."""
         peaks = max(self.peak, other.peak), max(self.peak_bytes, other.peak_bytes)
         for name in BlockUse.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak, self.peak_bytes = peaks
 
     def copy(self) -> "BlockUse":
-        """Return a copy; faster than `dataclasses.replace`, for every request that ends."""
+        """Return a copy; faster than `dataclasses.replace`, since it runs for every finished request."""
         found = BlockUse()
         for name in BlockUse.__slots__:
             setattr(found, name, getattr(self, name))
@@ -51,41 +51,41 @@ class BlockUse:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence's length and tables. Read it freely; only its `BlockManager` changes it.
+    """Length and tables of one sequence. Anyone may read it; only its `BlockManager` changes it.
 
     `tables[g][i]` is the block of positions [i * block_size, (i + 1) * block_size) in layer group g.
-    Entries before `starts[g]` were given back, because no token can see them any more; their values
-    mean nothing. A group that keeps only the first tokens has no entries beyond its limit. A group of
-    recurrent states has holes, where no state is kept.
+    Entries before `starts[g]` were released because no token can see them any more; their values are
+    meaningless. A group that keeps only the first tokens has no entries beyond its limit. A group of
+    recurrent states has holes where no state is kept.
     """
 
-    tables: list[list[BlockId]]  # per layer group
-    starts: list[int]  # per layer group, index of the first block held
-    node: Node  # of the last indexed block; a root while there is none
+    tables: list[list[BlockId]]  # by layer group
+    starts: list[int]  # by layer group, index of the first held block
+    node: Node  # of the last indexed block; a root if no block is indexed
     tenant: str = ""
     length: int = 0  # tokens that have a slot
-    committed: int = 0  # tokens whose KV is known to be good
-    adopted: int = 0  # of the first tokens those that were filled in: their blocks are old enough to index
+    committed: int = 0  # tokens whose KV is known to be valid
+    adopted: int = 0  # leading tokens that were filled in: their blocks are old enough to index
     tokens: "array[int]" = field(default_factory=lambda: array("I"))  # ids known so far
     digests: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     depth: int = 0  # full blocks that are indexed
-    found: int = 0  # of these, the first ones that were there when it started
-    indexing: bool = True  # False: its tokens can't be indexed, or must not
+    found: int = 0  # leading indexed blocks that already existed when it started
+    indexing: bool = True  # False if its tokens can't or must not be indexed
     announced: list[tuple[int, bytes]] = field(default_factory=list)  # blocks others may wait for, last first
     swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
-    ready: bool = True  # False while swapped out, until a swap-in is confirmed, and once freed
+    ready: bool = True  # False while swapped out, until a swap-in is confirmed, and after `free`
     receipt: BlockUse = field(default_factory=BlockUse)
     state_group: int = -1  # layer group whose blocks hold recurrent states
-    tail: int | None = None  # index of the prompt's last block whose state is kept; None: no state is
+    tail: int | None = None  # index of the prompt's last block whose state is kept; None: no state is kept
     move: StateMove | None = None  # of the last append
-    is_changed: bool = False  # True: tables have entries that `take_changes` did not hand out yet
-    changed: list[int] = field(init=False)  # per layer group, index of the first such entry
+    is_changed: bool = False  # True if tables have entries that `take_changes` has not returned yet
+    changed: list[int] = field(init=False)  # by layer group, index of the first such entry
 
     def __post_init__(self) -> None:
         self.changed = [len(table) for table in self.tables]
 
     def note_peak(self, block_bytes: list[int]) -> None:  # D66
-        """Update the peaks from the blocks held now; `block_bytes`: of one block, per layer group."""
+        """Update the peaks from the blocks held now; `block_bytes`: bytes per block, by layer group."""
         blocks = nbytes = 0
         for group, size in enumerate(block_bytes):
             held = self.num_held_in(group)
@@ -95,7 +95,7 @@ class Sequence:
         self.receipt.peak_bytes = max(self.receipt.peak_bytes, nbytes)
 
     def mark(self, group: int, index: int) -> None:
-        """Mark a table's entries from `index` on as changed."""
+        """Mark the entries of a table from `index` on as changed."""
         self.is_changed = True
         self.changed[group] = min(self.changed[group], index)
 
@@ -105,29 +105,29 @@ class Sequence:
         self.changed = [0] * len(self.tables)
 
     def fill(self, starts: list[int], held: list[list[BlockId]]) -> None:
-        """Set the tables to these blocks, the first of each group at its index in `starts`."""
+        """Set the tables to these blocks; each group's first block goes to its index in `starts`."""
         self.starts, self.tables = starts, tables_of(starts, held)
         self.mark_all()
 
     def adopt(
         self, length: int, starts: list[int], taken: list[list[BlockId]], block_bytes: list[int]
     ) -> None:
-        """Set fresh blocks for the first `length` tokens of a new, empty sequence."""
+        """Set newly allocated blocks for the first `length` tokens of a new, empty sequence."""
         self.fill(starts, taken)
         self.length = self.adopted = length
         self.receipt.own = self.num_held
         self.note_peak(block_bytes)
 
     def step_back(self) -> None:
-        """Make the block before the last indexed one the last indexed one."""
+        """Move the end of the indexed prefix back by one block."""
         assert self.node.parent is not None, "a root has depth 0"
         self.node = self.node.parent
         self.depth -= 1
 
     def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:  # D57: every changed entry exactly once
-        """Return the changes of the tables since the last call: (group, first index, entries from there on).
+        """Return the table changes since the last call as (group, first index, entries from there on).
 
-        They bring copies of the tables on a device up to date.
+        They are used to update copies of the tables on a device.
         """
         changes = []
         for group, (table, first) in enumerate(zip(self.tables, self.changed, strict=True)):
@@ -143,52 +143,52 @@ class Sequence:
         return self.swapped is not None
 
     def holds(self, group: int, index: int) -> bool:
-        """True if a table has a block at an index: not given back, not beyond the group's limit."""
+        """Return True if a table has a block at an index: not released, and within the group's limit."""
         table = self.tables[group]
         return self.starts[group] <= index < len(table) and table[index] != HOLE
 
     def held_in(self, group: int) -> list[BlockId]:
-        """Return the blocks of a layer group held now."""
+        """Return the blocks that are held now in a layer group."""
         held = self.tables[group][self.starts[group] :]
         return [block for block in held if block != HOLE] if group == self.state_group else held
 
     def num_held_in(self, group: int) -> int:
-        """Return the number of blocks of a layer group held now."""
+        """Return the number of blocks that are held now in a layer group."""
         if group == self.state_group:
             return len(self.held_in(group))
         return len(self.tables[group]) - self.starts[group]
 
     @property
     def held(self) -> list[list[BlockId]]:
-        """Blocks held now, per layer group."""
+        """Blocks held now, by layer group."""
         return [self.held_in(group) for group in range(len(self.tables))]
 
     @property
     def num_held(self) -> int:
-        """Blocks held now, over all layer groups."""
+        """Number of blocks held now, over all layer groups."""
         return sum(self.num_held_in(group) for group in range(len(self.tables)))
 
 
 def tables_of(starts: list[int], held: list[list[BlockId]]) -> list[list[BlockId]]:
-    """Return tables of these blocks, the first of each group at its index in `starts`."""
+    """Return tables of these blocks; each group's first block is at its index in `starts`."""
     return [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
 
 
 class LiveSequences(dict[Sequence, None]):
-    """Live sequences in order of their start, and the refusal of every wrong use."""
+    """Live sequences in the order of their start, with checks that refuse invalid use."""
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence; from now on it may only be read."""
+        """Remove a sequence; after that it may only be read."""
         del self[sequence]
         sequence.ready = False
 
     def check_live(self, sequence: Sequence) -> None:
-        """Raise ConfigError unless the sequence is one of these."""
+        """Raise ConfigError unless the sequence is live in this manager."""
         if sequence not in self:
             raise ConfigError("the sequence was freed, or is another manager's; start a new one")
 
     def check_ready(self, sequence: Sequence) -> None:
-        """Raise ConfigError unless the sequence's blocks are there and trusted."""
+        """Raise ConfigError unless the sequence's blocks are in the pools and confirmed."""
         if sequence.ready and sequence in self:
             return
         self.check_live(sequence)
@@ -200,7 +200,7 @@ class LiveSequences(dict[Sequence, None]):
         )
 
     def check_work(self, work: Work) -> None:
-        """Raise ConfigError unless every sequence of an append is ready, comes once, and grows."""
+        """Raise ConfigError unless an append has ready, distinct sequences and no negative count."""
         if len(dict(work)) != len(work):
             raise ConfigError("a sequence comes twice in one append; add its counts up")
         for sequence, count in work:
@@ -224,7 +224,7 @@ class LiveSequences(dict[Sequence, None]):
         if not sequence.is_swapped:
             raise ConfigError("the sequence is not swapped out, so it can't be swapped in")
 
-    def check_restored(self, sequence: Sequence) -> None:  # D59: nothing but `free` before `recover`
+    def check_restored(self, sequence: Sequence) -> None:  # D59: only `free` is allowed before `recover`
         """Raise ConfigError unless the sequence was just swapped in."""
         self.check_live(sequence)
         if sequence.ready or sequence.is_swapped:

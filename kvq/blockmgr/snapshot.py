@@ -7,25 +7,25 @@ from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockPool
 from kvq.blockmgr.prefix import Node
 
-MAX_OWNERS = 62  # tenants with an owner code of their own
-OTHERS = 63  # the owner code of all further tenants
+MAX_OWNERS = 62  # tenants with their own owner codes
+OTHERS = 63  # the owner code that all further tenants share
 
 
-class _BlockState(IntEnum):  # D71: idle since last found, not since release
+class _BlockState(IntEnum):  # D71: idle since it was last found, not since its release
     """The low two bits of a block's byte."""
 
     FREE = 0
     CACHED = 1
     LIVE = 2  # one reference
-    SHARED = 3  # several
+    SHARED = 3  # several references
 
 
 def take_snapshot(manager: BlockManager, tenants: Row[str], *, stride: int = 1) -> list[bytes]:
     """Return one byte for every `stride`-th block of each pool: `owner << 2 | _BlockState`. Changes nothing.
 
-    The owner is 1 + the tenant's place in `tenants`, `OTHERS` beyond `MAX_OWNERS` of them, and 0 for free
-    blocks and for cached ones whose prefix belongs to no single tenant, or has a salt.
-    O(blocks looked at + blocks held).
+    The owner is 1 + the tenant's position in `tenants`, `OTHERS` for tenants beyond `MAX_OWNERS`, and 0
+    for free blocks and for cached blocks whose prefix belongs to no single tenant or has a salt.
+    O(blocks sampled + blocks held).
     """
     codes = {tenant: min(1 + i, OTHERS) << 2 for i, tenant in enumerate(tenants)}
     index = manager.blocks.index
@@ -36,7 +36,7 @@ def take_snapshot(manager: BlockManager, tenants: Row[str], *, stride: int = 1) 
 
 
 def _held(manager: BlockManager, group: int, codes: dict[str, int]) -> dict[int, int]:
-    """Return the owner codes of blocks in tables; an unindexed block has no other record of its owner."""
+    """Return the owner codes of blocks in tables, the only record of the owners of unindexed blocks."""
     held: dict[int, int] = {}
     for sequence in manager.sequences():
         if not sequence.is_swapped:

@@ -1,8 +1,8 @@
-"""Recurrent states, kept as blocks of a layer group of their own.
+"""Recurrent states, kept as blocks of a separate layer group.
 
-A sequence has one such block: the state after all its tokens, which moves along from index to index of the
-table as the sequence grows. A snapshot stays behind at the end of a full block, where the
-index finds it, and the sequence goes on in another one. Indices without a block are holes.
+A sequence has one such block for the state after all its tokens; the block moves from index to index of
+the table as the sequence grows. At the end of some full blocks it stays behind as a snapshot, which the
+index can find, and the sequence continues in another block. Indices without a block are holes.
 """
 
 from collections.abc import Iterator
@@ -17,36 +17,36 @@ SNAPSHOT_EVERY = 256  # tokens
 
 @dataclass(frozen=True, slots=True)
 class _StateStep:
-    """Change of a state's table entries by an append."""
+    """Change of a state's table entries in one append."""
 
-    targets: list[int]  # indices of the blocks that are written, in order; all but the last are snapshots
-    copies: bool  # the state is shared, in the middle of a block: it is copied first
-    moves: bool  # the block that it lies in is written again, there or further on
+    targets: list[int]  # indices of the blocks to write, in order; all but the last are snapshots
+    copies: bool  # the state is shared, in the middle of a block, and must be copied first
+    moves: bool  # the state's current block is written again, at the same index or a later one
 
     @property
     def need(self) -> int:
-        """Blocks to take, beside the copy."""
+        """Number of blocks to allocate, not counting the copy."""
         return len(self.targets) - self.moves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class States:  # D63: recurrent states: blocks of a group whose window is 2
-    """Rules of the layer group that holds states."""
+class States:  # D63: recurrent states are blocks of a group whose window is 2
+    """Rules of the layer group for states."""
 
     group: int
     pool: BlockPool
     block_size: int  # tokens
-    every: int  # tokens from snapshot to snapshot, beside the one at the end of a prompt
+    every: int  # tokens between snapshots, in addition to the one at the end of a prompt
 
     def keeps(self, sequence: Sequence, index: int) -> bool:
-        """True if the state after a full block is kept for the index."""
+        """Return True if the state after a full block is kept for the index."""
         if sequence.tail is None or not sequence.indexing:
             return False
         end = (index + 1) * self.block_size
         return index == sequence.tail or end % self.every == 0 or end == sequence.adopted
 
     def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> _StateStep:
-        """Return how `count` more tokens change the entries, with or without `snapshots` left behind."""
+        """Return how appending `count` tokens changes the entries, with or without `snapshots` kept."""
         size, start = self.block_size, sequence.length
         last, first = (start + count - 1) // size, start // size
         between = range(first, last) if snapshots else ()
@@ -63,7 +63,7 @@ class States:  # D63: recurrent states: blocks of a group whose window is 2
         return _StateStep(targets, copies=False, moves=is_free)
 
     def extend(self, sequence: Sequence, count: int, step: _StateStep, fresh: Iterator[BlockId]) -> None:
-        """Change the entries, behind the copy, and note what is read and written."""
+        """Apply the change to the entries after any copy, and record the reads and writes in `move`."""
         size, start, table = self.block_size, sequence.length, sequence.tables[self.group]
         end = start + count
         source = table[-1] if start else HOLE
@@ -83,13 +83,13 @@ class States:  # D63: recurrent states: blocks of a group whose window is 2
         sequence.move = StateMove(start=start, source=source, pieces=pieces)
 
     def first_needed(self, sequence: Sequence, first: int) -> int:
-        """Index of the first block that is not given back: snapshots are indexed before they are."""
+        """Return the index of the first block to keep; snapshots are indexed before they are released."""
         if sequence.tail is None or not sequence.indexing:
             return first
         return min(first, sequence.depth)
 
     def can_rewind(self, sequence: Sequence, length: int, *, is_due: bool) -> bool:
-        """True if the state after the first `length` tokens is there, or `is_due` where the last one lies."""
+        """Return True if the state after `length` tokens is stored, or `is_due` in the last block."""
         if length in (0, sequence.length):
             return True
         move = sequence.move
@@ -103,7 +103,7 @@ class States:  # D63: recurrent states: blocks of a group whose window is 2
         return sequence.holds(self.group, length // self.block_size - 1)
 
     def rewind(self, sequence: Sequence, length: int) -> None:
-        """Put the block back where it was before an append that was not run, if it moved on."""
+        """Move the block back to its index before an append that was not run, if it has moved."""
         move, table, index = sequence.move, sequence.tables[self.group], (length - 1) // self.block_size
         if move is None or not length or move.start != length or table[index] != HOLE:
             return

@@ -1,4 +1,4 @@
-"""Swap space: a sequence's blocks move to host slots and back, except those that the index still holds."""
+"""Swap space: moves a sequence's blocks to host slots and back, except those that the index still holds."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, OutOfBlocks
 
 
 class SwapSpace:
-    """Host slots by layer group: free, or holding a block of a swapped sequence."""
+    """Host slots by layer group, each free or with one block of a swapped sequence."""
 
     def __init__(self, blocks: Blocks, host_slots: list[int]) -> None:
         if len(host_slots) != len(blocks.pools) or any(count < 0 for count in host_slots):
@@ -26,7 +26,7 @@ class SwapSpace:
 
     @property
     def num_free(self) -> list[int]:
-        """Free slots per layer group."""
+        """Number of free slots by layer group."""
         return [len(free) for free in self._free]
 
     def free_slots(self, group: int) -> set[HostSlot]:
@@ -34,11 +34,11 @@ class SwapSpace:
         return set(self._free[group])
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """True if there are slots for all of a sequence's blocks. Changes nothing."""
+        """Return True if there are enough slots for all of a sequence's blocks. Changes nothing."""
         return all(sequence.num_held_in(group) <= len(free) for group, free in enumerate(self._free))
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Queue a move of every held block to a slot, then release the blocks; OutOfBlocks without slots."""
+        """Queue the move of all held blocks to slots and release the blocks, or raise OutOfBlocks."""
         if not self.can_swap_out(sequence):
             raise OutOfBlocks(
                 f"{sequence.num_held} blocks don't fit into the free host slots per layer group "
@@ -58,12 +58,12 @@ class SwapSpace:
         sequence.swapped, sequence.ready = moved, False
 
     def can_swap_in(self, sequence: Sequence) -> bool:
-        """True if `swap_in` would succeed now. Changes nothing."""
+        """Return True if `swap_in` would succeed now. Changes nothing."""
         found = self._find(sequence)
         return self._fits(self._demand(sequence, found), found)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Share the blocks that the index still holds, and queue the return of the others, or OutOfBlocks."""
+        """Share blocks that the index still holds and queue swap-ins for the rest, or raise OutOfBlocks."""
         assert sequence.swapped is not None, "checked by the manager"
         blocks = self._blocks
         found = self._find(sequence)
@@ -102,7 +102,7 @@ class SwapSpace:
         """Return the table index of the first block that a failed order should have filled, or None.
 
         Raises:
-            ConfigError: orders of a swap-in were not taken yet.
+            ConfigError: some swap-in orders have not been taken yet.
         """
         if any(isinstance(order, SwapIn) for order in self._blocks.orders):
             raise ConfigError("swap-ins were ordered and not carried out; take_orders() first")
@@ -124,7 +124,7 @@ class SwapSpace:
         return self._blocks.can_take(demand, beside=[list(held.values()) for held in found])
 
     def _find(self, sequence: Sequence) -> list[dict[int, BlockId]]:
-        """Return blocks that the index still holds, per layer group by table index. Changes nothing."""
+        """Return the blocks that the index still holds, by layer group and table index. Changes nothing."""
         nodes = _path(sequence.node)
         found: list[dict[int, BlockId]] = []
         for group, slots in enumerate(sequence.swapped or []):
@@ -141,7 +141,7 @@ class SwapSpace:
         return [len(slots) - len(held) for slots, held in zip(sequence.swapped, found, strict=True)]
 
     def _set_depth(self, sequence: Sequence) -> None:
-        """Keep as indexed only the leading blocks that the index and the sequence both hold."""
+        """Reduce the indexed depth to the leading blocks that both the index and the sequence hold."""
         nodes = _path(sequence.node)
         depth = 0
         for i, node in enumerate(nodes):
@@ -156,7 +156,7 @@ class SwapSpace:
 
 
 def _path(node: Node) -> list[Node]:
-    """Return the nodes from the first block down to `node`, the root left out."""
+    """Return the nodes from the first block down to `node`, without the root."""
     path = []
     while node.parent is not None:
         path.append(node)

@@ -1,4 +1,4 @@
-"""Block tables: a hit's blocks, room for new tokens, copy-on-write, and giving blocks back."""
+"""Block tables: blocks of hits, room for new tokens, copy-on-write, and releasing blocks."""
 
 from collections.abc import Iterator
 
@@ -11,19 +11,19 @@ from kvq.blockmgr.sequence import HOLE, Sequence, Work
 from kvq.blockmgr.states import States
 from kvq.errors import ConfigError, OutOfBlocks
 
-_Grow = list[tuple[Sequence, int, bool]]  # (sequence, new blocks, copy the last one?)
+_Grow = list[tuple[Sequence, int, bool]]  # (sequence, new blocks, whether to copy the last block)
 
 
 class Tables:
-    """Operations on the tables of sequences."""
+    """Operations on the block tables of sequences."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
 
     def fill(self, sequence: Sequence, hit: Hit) -> None:
-        """Share a prompt's hit with its new, empty sequence; queue the copy of a part of a block.
+        """Share a prompt's hit with its new, empty sequence, and queue the copy of a partial block.
 
-        The part is left out when no block is free for the copy. Never raises OutOfBlocks.
+        The partial block is skipped if no block is free for the copy. Never raises OutOfBlocks.
         """
         events = self._blocks.events
         sequence.length = len(hit.nodes) * self._blocks.block_size
@@ -45,12 +45,12 @@ class Tables:
         sequence.note_peak(self._blocks.block_bytes)
 
     def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
-        """Copy a block whose first tokens come next, if a block is free in every group."""
+        """Copy a block whose first tokens come next, if every group has a block for the copy."""
         blocks = self._blocks
         sources = [[] if block is None else [block] for block in part.blocks]
         copied = sum(map(len, sources))
         assert copied == blocks.num_groups_at(part.depth - 1), "a part is there in every layer group"
-        blocks.share(sources)  # so that making room can't evict it
+        blocks.share(sources)  # so that they can't be evicted to make room
         try:
             taken = blocks.take(list(map(len, sources)))
         except OutOfBlocks:
@@ -67,9 +67,9 @@ class Tables:
         sequence.receipt.copied += copied
 
     def take_prefix(self, prompt: PrefixQuery, length: int) -> tuple[list[int], list[list[BlockId]]]:
-        """Take fresh blocks for the first `length` of a prompt's tokens; see `BlockManager.adopt`.
+        """Allocate blocks for the first `length` tokens of a prompt; see `BlockManager.adopt`.
 
-        Returns (table index of the first block, blocks from there on) per layer group.
+        Returns (table index of the first block, blocks from there on) for all layer groups.
         """
         check_prompt(self._blocks, prompt)
         blocks, num_tokens = self._blocks, len(prompt.tokens)
@@ -83,9 +83,9 @@ class Tables:
         return starts, blocks.take([end - first for first, end in zip(starts, ends, strict=True)])
 
     def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
-        """Return the sequences that need blocks for `work`, per layer group. Changes nothing.
+        """Return the sequences that need blocks for `work`, by layer group. Changes nothing.
 
-        `snapshots`: leave recurrent states behind where they are wanted.
+        `snapshots`: whether to leave recurrent states behind where they should be kept.
         """
         size, states = self._blocks.block_size, self._blocks.states
         plan: list[_Grow] = []
@@ -94,7 +94,7 @@ class Tables:
                 plan.append(self._plan_states(states, work, snapshots=snapshots))
                 continue
             grow: _Grow = []
-            leaving: dict[BlockId, int] = {}  # references that earlier copies of this plan give up
+            leaving: dict[BlockId, int] = {}  # references that earlier copies in this plan drop
             is_writable = pool.is_writable
             for sequence, count in self._within(work, group):
                 table, length = sequence.tables[group], sequence.length
@@ -126,30 +126,30 @@ class Tables:
         return grow
 
     def fitting(self, work: Work) -> tuple[list[_Grow], bool]:
-        """Return the plan with snapshots if the pools have blocks for it, else the plan without."""
+        """Return (plan, whether it has snapshots): with snapshots if the pools have blocks for them."""
         plan = self.plan(work)
         if self._blocks.states is None or self.can_take(plan):
             return plan, True
         return self.plan(work, snapshots=False), False
 
     def can_take(self, plan: list[_Grow]) -> bool:
-        """True if the pools have blocks for a plan. Changes nothing."""
+        """Return True if the pools have blocks for a plan. Changes nothing."""
         demand = self.demand(plan)
         return self._blocks.can_take(demand, beside=[[] for _ in demand])
 
     def _within(self, work: Work, group: int) -> Work:
-        """Return the part of `work` that gets slots in a layer group: all, or tokens below its limit."""
+        """Return the part of `work` that gets slots in a layer group: all tokens or those below its limit."""
         limit = self._blocks.limits[group]
         if limit is None:
             return work
         return [(s, min(count, limit - s.length)) for s, count in work if s.length < limit]
 
     def demand(self, plan: list[_Grow]) -> list[int]:
-        """Return how many blocks a plan takes, per layer group."""
+        """Return the number of blocks that a plan takes, by layer group."""
         return [sum(need + copies for _, need, copies in grow) for grow in plan]
 
     def make_room(self, work: Work) -> None:
-        """Take the blocks that `work` needs, copy-on-write included, or raise. Lengths stay as they are."""
+        """Allocate the blocks for `work`, including copies, or raise OutOfBlocks. Lengths stay the same."""
         plan, snapshots = self.fitting(work)
         if any(plan):
             taken = self._blocks.take(self.demand(plan))
@@ -165,7 +165,7 @@ class Tables:
                 sequence.note_peak(self._blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
-        """Return the slots of the last `count` tokens of each sequence, per layer group.
+        """Return the slots of the last `count` tokens of each sequence, by layer group.
 
         A slot beyond a group's limit is -1. A group of recurrent states has no slots.
         """
@@ -203,7 +203,7 @@ class Tables:
         sequence.receipt.own += need + copies
 
     def _copy_last(self, sequence: Sequence, group: int, target: BlockId) -> None:
-        """Give a sequence a copy of its last block, which is shared."""
+        """Replace a sequence's last block, which is shared, with a copy."""
         table = sequence.tables[group]
         source, table[-1] = table[-1], target
         self._blocks.order(Copy(group=group, source=source, target=target))
@@ -222,7 +222,7 @@ class Tables:
             sequence.receipt.own += need + copies
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
-        """Give `target`, an empty sequence, all of another's tokens, and its blocks by reference."""
+        """Give the empty sequence `target` all tokens of `source`, and references to its blocks."""
         self._blocks.share(source.held)
         target.starts, target.tables = source.starts[:], [table[:] for table in source.tables]
         target.mark_all()
@@ -234,7 +234,7 @@ class Tables:
         target.tokens, target.digests = source.tokens[:], source.digests
 
     def can_shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> bool:
-        """True if every layer group still holds what a token at position `length` sees."""
+        """Return True if every layer group still holds what a token at position `length` sees."""
         states = self._blocks.states
         return all(
             not length or start <= self._blocks.first_seen(group, length)
@@ -271,7 +271,7 @@ class Tables:
         sequence.found = min(sequence.found, sequence.depth)
 
     def drop_lost(self, sequence: Sequence, index: int) -> None:
-        """Shorten a sequence whose block at a table index was lost; those tokens are computed again."""
+        """Shorten a sequence whose block at a table index was lost, so that its tokens are computed again."""
         before = sequence.length
         length = min(index * self._blocks.block_size, before)
         self.shorten(sequence, length if self.can_shorten(sequence, length) else 0)
@@ -295,14 +295,14 @@ class Tables:
                 sequence.starts[group] = first
 
     def scrub(self, sequence: Sequence, first: int = 0) -> None:
-        """Queue zeroing of every block from index `first` on that only this sequence sees."""
+        """Queue zeroing of all blocks from index `first` on that only this sequence sees."""
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
             for block in table[max(start, first) :]:
                 if block != HOLE and self._blocks.pools[group].is_writable(block):
                     self._blocks.orders.append(Scrub(group=group, block=block))
 
     def utilization(self, sequences: list[Sequence]) -> float:
-        """Return tokens held / slots of live blocks, over all layer groups but states; 1.0 without any."""
+        """Return tokens held / slots of live blocks, over all layer groups except states; 1.0 without any."""
         size = self._blocks.block_size
         slots = unused = 0
         sequences = [sequence for sequence in sequences if not sequence.is_swapped]
@@ -313,10 +313,10 @@ class Tables:
             tails: dict[BlockId, int] = {}  # last blocks that are not full, and their empty slots
             for sequence in sequences:
                 table = sequence.tables[group]
-                if (empty := len(table) * size - sequence.length) > 0:  # below 0 beyond a limit
+                if (empty := len(table) * size - sequence.length) > 0:  # negative beyond a limit
                     tails[table[-1]] = min(empty, tails.get(table[-1], empty))
             if any(pool.references(block) > 1 for block in tails):
-                for sequence in sequences:  # a fork may be further on in the same block
+                for sequence in sequences:  # a fork may have filled the same block further
                     for block in sequence.tables[group][sequence.starts[group] : sequence.length // size]:
                         tails.pop(block, None)
             unused += sum(empty for block, empty in tails.items() if pool.entry(block) is None)

@@ -1,4 +1,4 @@
-"""The tensors behind the block pools, and the cache that transformers' own `generate` can use."""
+"""Tensors behind the block pools, and the cache for transformers' own `generate`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Cache backends: what an engine needs of a KV cache, and those that are installed."""
+"""Cache backends: the interface that an engine needs from a KV cache, and the installed backends."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -17,33 +17,33 @@ from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout
 
 ENTRY_POINTS = "kvq.cache_backends"
-# Named in pyproject.toml too; here so that they are found without installed metadata, and so that
-# no other package can take their names.
+# Also named in pyproject.toml; listed here so that they are found without installed metadata, and so
+# that no other package can take their names.
 _BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_backend:DenseCache"}  # D228
 
 
 class CacheBackend(Protocol):
-    """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests one.
+    """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests a backend.
 
-    `kvq.cache.blocks.BlockCache` is a base class with everything that moves whole blocks.
-    Instead of `stores` a backend may have `group_of`, a dict from layer index to layer group, and
-    `write(layer, k, v, slots)` and `attend(layer, q, batch, options)`, which do what those methods of a
-    `LayerStore` do; `batch` is that of the layer's group.
+    `kvq.cache.blocks.BlockCache` is a base class with all operations on whole blocks.
+    Instead of `stores`, a backend may have `group_of`, a dict from layer index to layer group, and the
+    methods `write(layer, k, v, slots)` and `attend(layer, q, batch, options)`, which correspond to those
+    of a `LayerStore`; `batch` is the batch of the layer's group.
 
-    A slot is one token's place in a layer group: block * block_size + offset.
+    A slot is the position of one token in a layer group: block * block_size + offset.
     """
 
     @property
     def stores(self) -> Mapping[int, LayerStore]:
-        """Stores that a model writes to and attends from, by layer index; `grow` may replace them."""
+        """Stores that a model writes to and attends over, by layer index; `grow` may replace them."""
 
     @property
     def states(self) -> StateSlots | None:
-        """Recurrent states; None if the backend keeps none."""
+        """Recurrent states; None if the backend stores none."""
 
     @property
     def num_blocks(self) -> list[int]:
-        """Blocks per layer group."""
+        """Number of blocks by layer group."""
 
     @property
     def nbytes(self) -> int:
@@ -54,48 +54,47 @@ class CacheBackend(Protocol):
         """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (source, target) each, as if one after another."""
+        """Copy blocks, given as (source, target) pairs, as if one pair after another."""
 
     def scrub(self, group: int, blocks: Sequence[int]) -> None:
         """Zero blocks."""
 
     def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Copy a block to a host slot. What goes wrong there shows when it is swapped in.
+        """Copy a block to a host slot. Write errors are reported at swap-in.
 
         Raises:
-            ConfigError: there is no such host slot.
+            ConfigError: the host slot doesn't exist.
         """
 
     def swap_in(self, group: int, slot: int, block: int) -> bool:
-        """Bring a host slot's bytes into a block; False, and a zeroed block, if they are not intact."""
+        """Copy a host slot's bytes to a block; if they are damaged, zero the block and return False."""
 
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
         """Carry out a block manager's orders, strictly one after another.
 
-        Returns the swap-ins that failed: their blocks are zeroed and their tokens have to be
-        computed again.
+        Returns the failed swap-ins: their blocks are zeroed, and their tokens must be computed again.
         """
 
     def read_block(self, group: int, block: int) -> Tensor:
-        """Return a copy of a block's bytes, uint8 [bytes of a block] on the host: layer after layer."""
+        """Return a copy of a block's bytes on the host, uint8 [bytes of a block], layer by layer."""
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
-        """Overwrite a block with what `read_block` gave."""
+        """Overwrite a block with bytes from `read_block`."""
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; blocks keep their ids and bytes, new ones are zero.
+        """Enlarge the pools; blocks keep their ids and bytes, and new blocks are zero.
 
         Raises:
             ConfigError: a pool would shrink.
-            OutOfMemory: the larger pools don't fit; nothing is lost.
+            OutOfMemory: the larger pools don't fit; no data is lost.
         """
 
     def close(self) -> None:
-        """Give back what lies outside the device."""
+        """Release resources outside the device."""
 
 
-class CacheFactory(Protocol):  # D227: made from a layout alone
-    """Makes a `CacheBackend`; a class with this constructor is one."""
+class CacheFactory(Protocol):  # D227: needs nothing but a layout
+    """Callable that makes a `CacheBackend`, such as a class with this constructor."""
 
     def __call__(
         self,
@@ -106,16 +105,16 @@ class CacheFactory(Protocol):  # D227: made from a layout alone
         host_slots: list[int] | None = None,
         swap_folder: str | Path | None = None,
     ) -> CacheBackend:
-        """Allocate `num_blocks` zeroed blocks and `host_slots` slots for swapping, per layer group.
+        """Allocate `num_blocks` zeroed blocks and `host_slots` swap slots, by layer group.
 
         Raises:
-            ConfigError: a recipe, `layout.recipe`, that this backend can't store.
-            OutOfMemory: they don't fit; nothing stays allocated.
+            ConfigError: this backend can't store the recipe, `layout.recipe`.
+            OutOfMemory: the blocks don't fit; nothing stays allocated.
         """
 
 
 class _BackendStore(LayerStore):
-    """One layer of a backend that writes and attends by layer itself."""
+    """One layer of a backend whose `write` and `attend` take a layer index."""
 
     def __init__(self, cache: Any, layer: int) -> None:
         self._cache = cache
@@ -135,14 +134,14 @@ class _BackendStore(LayerStore):
 
 
 class _WithStores:
-    """A backend that writes and attends by layer itself, with a store for each layer."""
+    """Wrapper with a store for each layer, for a backend whose `write` and `attend` take a layer index."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self.stores = {layer: _BackendStore(cache, layer) for layer in cache.group_of}
 
     @property
-    def states(self) -> Any:  # those of now: a cache that grows may have others
+    def states(self) -> Any:  # looked up each time: `grow` may replace them
         return getattr(self._cache, "states", None)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,20 +149,20 @@ class _WithStores:
 
 
 def with_stores(cache: Any) -> CacheBackend:
-    """Return a cache as models use it: one that has no `stores` gets them."""
+    """Return a cache in the form that models use: a cache without `stores` is wrapped."""
     return cast(CacheBackend, cache if hasattr(cache, "stores") else _WithStores(cache))
 
 
 def cache_backends() -> list[str]:
-    """Return the names that `cache_backend` knows; loads none of them."""
+    """Return the names that `cache_backend` knows, without loading any backend."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def cache_backend(name: str) -> CacheFactory:
-    """Return the backend of that name: built in, or of an installed package's entry point.
+    """Return the backend with this name, built in or from an installed package's entry point.
 
     Raises:
-        ConfigError: no such name, two packages that claim it, or one that can't be loaded.
+        ConfigError: the name is unknown, two packages claim it, or the backend can't be loaded.
     """
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
@@ -184,7 +183,7 @@ def cache_backend(name: str) -> CacheFactory:
 def _load(point: EntryPoint) -> CacheFactory:
     try:
         factory: Any = point.load()
-    except Exception as error:  # whatever somebody else's module raises while it is imported
+    except Exception as error:  # anything that third-party code raises at import
         raise ConfigError(
             f"cache backend {point.name!r} of {_source(point)} can't be loaded: "
             f"{type(error).__name__}: {first_lines(error)}; update or uninstall that package"

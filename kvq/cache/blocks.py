@@ -1,4 +1,4 @@
-"""Block operations of every cache, whatever lies in its blocks: copies, swaps, reads and writes."""
+"""Block operations of all caches, independent of the blocks' content: copies, swaps, reads and writes."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -26,13 +26,13 @@ class _SwapStore(Protocol):
 
 
 class BlockCache:
-    """Base of cache backends: all of `CacheBackend` that moves whole blocks.
+    """Base class of cache backends: the part of `CacheBackend` that moves whole blocks.
 
-    A backend adds `stores` and `grow`, and fills `_parts`: per layer group all bytes of its blocks, as
-    tensors uint8 [num_blocks, bytes of a block in it].
+    A backend adds `stores` and `grow`, and fills `_parts`: for each layer group, all bytes of its blocks,
+    as tensors uint8 [num_blocks, bytes of one block in the tensor].
     """
 
-    states: StateSlots | None = None  # recurrent ones
+    states: StateSlots | None = None  # recurrent states
 
     def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
@@ -76,8 +76,8 @@ class BlockCache:
         if not orders:
             return []
         failed: list[SwapIn] = []
-        copies: dict[int, list[tuple[int, int]]] = {}  # per group: groups share no block
-        for order in [*orders, None]:  # after the last one, copies are still to be made
+        copies: dict[int, list[tuple[int, int]]] = {}  # by group: groups share no blocks
+        for order in [*orders, None]:  # None flushes the remaining copies
             if isinstance(order, Copy):
                 copies.setdefault(order.group, []).append((order.source, order.target))
                 continue

@@ -1,7 +1,7 @@
-"""A conformance suite for cache backends: run `check_backend` on yours.
+"""Conformance suite for cache backends: run `check_backend` on your backend.
 
-Expected attention is computed here in fp64 from what the recipe's formats make of every row, so a
-backend that stores those formats has to agree to `tolerance`, whatever their own error is.
+Expected attention is computed here in fp64 from every row as the recipe's formats store it, so a
+backend with these formats has to agree within `tolerance`, whatever the formats' own error is.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from kvq.layout import BlockOrder
 
 _POISON = 0xFF  # NaN as fp32, bf16, fp16, E4M3FN and as a scale
 _SLOTS = [3, 2]  # host slots per layer group
-_SLIDING = 1  # the layer with a window, and its layer group
+_SLIDING = 1  # the layer with a window; also the index of its layer group
 
 
 class NotConforming(KVQError):
-    """A backend does something else than `CacheBackend` promises."""
+    """Violation of the `CacheBackend` contract by a backend."""
 
 
 def check_backend(
@@ -33,13 +33,13 @@ def check_backend(
     device: torch.device | None = None,
     tolerance: float = 2e-3,
 ) -> None:
-    """Run every check on backends that `make` makes.
+    """Run every check on backends made by `make`.
 
-    `kv`: formats as on the command line. `tolerance`: largest allowed max|a - b| / max|b| of
-    attention outputs and log-sum-exps.
+    `kv`: formats, written as on the command line. `tolerance`: the largest allowed max|a - b| / max|b|
+    for attention outputs and log-sum-exps.
 
     Raises:
-        NotConforming: names every check that failed, and how.
+        NotConforming: some checks failed; the message has each one and the reason.
     """
     trial = Trial(make=make, kv=kv, order=order, device=device or torch.device("cpu"), tolerance=tolerance)
     failures = []
@@ -75,7 +75,7 @@ def _agree(trial: Trial, got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _writes_and_attends(trial: Trial) -> None:
-    """Mixed prefills and decodes, empty and one-token sequences, odd head dimensions, windows."""
+    """Check mixed prefills and decodes, empty and one-token sequences, odd head dimensions and windows."""
     cache = trial.cache()
     for step in trial.steps():
         for layer in LAYERS:
@@ -99,7 +99,7 @@ def _attend_and_compare(trial: Trial, cache: CacheBackend, step: Step, layer: in
 
 
 def _ignores_what_free_blocks_hold(trial: Trial) -> None:
-    """Every unwritten byte is a NaN; results stay the same."""
+    """Check that results stay the same if every unwritten byte is a NaN."""
     clean, poisoned = trial.cache(), trial.cache()
     for group, count in enumerate(poisoned.num_blocks):
         for block in range(count):
@@ -125,7 +125,7 @@ def _flags_rows_that_are_not_finite(trial: Trial) -> None:
 
 
 def _blocks_do_not_overlap(trial: Trial) -> None:
-    """And together they are exactly the bytes that are reported."""
+    """Check that no two blocks share bytes, and that together they have the reported size."""
     cache = trial.cache()
     blocks = trial.fill(cache)
     _require_blocks(cache, blocks, "blocks overlap")
@@ -134,7 +134,7 @@ def _blocks_do_not_overlap(trial: Trial) -> None:
 
 
 def _carries_out_orders_one_by_one(trial: Trial) -> None:
-    """Copies, chains of copies, swaps and scrubs end as a plain simulation of them does."""
+    """Check that copies, chains of copies, swaps and scrubs end as in a plain simulation."""
     orders: list[Order] = [
         *(_copy(0, a, b) for a, b in ((0, 1), (1, 2), (3, 1), (1, 4))),
         *(_copy(1, a, b) for a, b in ((5, 6), (6, 5))),
@@ -193,7 +193,7 @@ def _scrubs(trial: Trial) -> None:
 
 
 def _grows(trial: Trial) -> None:
-    """Blocks keep their ids, their bytes and what attention makes of them; new ones are zero."""
+    """Check that blocks keep their ids, bytes and attention results, and that new blocks are zero."""
     cache, step = trial.cache(), trial.steps()[0]
     blocks = trial.fill(cache)
     for layer in LAYERS:
@@ -221,7 +221,7 @@ def _grows(trial: Trial) -> None:
 
 
 def _forgets_what_left_the_window(trial: Trial) -> None:
-    """A table's entries before the window are not read: a block manager leaves them stale."""
+    """Check that table entries before the window are not read; block managers leave them stale."""
     cache = trial.cache()
     for step in trial.steps():
         trial.write(cache, step, _SLIDING)

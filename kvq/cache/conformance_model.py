@@ -1,4 +1,4 @@
-"""The small model, the sequences and the expected attention that the conformance suite uses."""
+"""The small model, the sequences and the expected attention of the conformance suite."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +19,12 @@ _KV_HEADS, _Q_HEADS = 3, 6
 _HEAD_DIMS = [(60, 48), (48, 60), (64, 64)]  # K and V, by layer
 _WINDOWS = [None, WINDOW, None]
 _LARGEST = 5.0  # absolute value of any K or V element, for static scales
-# New tokens of every sequence, step by step: prefills of several lengths, an empty sequence that
-# starts later, a sequence of one token that rests, and decodes.
+# New tokens of every sequence, step by step: prefills of several lengths, an empty sequence that starts
+# later, a one-token sequence that pauses, and decodes.
 _STEPS = ((23, 0, 1, 7), (1, 4, 0, 6), (2, 1, 1, 1))
 
 
-# Three layers in two groups; no head dimension is a power of two in all of them
+# Three layers in two groups, mostly with head dimensions that are not powers of two
 _GEOMETRY = ModelGeometry(
     model_type="conformance",
     layers=tuple(
@@ -41,7 +41,7 @@ LAYERS = range(len(_HEAD_DIMS))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step of all sequences; tables per layer group and sequence."""
+    """One step of all sequences; `tables` by layer group and sequence."""
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
@@ -53,11 +53,11 @@ class Step:
 
     @property
     def blocks(self) -> set[tuple[int, int]]:
-        """(group, block) of every block that a table names."""
+        """All (group, block) pairs in the tables."""
         return {(g, block) for g, tables in enumerate(self.tables) for table in tables for block in table}
 
     def batch(self, device: torch.device, group: int = 0) -> SequenceBatch:
-        """Return the step as one layer group sees it; unused entries of tables are -1."""
+        """Return the step's batch for one layer group; unused table entries are -1."""
         tables = self.tables[group]
         slots = [
             table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
@@ -69,7 +69,7 @@ class Step:
         return SequenceBatch.of(padded, slots, self.query_lens, self.context_lens, device)
 
     def with_stale_entries(self, group: int, lost: list[int], block: int) -> "Step":
-        """Return this step with another block in the first lost[i] entries of table i."""
+        """Return this step with the first lost[i] entries of table i replaced by another block."""
         tables = list(self.tables)
         tables[group] = [[block] * n + table[n:] for n, table in zip(lost, self.tables[group], strict=True)]
         return replace(self, tables=tables)
@@ -77,18 +77,18 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A backend under test: how to make it, and for which formats."""
+    """Backend under test: the function that makes it, and the formats."""
 
     make: CacheFactory
     kv: str
     order: BlockOrder
     device: torch.device
     tolerance: float
-    num_blocks = (13, 14)  # per layer group: full attention, sliding window
+    num_blocks = (13, 14)  # by layer group: full attention, sliding window
 
     @cached_property
     def layout(self) -> KVLayout:
-        """Blocks of `kv` for all layers, with static scales where it needs them."""
+        """Layout of `kv` blocks for all layers, with static scales if the format needs them."""
         recipe = KVRecipe.uniform(self.kv, _HEAD_DIMS)
         if recipe.is_static:
             heads = tuple(_LARGEST * (1 + h / 4) for h in range(_KV_HEADS))
@@ -106,7 +106,7 @@ class Trial:
         return with_stores(made)
 
     def steps(self) -> list[Step]:
-        """Return the steps, over scattered blocks that no two sequences share."""
+        """Return the steps, on scattered blocks that no two sequences share."""
         lengths = [sum(counts) for counts in zip(*_STEPS, strict=True)]
         tables = []
         for group, count in enumerate(self.num_blocks):
@@ -122,13 +122,13 @@ class Trial:
     def options(
         self, layer: int, *, softcap: float | None = None, with_sinks: bool = False
     ) -> AttentionOptions:
-        """Return the layer's own scale and window, with or without the rest."""
+        """Return the layer's scale and window, with or without a softcap and sinks."""
         sinks = torch.linspace(-2, 3, _Q_HEADS, device=self.device) if with_sinks else None
         scale = _HEAD_DIMS[layer][0] ** -0.5
         return AttentionOptions(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
 
     def rows(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a step's new tokens, fp32 [tokens, kv_heads, dim]."""
+        """Return K and V of a step's new tokens, fp32 [tokens, kv_heads, dim]."""
         parts = [
             [x[context - new : context] for x in self._history(layer, i)]
             for i, (new, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True))
@@ -137,11 +137,11 @@ class Trial:
         return k, v
 
     def queries(self, step: Step, layer: int) -> Tensor:
-        """fp32 [tokens, q_heads, k_head_dim]."""
+        """Return fp32 queries [tokens, q_heads, k_head_dim]."""
         return _random((step.tokens, _Q_HEADS, _HEAD_DIMS[layer][0]), seed=sum(step.context_lens) + layer)
 
     def write(self, cache: CacheBackend, step: Step, layer: int) -> Tensor:
-        """Write a step's new rows of one layer; returns the flags."""
+        """Write a step's new rows of one layer and return the flags."""
         store = cache.stores[layer]
         return store.write(*self.rows(step, layer), store.batch_of(self.batches(step)).slots)
 
@@ -152,11 +152,11 @@ class Trial:
         return store.attend(q, store.batch_of(self.batches(step)), options)
 
     def batches(self, step: Step) -> list[SequenceBatch]:
-        """Return a step as each layer group sees it."""
+        """Return a step's batch for each layer group."""
         return [step.batch(self.device, group) for group in range(len(self.num_blocks))]
 
     def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
+        """Return output and log-sum-exp in fp64 on the host, computed from rows as the formats store them."""
         queries = self.queries(step, layer).double().split(step.query_lens)
         results = []
         for i, (q, context) in enumerate(zip(queries, step.context_lens, strict=True)):
@@ -169,7 +169,7 @@ class Trial:
         return torch.cat(outs), torch.cat(lses)
 
     def fill(self, cache: CacheBackend) -> list[list[Tensor]]:
-        """Put random bytes into every block; returns them by group and block."""
+        """Write random bytes to every block and return them by group and block."""
         filled = []
         for group, count in enumerate(self.num_blocks):
             size = cache.read_block(group, 0).numel()
@@ -181,7 +181,7 @@ class Trial:
         return filled
 
     def _history(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
-        """K and V of every position of one sequence, fp32 [positions, kv_heads, dim]."""
+        """Return K and V of all positions of one sequence, fp32 [positions, kv_heads, dim]."""
         length = sum(counts[sequence] for counts in _STEPS)
         seed = 100 * layer + 10 * sequence
         k, v = (
@@ -191,7 +191,7 @@ class Trial:
         return k, v
 
     def _stored(self, x: Tensor, layer: int, part: str) -> Tensor:
-        """fp64 rows that a format makes of `x` [tokens, kv_heads, dim]."""
+        """Return `x` [tokens, kv_heads, dim] as fp64 rows after a round trip through the format."""
         recipe = self.layout.recipe
         fmt: KVFormat = getattr(recipe.layers[layer], part)
         static = None
@@ -206,7 +206,7 @@ def _random(shape: tuple[int, ...], *, seed: int) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """`q` fp64 [new, q_heads, dim], the last positions of `k`, `v` [keys, kv_heads, dim]."""
+    """Attend with `q` fp64 [new, q_heads, dim], at the last positions of `k`, `v` [keys, kv_heads, dim]."""
     new, keys = q.shape[0], k.shape[0]
     shared = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(shared, dim=1)) * options.scale

@@ -1,4 +1,4 @@
-"""Dense cache backend, the simplest: unquantized K and V as plain tensors, attention in plain PyTorch."""
+"""Dense cache backend, the simplest one: unquantized K and V as plain tensors, attention in PyTorch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class _DenseStore(LayerStore):
 
 
 class DenseCache(BlockCache):
-    """K and V of every layer in blocks of one floating-point dtype; an example to start from."""
+    """K and V of every layer in blocks of one floating-point dtype; an example for new backends."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class DenseCache(BlockCache):
     ) -> None:
         """Allocate `num_blocks` blocks of `layout.block_size` tokens per layer group.
 
-        `host_slots`: accepted with any counts; blocks swapped out stay in host memory.
+        `host_slots`: accepted with any counts; swapped-out blocks stay in host memory.
 
         Raises:
-            ConfigError: a recipe other than fp32, bf16 or fp16 for all layers, or a swap folder.
+            ConfigError: the recipe is not fp32, bf16 or fp16 for all layers, or a swap folder is given.
             OutOfMemory: the blocks don't fit; nothing stays allocated.
         """
         self._dtype = _common_dtype(layout.recipe)
@@ -109,7 +109,7 @@ class DenseCache(BlockCache):
     def _allocate(self, layer: LayerGeometry, group: int, count: int) -> _DenseStore:
         """Return a layer's zeroed blocks.
 
-        They are made as in normal mode, even while a model runs: else they could not be written outside it.
+        They are allocated outside inference mode, even while a model runs, to be writable in both modes.
         """
 
         def rows(dim: int) -> Tensor:
@@ -136,7 +136,7 @@ class DenseCache(BlockCache):
 
 
 class _InMemory:
-    """Swapped-out blocks by group and slot."""
+    """Swapped-out blocks in memory, by group and slot."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], Tensor] = {}
@@ -169,7 +169,7 @@ def _common_dtype(recipe: KVRecipe) -> torch.dtype:
 def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Scaled `q` [new, q_heads, dim] over `k`, `v` [kv_heads, keys, dim]; `hidden` [new, keys]."""
+    """Attend with scaled `q` [new, q_heads, dim] to `k`, `v` [kv_heads, keys, dim]; `hidden` [new, keys]."""
     heads = q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(heads, dim=0), v.repeat_interleave(heads, dim=0)
     scores = options.capped(q.transpose(0, 1) @ k.transpose(1, 2))  # [q_heads, new, keys]

@@ -1,4 +1,4 @@
-"""Digests of blocks and layouts, and seals of the headers that travel with blocks."""
+"""Digests of blocks and layouts, and seals of the headers that are stored with blocks."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ from kvq.layout import VERSION, GroupLayout, KVLayout
 
 
 class BlockDigests:
-    """xxh3-128 digests of one layer group's blocks: of their bytes, a layout, a recipe and a place.
+    """xxh3-128 digests of one layer group's blocks, over their bytes, layout, recipe and location.
 
-    They cover everything that decides how a block's bytes are read.
+    They cover everything that determines how a block's bytes are interpreted.
     """
 
     def __init__(self, layout: GroupLayout, recipe: KVRecipe) -> None:
         self._context = json.dumps([layout_numbers(layout), recipe.digest()], sort_keys=True).encode()
 
     def of(self, content: Tensor, place: int) -> bytes:
-        """Return the digest of `content`, host bytes uint8 [...], as stored at `place`: 16 bytes.
+        """Return the 16-byte digest of `content`, host bytes uint8 [...], as stored at `place`.
 
-        `place` is a host slot, or the index of a stored block: bytes moved elsewhere don't match.
+        `place` is a host slot or the index of a stored block, so bytes that were moved elsewhere don't match.
         """
         hasher = xxhash.xxh3_128(self._context)
         hasher.update(place.to_bytes(8, "little"))
@@ -32,9 +32,9 @@ class BlockDigests:
 
 
 def layout_numbers(layout: GroupLayout) -> dict[str, object]:
-    """Every number that decides where a value lies in a block's runs, as JSON can hold it.
+    """Return every number that determines where a value is in a block's runs, ready for JSON.
 
-    The block order is not among them: `GroupLayout.runs` lists the same bytes in both.
+    The block order is not included: `GroupLayout.runs` lists the same bytes in both orders.
     """
     states = [
         [one.number, one.tensor.name, one.tensor.index, list(one.tensor.shape), one.tensor.dtype, one.offset]
@@ -63,16 +63,16 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
 
 
 def layout_digest(layout: KVLayout) -> str:
-    """SHA-256 of `layout_numbers` of every group, in hex."""
+    """Return the SHA-256 of `layout_numbers` of all groups, in hex."""
     numbers = json.dumps([layout_numbers(group) for group in layout.groups], sort_keys=True)
     return hashlib.sha256(numbers.encode()).hexdigest()
 
 
 def header_text(header: dict[str, Any]) -> str:
-    """Return a header as it is written and sealed."""
+    """Return a header in the form in which it is written and sealed."""
     return json.dumps(header, sort_keys=True)
 
 
 def seal(header: str) -> str:
-    """SHA-256 of a header's text, in hex."""
+    """Return the SHA-256 of a header's text, in hex."""
     return hashlib.sha256(header.encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""Memory of this process that was freed; asked by processes without torch, too."""
+"""Release of freed memory to the system, also for processes without torch."""
 
 import ctypes
 
 
 def give_back() -> bool:
-    """Give memory that was freed back to the system; False where the C library can't: musl, macOS."""
+    """Return freed memory to the system; False if the C library can't (musl, macOS)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Host store: blocks moved out of the pools, in host memory or in a file, each with its digest."""
+"""Host store: blocks moved out of the pools into host memory or a file, each with its digest."""
 
 import errno
 import logging
@@ -21,21 +21,21 @@ _ZEROS = bytes(1 << 20)
 
 
 class HostStore:
-    """Slots for blocks outside the device: in host memory, or in a nameless file in a folder.
+    """Slots for blocks outside the device, in host memory or in an unnamed file in a folder.
 
-    The digests stay in memory, so a file that changes behind our back is noticed, even when an
-    older, once valid block comes back.
+    The digests stay in memory, so any change to the file from outside is detected, even if an
+    older, formerly valid block returns.
     """
 
     def __init__(self, layout: KVLayout, host_slots: list[int], folder: str | Path | None = None) -> None:
-        """Reserve `host_slots` blocks, one entry per layer group, all of it now.
+        """Reserve space for `host_slots` blocks now; the list has one entry per layer group.
 
-        `folder`: where to keep them in a file. The file has no name there, only this process's user
-        could open it, and it is gone when it is closed or the process ends, however it ends.
+        `folder`: where to store them in a file. The file has no name there, can be opened only by this
+        process's user, and is deleted when it is closed or when the process ends for any reason.
 
         Raises:
-            ConfigError: a negative count, or a folder in which no file can be made.
-            OutOfMemory: too little memory, or too little room on the disk; nothing is left behind.
+            ConfigError: a count is negative, or no file can be created in the folder.
+            OutOfMemory: memory or disk space is insufficient; nothing is left behind.
         """
         if len(host_slots) != len(layout.groups) or min(host_slots) < 0:
             raise ConfigError(
@@ -51,9 +51,9 @@ class HostStore:
         self._storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
 
     def put(self, group: int, slot: int, content: Tensor) -> None:
-        """Keep a block's bytes, uint8 [block_bytes] on the host, in a slot.
+        """Store a block's bytes, uint8 [block_bytes] on the host, in a slot.
 
-        A disk that fails leaves the slot empty, with a warning: reading it is then a miss.
+        If the disk fails, a warning is logged and the slot stays empty, so that reading it is a miss.
         """
         offset = self._offset(group, slot)
         self._stored.pop((group, slot), None)
@@ -65,7 +65,7 @@ class HostStore:
         self._stored[group, slot] = self._digests[group].of(content, slot)
 
     def get(self, group: int, slot: int) -> Tensor | None:
-        """Return a slot's bytes, uint8 [block_bytes], or None unless they are exactly what was put there."""
+        """Return a slot's bytes, uint8 [block_bytes], or None unless they are exactly the stored ones."""
         offset = self._offset(group, slot)
         expected = self._stored.get((group, slot))
         if expected is None:
@@ -81,7 +81,7 @@ class HostStore:
         return content
 
     def close(self) -> None:
-        """Give back the memory or the file; every slot is empty afterwards."""
+        """Release the memory or the file; all slots are empty afterwards."""
         self._stored.clear()
         self._storage.close()
 
@@ -95,7 +95,7 @@ class HostStore:
 
 
 class _Memory:
-    """Host memory; what is read is a view of it."""
+    """Storage in host memory; reads return views of it."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = allocate_bytes(nbytes, torch.device("cpu"), purpose="the host store")
@@ -111,7 +111,7 @@ class _Memory:
 
 
 class _File:
-    """A nameless file of a fixed size whose room on the disk is taken; zeros are read if it was cut short."""
+    """Unnamed file of a fixed size with reserved disk space; reads return zeros if it was truncated."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         try:
@@ -148,7 +148,7 @@ class _File:
 
 
 def _reserve(file: int, nbytes: int) -> None:
-    """Take a file's whole room on the disk now, so that no later write finds it full."""
+    """Reserve a file's full disk space now, so that no later write finds the disk full."""
     if hasattr(os, "posix_fallocate"):
         if nbytes:
             os.posix_fallocate(file, 0, nbytes)

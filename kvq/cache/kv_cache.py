@@ -21,8 +21,8 @@ from kvq.layout import KVLayout, Role
 class KVCache(BlockCache):
     """The blocks of all layer groups of one model on one device.
 
-    `stores`: by layer index, what models write to and attend from; other objects after `grow`. Methods that
-    take a layer's index are short for those of its store.
+    `stores`: the objects that models write to and attend over, by layer index; `grow` replaces them.
+    Methods that take a layer index are shortcuts for the methods of its store.
     """
 
     stores: dict[int, PagedStore]
@@ -37,15 +37,15 @@ class KVCache(BlockCache):
         host_slots: list[int] | None = None,
         swap_folder: str | Path | None = None,
     ) -> None:
-        """Allocate pools of `num_blocks` blocks, one entry per layer group of `layout`.
+        """Allocate pools of `num_blocks` blocks, with one entry per layer group of `layout`.
 
-        `host_slots`: blocks per layer group that can be swapped out, to host memory or to a file in
-        `swap_folder`; None for no swapping.
+        `host_slots`: the number of blocks per layer group that can be swapped out, to host memory or to a
+        file in `swap_folder`; None disables swapping.
 
         Raises:
-            ConfigError: a static format without scales, or a folder in which no file can be made.
+            ConfigError: a static format has no scales, or no file can be created in the folder.
             OutOfMemory: the pools or the host store don't fit; nothing stays allocated.
-            UnsupportedKernel: no backend can run a layer.
+            UnsupportedKernel: no backend can run one of the layers.
         """
         layout.recipe.require_scales()
         self.layout = layout
@@ -64,22 +64,22 @@ class KVCache(BlockCache):
             for layer in group.layers
             for index in [layer.geometry.index]
         }
-        # Every backend moves the same bytes, so the user's choice of one does not matter here.
+        # All backends move the same bytes, so the user's choice of backend does not matter here.
         spec = kernel_spec(layout, layout.sealed[0].layers[0])
         self._copy = select("copy_blocks", spec, Device.of(device))
         if host_slots is not None:
             self._host = HostStore(layout, host_slots, swap_folder)
 
     def pool(self, group: int) -> Tensor:
-        """Return the bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
+        """Return the bytes of one layer group's pool, uint8 [pool_bytes]. `grow` replaces the tensor."""
         return self._pools[group].memory
 
     def layer(self, index: int) -> PagedKV:
-        """Return the blocks of one layer; of a staged one, the sealed ones."""
+        """Return the blocks of one layer; for a staged layer, the sealed blocks."""
         return self.stores[index].blocks
 
     def batch_of(self, layer: int, batches: Sequence[SequenceBatch]) -> LayerBatch:
-        """Return a layer's view of a step; see `LayerStore.batch_of`."""
+        """Return a layer's batch for a step; see `LayerStore.batch_of`."""
         return self.stores[layer].batch_of(batches)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ class KVCache(BlockCache):
         unrotate: bool,
         out: Rows | None = None,
     ) -> Rows:
-        """K and V of the positions [start, end) of every table; see `LayerStore.gather`."""
+        """Return K and V at the positions [start, end) of every table; see `LayerStore.gather`."""
         return self.stores[layer].gather(tables, start, end, unrotate=unrotate, out=out)
 
     def backend_of(self, operation: str, layer: int) -> str:
-        """Return the backend that runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
+        """Return the name of the backend that runs `write_kv`, `attend` or `gather_dense` for a layer."""
         return self.stores[layer].backend_of(operation)
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -112,15 +112,15 @@ class KVCache(BlockCache):
         self._copy.run(self._parts[group], pairs)
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; blocks keep their ids and their bytes, new ones are zero.
+        """Enlarge the pools; blocks keep their ids and their bytes, and new blocks are zero.
 
-        Tensors and stores of before belong to the old pools. One group grows after
-        the other, so the old and new bytes of a single group exist at once.
+        Existing tensors and stores keep referring to the old pools. The groups grow one after
+        another, so the old and new bytes of only one group exist at the same time.
 
         Raises:
             ConfigError: a pool would shrink.
-            OutOfMemory: the larger pools don't fit. Nothing has changed, unless a device refused
-                what it had reported free; then some groups are larger and the others as before.
+            OutOfMemory: the larger pools don't fit. Nothing was changed, unless a device refused
+                memory that it had reported free; then some groups are larger and the others unchanged.
         """
         self._check_growth(num_blocks)
         peak = added = 0
@@ -138,9 +138,9 @@ class KVCache(BlockCache):
 
     @torch.inference_mode(False)
     def _view(self) -> dict[int, dict[Role, PagedKV]]:
-        """View all layers' blocks in the pools, by layer index and role; and the states, if there are any.
+        """Return views of all layers' blocks in the pools, by layer index and role; also set `states`.
 
-        Views made during inference could not be written outside it.
+        Views made in inference mode could not be written to outside it.
         """
         views: dict[int, dict[Role, PagedKV]] = {}
         for pool in self._pools:

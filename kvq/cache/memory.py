@@ -1,4 +1,4 @@
-"""Free memory of a device, and allocations that are refused before they fail."""
+"""Free memory of a device, and allocations that are checked before they can fail."""
 
 import mmap
 import os
@@ -19,7 +19,7 @@ _REMEDIES = {
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free bytes on the device, or None if it can't be told; what PyTorch keeps of freed tensors is free."""
+    """Return the free bytes on the device, including PyTorch's cached memory, or None if unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -37,9 +37,9 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes held on a device: by PyTorch's tensors on a GPU, else by this process; 0 if unknown.
+    """Return the bytes in use: by PyTorch's tensors on a GPU, else by this process; 0 if unknown.
 
-    Files that the process has mapped, libraries among them, don't count.
+    Memory-mapped files, including libraries, don't count.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -53,24 +53,24 @@ def held_bytes(device: torch.device) -> int:
 
 
 def check_room(nbytes: int, device: torch.device, *, purpose: str = "the KV pool") -> None:
-    """Raise OutOfMemory if the device has fewer than `nbytes` free. Allocates nothing."""
+    """Raise OutOfMemory if the device has less than `nbytes` free. Allocates nothing."""
     free = available_bytes(device)
     if free is not None and nbytes > free:
         raise _refusal(nbytes, free, device, purpose)
 
 
 def allocate_bytes(nbytes: int, device: torch.device, *, purpose: str = "the KV pool") -> torch.Tensor:
-    """Return a zeroed uint8 tensor of `nbytes`, which may be written in any torch mode.
+    """Return a zeroed uint8 tensor of `nbytes` that can be written in any torch mode.
 
     Raises:
-        OutOfMemory: the device has less free memory; nothing was allocated.
+        OutOfMemory: the device has too little free memory; nothing was allocated.
     """
     check_room(nbytes, device, purpose=purpose)
     try:
-        with torch.inference_mode(False):  # else a pool grown during inference is frozen outside it
+        with torch.inference_mode(False):  # else a pool enlarged in inference mode is read-only outside it
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             if device.type == "cpu":
-                prefer_huge_pages(memory)  # blocks of a sequence lie anywhere in the pool
+                prefer_huge_pages(memory)  # the blocks of a sequence are scattered over the pool
             return memory.zero_()
     except (RuntimeError, MemoryError) as error:  # torch reports a full device as RuntimeError
         raise _refusal(nbytes, available_bytes(device), device, purpose) from error

@@ -1,4 +1,4 @@
-"""The bytes of one layer group's blocks, seen block by block or layer by layer."""
+"""The bytes of one layer group's blocks, viewed by block or by layer."""
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ class PoolBytes:
         """Allocate a zeroed pool.
 
         Raises:
-            OutOfMemory: it does not fit on the device; nothing was allocated.
+            OutOfMemory: the pool does not fit on the device; nothing was allocated.
         """
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory = allocate_bytes(layout.pool_bytes(num_blocks), device)  # uint8 [pool_bytes]
-        # One uint8 [num_blocks, run bytes] per run of a block: neighbouring blocks' runs touch.
+        # One uint8 [num_blocks, run bytes] per run of a block; the runs of adjacent blocks are contiguous.
         self.parts = tuple(
             self.memory[run.offset : run.offset + num_blocks * run.nbytes].view(num_blocks, run.nbytes)
             for run in layout.runs(0, num_blocks)
@@ -33,16 +33,16 @@ class PoolBytes:
         """Return the codes and scales of the layer at `position` in its group.
 
         Raises:
-            ConfigError: static scales for another number of KV heads.
+            ConfigError: the static scales are for another number of KV heads.
         """
         base, stride = self.layout.base(position, self.num_blocks), self.layout.block_stride(position)
         return paged_layer(self.memory[base:], self.layout.layers[position], recipe, stride, self.num_blocks)
 
     def grown(self, num_blocks: int) -> "PoolBytes":
-        """Return a larger pool with the same bytes under the same block ids; this one stays as it is.
+        """Return a larger pool with the same bytes under the same block ids; this pool is unchanged.
 
         Raises:
-            OutOfMemory: both don't fit on the device at once.
+            OutOfMemory: the two pools don't fit on the device at the same time.
         """
         larger = PoolBytes(self.layout, num_blocks, self.memory.device)
         for new, old in zip(larger.parts, self.parts, strict=True):
@@ -53,16 +53,16 @@ class PoolBytes:
 def paged_layer(
     memory: Tensor, layer: LayerLayout, recipe: KVRecipe, stride: int, num_blocks: int
 ) -> PagedKV:
-    """One layer's codes and scales in blocks that begin at `memory`, uint8, and every `stride` bytes.
+    """Return one layer's codes and scales, in blocks that start every `stride` bytes in `memory`, uint8.
 
     Raises:
-        ConfigError: static scales for another number of KV heads.
+        ConfigError: the static scales are for another number of KV heads.
     """
     heads = layer.geometry.kv_heads
     block_size = layer.k_codes.nbytes // (heads * layer.k_codes.row_bytes)
 
     def view(region: Region, dtype: torch.dtype, rows: int = block_size) -> Tensor:
-        """Return a region of every block as [num_blocks, kv_heads, rows, row] of `dtype`."""
+        """Return a region of all blocks as [num_blocks, kv_heads, rows, row] of `dtype`."""
         size, typed = dtype.itemsize, memory[: memory.numel() // 16 * 16].view(dtype)
         row = region.row_bytes // size
         return typed.as_strided(
@@ -74,7 +74,7 @@ def paged_layer(
     def scales_of(fmt: KVFormat, region: Region) -> Tensor | None:
         if not region.row_bytes:
             return None
-        if fmt.is_per_channel:  # one row, which every token of the block has
+        if fmt.is_per_channel:  # one row, shared by all tokens of the block
             return view(region, torch.uint8, rows=1).expand(-1, -1, block_size, -1)
         return view(region, torch.uint8 if fmt.is_narrow else torch.float16)
 
@@ -97,7 +97,7 @@ def paged_layer(
 def _static_scale(
     recipe: KVRecipe, layer: LayerLayout, part: str, fmt: KVFormat, device: torch.device
 ) -> Tensor | None:
-    """fp32 [kv_heads], of a format that has static scales."""
+    """Return the static scales, fp32 [kv_heads], or None for a format without them."""
     if not fmt.is_static:
         return None
     assert recipe.static_scales is not None, "checked by KVCache"

@@ -1,8 +1,8 @@
-"""Prefixes kept in files: the blocks of a prompt's known prefix, written once and restored later.
+"""Prefixes stored in files: the blocks of a prompt's indexed prefix, saved once and restored later.
 
-A file is safetensors: one uint8 tensor [blocks, block_bytes] per layer group, codes and scales alike,
-and a sealed header. It fits only the model, recipe, layout, salt and tokens it was made for; anything
-else, and any damage, is a miss: the tokens are computed again.
+A file is in safetensors format: one uint8 tensor [blocks, block_bytes] per layer group, with codes and
+scales, and a sealed header. It is valid only for the model, recipe, layout, salt and tokens it was made
+for; any mismatch or damage counts as a miss, and the tokens are computed again.
 """
 
 import hashlib
@@ -30,18 +30,18 @@ _HEADER_LIMIT = 1 << 20  # bytes
 
 
 class _Miss(Exception):
-    """A file that can't be used; never leaves this module."""
+    """File that can't be used; never leaves this module."""
 
 
 def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:
     """Write the longest indexed prefix of a prompt, in whole blocks, to a file.
 
-    The file appears complete or not at all, readable by its owner only: K and V tell about the text.
-    Returns the number of tokens kept.
+    The file appears complete or not at all, and only its owner can read it, as K and V reveal the text.
+    Returns the number of tokens saved.
 
     Raises:
         ConfigError: no whole block of the prompt is indexed, the file can't be written, the block
-            manager has no identity or does not belong to the cache, or orders are waiting.
+            manager has no identity or does not belong to the cache, or orders are pending.
     """
     _check_pair(cache, manager)
     fileio.check_writable(path)
@@ -63,15 +63,15 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
 
 
 def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:  # D76
-    """Restore a prefix that `save_prefix` wrote, if this prompt starts with it.
+    """Restore a prefix that `save_prefix` wrote, if this prompt starts with the prefix.
 
-    Returns how many of the prompt's tokens are now in the prefix index, for `start` to reuse; 0 if
-    the file does not fit or is damaged, with the reason in the log. Then nothing has changed, except
+    Returns the number of the prompt's tokens that are now in the prefix index for `start` to reuse. If
+    the file does not match or is damaged, logs the reason and returns 0; nothing is then changed, except
     that other cached blocks may have been evicted.
 
     Raises:
-        ConfigError: there is no such file or it can't be read, the block manager has no identity or
-            does not belong to the cache, or orders are waiting.
+        ConfigError: the file doesn't exist or can't be read, the block manager has no identity or
+            does not belong to the cache, or orders are pending.
     """
     _check_pair(cache, manager)
     try:
@@ -84,7 +84,7 @@ def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
 def _restore(
     header: dict[str, Any], tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: PrefixQuery
 ) -> int:
-    """Put checked blocks into the cache; they are indexed only once the last one is there."""
+    """Write checked blocks to the cache; they are indexed only after the last block is written."""
     held, _, _ = manager.held_prefix(prompt)
     length: int = header["length"]
     if held >= length:
@@ -106,7 +106,7 @@ def _restore(
 
 
 def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a file's header and its groups' blocks, all checked against this cache and prompt."""
+    """Return a file's header and its blocks by group, after checks against this cache and prompt."""
     blocks = len(prompt.tokens) // cache.layout.block_size
     limit = _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
     raw = _content(path, limit=limit)
@@ -160,7 +160,7 @@ def _content(path: str | Path, *, limit: int) -> bytes:
 
 
 def _sealed_header(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a file's metadata, if its seal holds."""
+    """Return the JSON object in a file's metadata if its seal is valid."""
     size = int.from_bytes(raw[:8], "little")
     try:
         metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
@@ -176,7 +176,7 @@ def _sealed_header(raw: bytes) -> dict[str, Any]:
 
 
 def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
-    """Return the groups' blocks, uint8 [counts[g], block_bytes], checked for shape and extent only."""
+    """Return the blocks by group, uint8 [counts[g], block_bytes], checked for shape and size only."""
     try:
         found = dict(deserialize(raw))
     except SafetensorError as error:
@@ -198,23 +198,23 @@ def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
 def _header(
     cache: KVCache, prompt: PrefixQuery, length: int, starts: list[int], digests: list[str]
 ) -> dict[str, Any]:
-    """Return the header of a file. All digests are hex; the salt and the tokens appear as digests only."""
+    """Return the header of a file. All digests are hex; the salt and the tokens appear only as digests."""
     return {
         "format_version": FORMAT_VERSION,
         "layout": layout_digest(cache.layout),
         "recipe": cache.layout.recipe.digest(),
-        # of the model, the recipe and the salt, as the block manager knows them
+        # digest of the model, the recipe and the salt, as the block manager computes it
         "root": hashlib.sha256(b"kvq prefix file root" + prompt.root).hexdigest(),
         "length": length,  # tokens
         "tokens": hashlib.sha256(prompt.data[: length * TOKEN_BYTES]).hexdigest(),
-        "starts": starts,  # per layer group, index of the first block kept
-        "blocks": digests,  # per layer group, xxh3-128 of its blocks' bytes
+        "starts": starts,  # by layer group, index of the first saved block
+        "blocks": digests,  # by layer group, xxh3-128 of its blocks' bytes
     }
 
 
 def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tensor:  # D77
-    """Their bytes, uint8 [blocks, block_bytes], 0 where no token is written, so that nothing of another
-    request gets into a file; a window of one token holds none of a prefix."""
+    """Return the blocks' bytes, uint8 [blocks, block_bytes], 0 where no token is written, so that no data of
+    another request gets into a file. A window of one token keeps no token of a prefix."""
     found = [cache.read_block(group, block) for block in held]
     width, first = cache.layout.groups[group].block_bytes, cache.layout.written_from(group)
     blocks = torch.stack(found) if found else torch.empty(0, width, dtype=torch.uint8)
@@ -232,7 +232,7 @@ def _name(group: int) -> str:
 
 
 def _check_pair(cache: KVCache, manager: BlockManager) -> None:
-    """Raise ConfigError unless blocks of this manager can be bound to a model and read as they are."""
+    """Raise ConfigError unless manager and cache match, know their model and have no pending orders."""
     counts = [pool.num_blocks for pool in manager.pools]
     if manager.block_size != cache.layout.block_size or counts != cache.num_blocks:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The engine: continuous batching over quantized blocks, offline and for asyncio."""
+"""The engine: continuous batching over quantized blocks, for offline use and for asyncio."""
 
 from typing import TYPE_CHECKING
 

@@ -23,23 +23,23 @@ _log = logging.getLogger("kvq")
 
 
 class AsyncLLM(LoopedEngine):
-    """An engine that steps in a thread of its own.
+    """Engine that runs its steps in a separate thread.
 
         async with kvq.AsyncLLM("tiny", kv="int4") as engine:
             async for piece in engine.stream("Once upon", kvq.SamplingParams(max_tokens=64)):
                 print(piece.text, end="")
 
-    Leaving a stream early, or cancelling its task, cancels the request within a step.
+    Leaving a stream early, or cancelling its task, cancels the request within one step.
     """
 
     def _start(self) -> None:
-        self._error: KVQError | None = None  # why no command is accepted any more
-        self._lock = threading.Lock()  # held to set the error, and to send unless it is set
+        self._error: KVQError | None = None  # the reason if no command is accepted any more
+        self._lock = threading.Lock()  # held to set the error, and to send commands if it is not set
         self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
-        end_team()  # this thread's, with which the model was loaded
+        end_team()  # the team of this thread, which loaded the model
         self._thread.start()
         self._is_leaving = False
-        atexit.register(self._leave)  # Python aborts if it takes itself apart while a thread computes
+        atexit.register(self._leave)  # Python aborts if it shuts down while a thread computes
 
     async def stream(
         self,
@@ -51,13 +51,13 @@ class AsyncLLM(LoopedEngine):
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[Piece]:
-        """Yield pieces of one prompt's results as they come; the last one has the whole `output`.
+        """Yield pieces of one prompt's results as they are generated; the last one has the whole `output`.
 
-        `cache_salt`: cached prefixes are shared only with requests of the tenant that name the same salt.
+        `cache_salt`: cached prefixes are shared only among requests of the tenant with the same salt.
 
         Raises:
-            RequestError: the request can't be served, or failed while it ran.
-            EngineError: the engine was closed or broke down.
+            RequestError: the request can't be served, or failed while running.
+            EngineError: the engine was closed or has failed.
         """
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class AsyncLLM(LoopedEngine):
         def tell(event: Event) -> None:
             try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # the event loop was closed, so there is no listener any more
+            except RuntimeError:  # the event loop was closed, so no one is listening any more
                 self._ask(partial(self.core.cancel, job), quiet=True)
 
         options = RequestOptions(
@@ -96,10 +96,10 @@ class AsyncLLM(LoopedEngine):
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> RequestOutput:
-        """Return one prompt's results when they are complete; arguments as in `stream`.
+        """Return one prompt's results once they are complete; arguments as for `stream`.
 
         Raises:
-            RequestError: the request can't be served, or failed while it ran.
+            RequestError: the request can't be served, or failed while running.
         """
         output: RequestOutput | None = None
         async for piece in self.stream(
@@ -112,7 +112,7 @@ class AsyncLLM(LoopedEngine):
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step, in the engine's thread.
 
-        Returns a function that ends it; it may be called from any thread.
+        Returns a function that unsubscribes; it may be called from any thread.
         """
         is_on = threading.Event()
         is_on.set()
@@ -127,7 +127,7 @@ class AsyncLLM(LoopedEngine):
         self._ask(lambda: unsubscribe.append(self.core.on_step(tell)))
         return is_on.clear
 
-    def close(self) -> None:  # D245: left open: ended by `atexit`, silently
+    def close(self) -> None:  # D245: if left open, ended silently by `atexit`
         """Cancel all requests, end the thread and release the memory. May be called again."""
         atexit.unregister(self._leave)
         if self._thread.is_alive():
@@ -142,7 +142,7 @@ class AsyncLLM(LoopedEngine):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _leave(self) -> None:
-        """End the thread at the end of the program, without errors for waiting callers."""
+        """End the thread when the program exits, without errors for waiting callers."""
         self._is_leaving = True
         self.close()
 
@@ -161,7 +161,7 @@ class AsyncLLM(LoopedEngine):
                     self._loop.step()
             if not self._is_leaving:
                 self._end(EngineError("the engine was closed"))
-        except BaseException as error:  # whatever ends this thread, no caller may wait for ever
+        except BaseException as error:  # whatever ends this thread, no caller may wait forever
             self._end(EngineError(f"the engine broke down: {type(error).__name__}: {error}"))
             raise
 
@@ -170,12 +170,12 @@ class AsyncLLM(LoopedEngine):
             self.core.submit(job)
         except KVQError as error:
             self.core.refuse(job, self._error or error)
-        except Exception as error:  # noqa: BLE001 - this request's alone, whatever is wrong with it
+        except Exception as error:  # noqa: BLE001 - affects only this request, whatever is wrong with it
             _log.exception("request %s could not be queued", job.id)
             self.core.refuse(job, EngineError(f"it could not be queued: {type(error).__name__}: {error}"))
 
     def _end(self, error: KVQError) -> None:
-        """Accept no more commands, and end all requests that still wait with an error."""
+        """Accept no more commands, and end all requests that still wait, with an error."""
         with self._lock:
             self._error = error
         self.core.close(error)

@@ -1,4 +1,4 @@
-"""Engine construction: from a model and options to the parts of an engine, sized for its device."""
+"""Engine construction: turns a model and options into the parts of an engine, sized for its device."""
 
 import logging
 from dataclasses import dataclass, fields
@@ -37,7 +37,7 @@ _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedEngine:
-    """An engine that was checked and whose weights are not loaded yet. Made by `check_engine`."""
+    """Checked engine whose weights are not loaded yet; made by `check_engine`."""
 
     model: PreparedModel
     recipe: KVRecipe
@@ -50,7 +50,7 @@ class CheckedEngine:
         return self.model.layout(self.recipe)
 
     def pools(self, free_bytes: int | None, activation_bytes: int) -> PoolPlan:
-        """Return the sizes of the pools; arguments and errors are those of `planned_pools`."""
+        """Return the sizes of the pools; arguments and errors are as for `planned_pools`."""
         return planned_pools(
             self.layout,
             self.config,
@@ -64,13 +64,13 @@ class CheckedEngine:
         """Load the weights.
 
         Raises:
-            ModelError: damaged weights, or a model that would be run wrongly.
+            ModelError: the weights are damaged, or the model would run incorrectly.
         """
         return load_prepared(self.model, self.recipe, self.scales)
 
 
 def check_cache(model: PreparedModel) -> None:
-    """Raise ConfigError if a model is to run over a cache that an engine can't use."""
+    """Raise ConfigError if a model was prepared with a cache that an engine can't use."""
     if model.cache != "kvq":
         raise ConfigError(f"the engine runs over kvq's own cache, not {model.cache!r}; leave cache out")
 
@@ -78,13 +78,13 @@ def check_cache(model: PreparedModel) -> None:
 def check_engine(
     model: str | Path | ModelSource, kv: str | KVRecipe, options: dict[str, Any]
 ) -> CheckedEngine:
-    """Check the model and options of an engine: those of `EngineConfig` and of `kvq.load`.
+    """Check the model and the options of an engine, which are those of `EngineConfig` and of `kvq.load`.
 
     Raises:
-        ModelError: missing, damaged or refused model.
-        ConfigError: an unknown option, one out of range, or formats and scales that can't be used.
-        UnsupportedKernel: no kernel runs the formats here.
-        OutOfMemory: not one block fits into `kv_memory`.
+        ModelError: the model is missing, damaged or refused.
+        ConfigError: an option is unknown or out of range, or formats or scales can't be used.
+        UnsupportedKernel: no kernel on this machine runs the formats.
+        OutOfMemory: not even one block fits into `kv_memory`.
     """
     _check_known(options, {*_ENGINE_OPTIONS, *_LOAD_OPTIONS}, "known:")
     config = EngineConfig(**{name: value for name, value in options.items() if name in _ENGINE_OPTIONS})
@@ -106,14 +106,14 @@ def check_engine(
 def build(
     model: str | Path | ModelSource | Model, kv: str | KVRecipe, options: dict[str, Any]
 ) -> tuple[Model, EngineConfig]:
-    """Load a model, unless it is loaded, and make the engine's configuration.
+    """Load the model, unless it is loaded already, and return it with the engine's configuration.
 
     Raises:
-        ModelError: missing, damaged or refused model.
-        ConfigError: an option that can't be used, or options of `load` for a loaded model.
-        BrokenFormat: the format breaks the model, which was not loaded before, and that was not accepted.
-        UnsupportedKernel: no kernel runs the formats here.
-        OutOfMemory: not one block fits into `kv_memory`.
+        ModelError: the model is missing, damaged or refused.
+        ConfigError: an option can't be used, or options of `load` are given for a loaded model.
+        BrokenFormat: the format breaks a model that was not loaded before, and this was not accepted.
+        UnsupportedKernel: no kernel on this machine runs the formats.
+        OutOfMemory: not even one block fits into `kv_memory`.
     """
     if not isinstance(model, Model):
         checked = check_engine(model, kv, options)
@@ -134,9 +134,9 @@ def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
 def build_parts(
     model: Model, config: EngineConfig, max_context: int, helper: Helper
 ) -> tuple[Scheduler, Runner]:
-    """Measure a step of full size over a small pool, then make the real pools, scheduler and runner.
+    """Measure a full-size step on a small pool, then make the real pools, the scheduler and the runner.
 
-    A drafting helper gets a pool for equally many tokens out of the same free memory.
+    A drafting helper gets a pool for the same number of tokens out of the same free memory.
     """
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0

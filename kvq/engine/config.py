@@ -1,4 +1,4 @@
-"""Engine configuration: limits and goals, decided when an engine is built."""
+"""Engine configuration: limits and goals, fixed when an engine is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Limits and goals of an engine. Everything is decided when it is built, nothing grows later.
+    """Limits and goals of an engine. Everything is fixed when it is built, and nothing grows later.
 
-    The pool is `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what is left of `memory_fraction`
-    of the device's free memory. `swap_memory`: host memory (or room in `swap_folder`) for preempted
-    requests. `max_context` in tokens: shorter than the model's if given. `async_scheduling`: plan and
-    launch a step while the one before it runs or is settled; by default on GPUs, where launching takes
-    time, and on CPUs where steps are short.
-    `speculation`: how tokens are drafted, as `kvq.engine.speculation_config.Speculation` or a mapping of its
-    fields, such as {"method": "ngram", "k": 4}.
+    The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction`
+    of the device's free memory. `swap_memory`: host memory (or space in `swap_folder`) for preempted
+    requests. `max_context`: tokens, if shorter than the model's context. `async_scheduling`: plan and
+    launch a step while the previous one runs or is processed; by default on GPUs, where launching takes
+    time, and on CPUs if steps are short.
+    `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
+    its fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, by `watermark_scheme` with the secret in `watermark_key_file`: none
-    ("off"), those that ask ("asked"), all but those that decline ("unless-declined"), or all ("always").
+    ("off"), those requested ("asked"), all except declined ones ("unless-declined"), or all ("always").
     """
 
-    max_num_seqs: int = MAX_NUM_SEQS  # sequences that run side by side
+    max_num_seqs: int = MAX_NUM_SEQS  # sequences that run at the same time
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # new tokens of a step; at least max_num_seqs
     max_context: int | None = None
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
-    memory_fraction: float | None = None  # default: 0.9 on a GPU; 0.5 on a CPU, 4 GiB at most
+    memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
     swap_memory: int | str = 0
     swap_folder: str | Path | None = None
     prefix_caching: bool = True
-    snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states that are kept for prefix caching
+    snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
     aging_s: float = 10.0
     itl_slo_s: float | None = None
@@ -50,7 +50,7 @@ class EngineConfig:
     accept_divergence: bool = False  # use a KV format although the load check finds that it breaks the model
     watermark: str = "off"
     watermark_key_file: str | Path | None = None
-    watermark_scheme: str = "green"  # as `parse_scheme` reads it: "green,delta=3"
+    watermark_scheme: str = "green"  # as accepted by `parse_scheme`: "green,delta=3"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", parse_speculation(self.speculation))

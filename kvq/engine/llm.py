@@ -1,4 +1,4 @@
-"""`kvq.LLM`: offline engine that runs as many prompts at a time as the pool holds."""
+"""`kvq.LLM`: offline engine that runs as many prompts at a time as the pool can hold."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,14 +14,14 @@ from kvq.scheduler import Priority
 
 
 class LLM(LoopedEngine):
-    """An engine that runs in the caller's thread.
+    """Engine that runs in the caller's thread.
 
         llm = kvq.LLM("tiny", kv="int4", kv_memory="1GiB")
         for output in llm.generate(["Once upon"], kvq.SamplingParams(max_tokens=64)):
             print(output.outputs[0].text, output.receipt)
 
     Requests are batched continuously: each step computes the next token of every running request, and a
-    part of the prompts of new ones.
+    part of the prompts of new requests.
     """
 
     def generate(
@@ -34,14 +34,14 @@ class LLM(LoopedEngine):
         cache_salt: str | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Generate results of all prompts, in their order. `params`: one for all, or one each.
+        """Generate results for all prompts, in order. `params`: one for all prompts, or one per prompt.
 
-        All requests are checked before any is run. A request that fails while it runs has an `error`; the
-        others go on. `cache_salt`: cached prefixes are shared only with requests of the tenant that name the
-        same salt. `progress` is called with (ended, total).
+        All requests are checked before any is run. If a request fails while running, its output has an
+        `error`, and the others continue. `cache_salt`: cached prefixes are shared only among requests of the
+        tenant with the same salt. `progress` is called with (ended, total).
 
         Raises:
-            RequestError: a prompt or parameters that can't be served; nothing was run.
+            RequestError: a prompt or its parameters can't be served; nothing was run.
         """
         many = as_prompts(prompts)
         given = [
@@ -66,12 +66,12 @@ class LLM(LoopedEngine):
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, tenant: str = "", cache_salt: str | None = None
     ) -> Iterator[Piece]:
-        """Yield pieces of one prompt's results as they come. The request is checked at once.
+        """Yield pieces of one prompt's results as they are generated. The request is checked immediately.
 
         Leaving the loop early cancels the request.
 
         Raises:
-            RequestError: the request can't be served, or failed while it ran.
+            RequestError: the request can't be served, or failed while running.
         """
         events: list[Event] = []
         options = RequestOptions(params=as_params(params), tenant=tenant, cache_salt=cache_salt)
@@ -79,11 +79,11 @@ class LLM(LoopedEngine):
         return self._stream(job, events)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
-        """Call `subscriber` with `StepStats` after every step. Returns a function that ends it."""
+        """Call `subscriber` with `StepStats` after every step. Returns a function that unsubscribes."""
         return self.core.on_step(subscriber)
 
     def step(self) -> None:
-        """Run one step, for callers who drive the engine themselves."""
+        """Run one step, for callers that drive the engine themselves."""
         self._loop.step()
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class LLM(LoopedEngine):
         self.close()
 
     def _run(self, jobs: list[Job]) -> None:
-        """Submit jobs and step until all have ended; an interruption cancels them."""
+        """Submit jobs and run steps until all have ended; an interruption cancels the jobs."""
         try:
             for job in jobs:
                 while not self.core.can_submit(job):

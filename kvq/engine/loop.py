@@ -1,4 +1,4 @@
-"""Engine loop: runs commands of other threads, then a step, under a watchdog."""
+"""Engine loop: runs commands from other threads, then a step, under a watchdog."""
 
 import logging
 import queue
@@ -23,14 +23,14 @@ _log = logging.getLogger("kvq")
 
 
 class _Watchdog:
-    """A thread that reports a step beyond its deadline, once, since the step's own thread is busy."""
+    """Thread that reports, once, a step that exceeds its deadline, since the step's own thread is busy."""
 
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
-        """`on_stuck` is called from the watchdog's thread with the seconds the step has taken so far."""
+        """`on_stuck` is called in the watchdog's thread with the seconds that the step has taken so far."""
         self.deadline_s = deadline_s
         self._on_stuck = on_stuck
         self.began: float | None = (
-            None  # when the step that runs began, by `monotonic`; set by whoever runs it
+            None  # start of the current step, by `monotonic`; set by the code that runs it
         )
         self._wake = threading.Event()  # set to end the thread
         self._thread = threading.Thread(target=self._watch, name="kvq-watchdog", daemon=True)
@@ -42,7 +42,7 @@ class _Watchdog:
         self._thread.join()
 
     def stop(self) -> None:
-        """Let the thread end soon, without waiting for it."""
+        """Tell the thread to end soon, without waiting for it."""
         self._wake.set()
 
     def _watch(self) -> None:
@@ -66,7 +66,7 @@ Command = Callable[[], object]
 
 
 class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
-    """Steps one engine under a watchdog, and runs commands of other threads between steps."""
+    """Loop that steps one engine under a watchdog and runs commands from other threads between steps."""
 
     def __init__(self, core: EngineCore, on_stuck: Callable[[float], object] | None = None) -> None:
         """`on_stuck`: called in the watchdog's thread for a step beyond its deadline."""
@@ -79,7 +79,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         self._commands.put(command)
 
     def step(self) -> bool:
-        """Run one step; False if there was nothing to run. Sleeps briefly if all work waits for grammars."""
+        """Run one step; False if nothing ran. Sleeps briefly if all work waits for grammars."""
         self.watchdog.began = monotonic()
         try:
             ran = self.core.step()
@@ -90,7 +90,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         return ran
 
     def obey(self, *, timeout_s: float | None = None) -> bool:
-        """Run the queued commands; without work, wait for one, at most `timeout_s`. Returns False to end."""
+        """Run queued commands; without work, wait up to `timeout_s` for one. Returns False to end."""
         block = not self.core.has_work
         while True:
             try:
@@ -103,7 +103,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
             command()
 
     def left(self) -> list[Command]:
-        """Take out the commands that `obey` has not run."""
+        """Remove and return the commands that `obey` has not run."""
         commands = []
         while not self._commands.empty():
             command = self._commands.get()
@@ -113,7 +113,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
 
 
 class LoopedEngine(NotCopyable):
-    """An engine and its loop; base of `LLM` and `AsyncLLM`."""
+    """Engine with its loop; base class of `LLM` and `AsyncLLM`."""
 
     def __init__(
         self,
@@ -123,21 +123,21 @@ class LoopedEngine(NotCopyable):
         on_stuck: Callable[[float], object] | None = None,
         **options: Any,
     ) -> None:
-        """Load `model`, a folder or a name, unless it is a model of `kvq.load`, and build the engine.
+        """Load `model`, a folder or a name, unless it is a model from `kvq.load`, and build the engine.
 
-        Options are those of `EngineConfig` and, if the model is not loaded yet, of `kvq.load`.
+        Options are the fields of `EngineConfig` and, if the model is not loaded yet, options of `kvq.load`.
         `on_stuck`: called in the watchdog's thread for a step beyond its deadline.
 
         Raises:
-            ModelError: missing, damaged or refused model.
-            ConfigError: an unknown option, or one out of range.
+            ModelError: the model is missing, damaged or refused.
+            ConfigError: an option is unknown or out of range.
             OutOfMemory: the pools don't fit.
         """
         loaded, config = build(model, kv, options)
         self.core = EngineCore(loaded, config)
         self._loop = EngineLoop(self.core, on_stuck)
         weakref.finalize(self, self._loop.watchdog.stop)  # in case `close` is not called
-        self._is_ending = sys.is_finalizing  # modules are gone then before their objects
+        self._is_ending = sys.is_finalizing  # at exit, modules are torn down before their objects
         self._start()
 
     @property
@@ -148,10 +148,10 @@ class LoopedEngine(NotCopyable):
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's generation_config.json recommends.
 
-        They are not applied by themselves. Fields that the file leaves out have their defaults: greedy, 64
+        They are not applied automatically. Fields missing from the file have their defaults: greedy, 64
         tokens.
         """
         return SamplingParams(**read_defaults(self.model.prepared.folder).fill({}, ()))
 
     def _start(self) -> None:
-        """Start threads of a subclass."""
+        """Start the threads of a subclass."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.errors import RequestError, nearest
 
-# Caps on every field that costs memory or time, checked before any work is done.
+# Limits for all fields that cost memory or time, checked before any work is done.
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_SALT = 1024  # characters
@@ -19,20 +19,20 @@ MAX_PINS = 16
 MAX_PIN_S = 86_400.0
 MAX_COUNT = 1 << 30  # tokens
 
-# D238: bounds stand at their fields
+# D238: limits are declared with their fields
 Check = Callable[[Any, str], None]  # of an object and a field's name; raises RequestError
 
 
 def param(default: Any, check: Check, *, with_beams: bool = True) -> Any:
-    """Declare a sampling parameter; `check` holds for all values but the default.
+    """Declare a sampling parameter; `check` applies to all values except the default.
 
-    `with_beams`: it can be combined with beam search.
+    `with_beams`: whether it can be combined with beam search.
     """
     return field(default=default, metadata={"check": check, "with_beams": with_beams})
 
 
 def whole(low: int | str, high: int | str) -> Check:
-    """Check for a whole number from `low` to `high`; a string names the parameter that is the bound."""
+    """Return a check for a whole number from `low` to `high`; a string bound names another parameter."""
 
     def check(params: object, name: str) -> None:
         value = getattr(params, name)
@@ -46,7 +46,7 @@ def whole(low: int | str, high: int | str) -> Check:
 
 
 def real(low: float, high: float, *, above: bool = False) -> Check:
-    """Check for a finite number from `low` to `high`; with `above`, `low` itself is excluded."""
+    """Return a check for a finite number from `low` to `high`; with `above`, `low` itself is excluded."""
 
     def check(params: object, name: str) -> None:
         value = getattr(params, name)
@@ -60,18 +60,18 @@ def real(low: float, high: float, *, above: bool = False) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """Check unless the value is None."""
+    """Return a check that also accepts None."""
     return lambda params, name: None if getattr(params, name) is None else check(params, name)
 
 
 def flag(params: object, name: str) -> None:
-    """Check for True or False."""
+    """Check that a value is True or False."""
     if not isinstance(getattr(params, name), bool):
         raise RequestError(f"{name} must be True or False, got {getattr(params, name)!r}")
 
 
 def _list_of(what: str, is_one: Callable[[Any], bool], noun: str = "") -> Check:
-    """Check for a list of at most MAX_STOPS items; a single string counts as a list of one."""
+    """Return a check for a list of at most MAX_STOPS items; a single string counts as a list of one."""
 
     def check(params: object, name: str) -> None:
         given = getattr(params, name)
@@ -113,11 +113,11 @@ def _structured(params: object, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutput:
-    """Constraint on the generated text; exactly one of the first four fields.
+    """Constraint on the generated text, given by exactly one of the first four fields.
 
-    `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression, matched in full.
-    `choice`: one of these strings. `lark`: a grammar in llguidance's Lark dialect, or in llama.cpp's GBNF.
-    `before`: Lark with a rule `before` for the text that comes first, such as a model's thoughts.
+    `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression that must match the whole
+    text. `choice`: the allowed strings. `lark`: a grammar in llguidance's Lark dialect or in llama.cpp's
+    GBNF. `before`: Lark with a rule `before` for text that precedes it, such as a model's reasoning.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -143,28 +143,28 @@ class StructuredOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Choice of tokens and end of a request. Temperature 0 takes the likeliest token.
+    """Parameters for choosing tokens and ending a request. Temperature 0 takes the most likely token.
 
-    `n`: results returned; `best_of`: results generated, of which the likeliest n are returned.
-    `beam_width`: beam search with that many beams, of which the best n are returned; deterministic.
-    `max_tokens`: None generates as far as the model's context and the block pool reach, or `most_tokens`.
-    `top_k`: None keeps all. `seed`: makes tokens independent of the batch in which the request runs.
-    `stop`: strings that end the text and are left out of it unless `include_stop`.
-    `logprobs`: how many of the likeliest tokens' log-probabilities to return besides the chosen one's.
-    `prompt_logprobs`: the same number for every prompt token from `prompt_logprobs_start` on; tokens before
-    may come from the prefix cache. Log-probabilities are of the model's distribution, before temperature,
-    penalties and filters. `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that
-    are shown although `skip_special_tokens` hides the others. `watermark`: whether to mark the text, if the
-    engine leaves that to requests; None for the engine's default.
+    `n`: results returned; `best_of`: results generated, of which the most likely n are returned.
+    `beam_width`: beam search with this many beams, of which the best n are returned; deterministic.
+    `max_tokens`: None generates as much as the context and the block pool allow, or up to `most_tokens`.
+    `top_k`: None keeps all tokens. `seed`: makes tokens independent of the batch in which the request runs.
+    `stop`: strings that end the text and are removed from it unless `include_stop` is set.
+    `logprobs`: how many of the most likely tokens' log-probabilities to return in addition to the chosen
+    token's. `prompt_logprobs`: the same for every prompt token from `prompt_logprobs_start` on; earlier
+    tokens may come from the prefix cache. Log-probabilities are from the model's distribution, before
+    temperature, penalties and filters. `echo`: the text starts with the prompt. `kept_special_ids`: special
+    tokens that are shown even if `skip_special_tokens` hides the others. `watermark`: whether to mark the
+    text, if the engine leaves this to requests; None for the engine's default.
     """
 
     n: int = param(1, whole(1, MAX_SAMPLES))
     best_of: int | None = param(None, whole("n", MAX_SAMPLES), with_beams=False)
     beam_width: int | None = param(None, whole("n", MAX_SAMPLES))
-    length_penalty: float = param(1.0, real(-100, 100))  # of beams: score / length ** length_penalty
-    early_stopping: bool = param(False, flag)  # of beams: end as soon as beam_width are finished
+    length_penalty: float = param(1.0, real(-100, 100))  # for beams: score / length ** length_penalty
+    early_stopping: bool = param(False, flag)  # for beams: end once beam_width are finished
     max_tokens: int | None = param(64, optional(whole(1, MAX_COUNT)))
-    most_tokens: int | None = param(None, optional(whole(1, MAX_COUNT)))  # without max_tokens
+    most_tokens: int | None = param(None, optional(whole(1, MAX_COUNT)))  # limit without max_tokens
     min_tokens: int = param(0, whole(0, "max_tokens"))
     temperature: float = param(0.0, real(0, 10), with_beams=False)
     top_k: int | None = param(None, whole(1, MAX_COUNT), with_beams=False)
@@ -209,12 +209,12 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that run side by side."""
+        """Number of sequences that run concurrently."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0
 
     @property
@@ -225,24 +225,24 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixPin:
-    """Pin of a prompt's first `length` tokens in the prefix index, in whole blocks."""
+    """Pin for a prompt's first `length` tokens in the prefix index, in whole blocks."""
 
     length: int  # tokens
-    seconds: float  # from the time they are computed or found; another request restarts it
+    seconds: float  # since the tokens were computed or found; another request restarts it
 
     def __post_init__(self) -> None:
         whole(0, MAX_COUNT)(self, "length")
         real(0, MAX_PIN_S)(self, "seconds")
 
 
-Params = SamplingParams | Mapping[str, Any]  # or its fields
+Params = SamplingParams | Mapping[str, Any]  # or a mapping of its fields
 
 
 def as_params(params: Params | None) -> SamplingParams:
     """Return sampling parameters from an object, a dict of its fields, or None for the defaults.
 
     Raises:
-        RequestError: an unknown field, one out of range, or something else.
+        RequestError: a field is unknown or out of range, or `params` has another type.
     """
     if params is None or isinstance(params, SamplingParams):
         return params or SamplingParams()
@@ -258,7 +258,7 @@ def as_params(params: Params | None) -> SamplingParams:
 
 
 def each_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts, from one for all or a list; see `as_params`."""
+    """Return the parameters for each of `count` prompts, from one for all or a list; see `as_params`."""
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [as_params(params)] * count
     if not isinstance(params, Sequence):
@@ -271,10 +271,10 @@ def each_params(params: Params | Sequence[Params] | None, count: int) -> list[Sa
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse token ids that the model can't generate.
+    """Raise RequestError for token ids that the model can't generate.
 
     Raises:
-        RequestError: logit_bias or stop_token_ids name a token of `vocab_size` or above.
+        RequestError: logit_bias or stop_token_ids contains a token of `vocab_size` or above.
     """
     for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
         beyond = [token for token in tokens if token >= vocab_size]
@@ -300,5 +300,5 @@ def _is_real(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # of an integer
+    except OverflowError:  # raised for large integers
         return False

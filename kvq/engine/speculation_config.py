@@ -19,18 +19,18 @@ _SPELLING = "off, ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if t
 class Speculation:
     """Drafting method and its limits.
 
-    `method`: "ngram" proposes the tokens that followed the last ones earlier, in the request's own text or in
-    recent answers to its tenant; "draft" runs a smaller model of the same vocabulary; "self" runs the model
-    itself with rounded weights, over the blocks of its own cache; "heads" runs the multi-token-prediction
-    layers of its checkpoint. `k`: most drafts of a sequence in a step; fewer are made if more don't pay.
+    `method`: "ngram" proposes the tokens that followed an earlier occurrence of the last ones, in the
+    request's text or in recent answers to its tenant; "draft" runs a smaller model of the same vocabulary;
+    "self" runs the model itself with rounded weights, over the blocks of its own cache; "heads" runs the
+    multi-token-prediction layers of its checkpoint. `k`: most drafts per sequence and step, if that many pay.
     """
 
     method: Method
     k: int = _DEFAULT_DRAFTS
-    model: str | Path | None = None  # of "draft": a folder or a name, as an engine's
-    kv: str | None = None  # of "draft": the format of its own cache; default: its own type
-    weights: str | None = None  # of "draft" and "self": what its Linear layers are rounded to; "self": int4
-    adapts: bool = True  # False: always k drafts, whatever they cost
+    model: str | Path | None = None  # for "draft": a folder or a name, as for an engine
+    kv: str | None = None  # for "draft": the format of its cache; default: its own dtype
+    weights: str | None = None  # for "draft" and "self": format of rounded Linear layers; "self": int4
+    adapts: bool = True  # False: always k drafts, regardless of their cost
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -51,10 +51,10 @@ class Speculation:
 
 
 def parse_speculation(given: "str | Mapping[str, Any] | Speculation | None") -> Speculation | None:
-    """Read `{"method": "ngram", "k": 4}`, its JSON, or `ngram,k=4`; None, "" and "off" are no drafts.
+    """Read `{"method": "ngram", "k": 4}`, its JSON, or `ngram,k=4`; None, "" and "off" mean no drafts.
 
     Raises:
-        ConfigError: an unknown method or key, or a value out of range.
+        ConfigError: the method or a key is unknown, or a value is out of range.
     """
     if given is None or isinstance(given, Speculation):
         return given

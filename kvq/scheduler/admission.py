@@ -13,7 +13,7 @@ from kvq.scheduler.step import Step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """Compares a request's needs with blocks, rows and goals. Changes nothing."""
+    """Checks of a request's needs against free blocks, rows and latency goals. They change nothing."""
 
     manager: BlockManager
     config: SchedulerConfig
@@ -22,11 +22,11 @@ class Admission:
     shape: PoolShape
 
     def num_blocks(self, tokens: int) -> int:
-        """Return the full-attention blocks of that many tokens."""
+        """Return the number of full-attention blocks for `tokens` tokens."""
         return -(-tokens // self.shape.block_size)
 
     def taken(self, start: int, end: int) -> list[int]:
-        """Return the blocks per layer group that a sequence takes to grow from `start` to `end` tokens."""
+        """Return the blocks per layer group that a sequence needs to grow from `start` to `end` tokens."""
         return [
             int(not start)
             if is_state
@@ -35,7 +35,7 @@ class Admission:
         ]
 
     def promised(self, step: Step) -> list[int]:
-        """Return the blocks per layer group that unfinished prefills will still take."""
+        """Return the blocks per layer group that unfinished prefills will still need."""
         promised = [0] * len(self.shape.reaches)
         for branch in step.unfinished:
             if branch.sequence is not None:
@@ -43,21 +43,21 @@ class Admission:
         return promised
 
     def has_rows(self, request: Request) -> bool:
-        """True if all its branches get rows, and steps would still meet the inter-token goal."""
+        """Return True if all branches get rows and steps would still meet the inter-token goal."""
         if not self.running.has_rows(request):
             return False
         goal, running = self.config.itl_slo_s, self.running.num_sequences
         return goal is None or not running or self.costs.decode_s(running + len(request.live)) <= goal
 
     def can_start(self, step: Step, request: Request, prompt: PrefixQuery, found: int) -> bool:
-        """True if a prompt's first chunk fits and running requests can grow; `found`: tokens of its hit."""
+        """Return True if the first chunk fits and running requests can grow; `found`: tokens of the hit."""
         total = len(prompt.tokens)
         count = min(total - found, step.budget, request.max_chunk or total)
         promised = added(step.promised, self.taken(found + count, total))
         return self.manager.can_admit(prompt, count, spare=self._spare(request, promised))
 
     def can_swap_in(self, step: Step, request: Request) -> bool:
-        """True if there is room for the blocks of a swapped-out request and for growth."""
+        """Return True if there is room for the blocks of a swapped-out request and for growth."""
         sequence = held(request.live[0])
         need = [len(slots) for slots in sequence.swapped or []]
         pools = zip(self.manager.pools, need, self._spare(request, step.promised), strict=True)
@@ -65,12 +65,12 @@ class Admission:
         return fits and self.manager.can_swap_in(sequence)
 
     def _spare(self, request: Request, promised: list[int]) -> list[int]:
-        """Return the blocks per layer group that must be left over when a request starts.
+        """Return the blocks per layer group that must stay free when a request starts.
 
-        These are the reserve and the promised blocks. A preempted request also waits until running ones
-        could grow by some blocks each, more after every preemption, or it would be preempted again at once.
+        These are the reserve and the promised blocks. A preempted request also waits until each running one
+        could grow by some blocks, more after every preemption; otherwise it would soon be preempted again.
         If no request runs, it may take all blocks. A sequence in a layer group with a window takes at most
-        one block before it gives one back.
+        one block before it releases one.
         """
         if not self.running.requests:
             return [0] * len(self.shape.reaches)
@@ -87,5 +87,5 @@ class Admission:
 
 
 def added(some: list[int], more: list[int]) -> list[int]:
-    """Return the sum of two counts per layer group."""
+    """Return the sum of two lists of counts by layer group."""
     return [a + b for a, b in zip(some, more, strict=True)]

@@ -1,4 +1,4 @@
-"""Closed form of many equal decode steps, for simulations, which know all tokens beforehand."""
+"""Closed form of many identical decode steps, for simulations, which know all tokens in advance."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from kvq.scheduler.scheduler import Scheduler
 
 
 def is_settled(scheduler: Scheduler) -> bool:
-    """True if the next steps equal the last one until a request comes, ends or has waited long.
+    """Return True if the next steps equal the last one until a request arrives, ends or has waited long.
 
-    Then no request waits, or none of those that wait can start, and no block turns out to be cached already.
+    Then no waiting request can start, if there are any, and no block turns out to be cached already.
     """
     config = scheduler.config
     if len(scheduler.waiting) and (not scheduler.nobody_fits or config.itl_slo_s is not None):
@@ -20,14 +20,14 @@ def is_settled(scheduler: Scheduler) -> bool:
     return not config.prefix_caching or all(leads(held(branch)) for branch in active)
 
 
-# D235: only simulations know all tokens beforehand
+# D235: only simulations know all tokens in advance
 def repeat(scheduler: Scheduler, branches: Sequence[Branch], tokens: Sequence["array[int]"]) -> None:
-    """Plan and commit several decode steps at once; `tokens` holds equally many for each branch.
+    """Plan and commit several decode steps at once; `tokens` has the same number of tokens for each branch.
 
-    `is_settled` has to hold throughout.
+    `is_settled` must be True throughout.
 
     Raises:
-        OutOfBlocks: they don't fit; nothing changed.
+        OutOfBlocks: the tokens don't fit; nothing was changed.
     """
     count, manager = len(tokens[0]), scheduler.manager
     manager.extend([(held(branch), count) for branch in branches])

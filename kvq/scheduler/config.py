@@ -1,4 +1,4 @@
-"""Scheduler configuration: limits of a step and goals of scheduling."""
+"""Scheduler configuration: limits of a step and latency goals."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step and goals of scheduling; times in seconds on the caller's clock."""
+    """Limits of a step and latency goals; times are in seconds on the caller's clock."""
 
-    max_num_seqs: int = 256  # sequences that run side by side
-    max_num_batched_tokens: int = 2048  # new tokens of a step, decodes included
-    max_context: int = 1 << 20  # tokens of a sequence
+    max_num_seqs: int = 256  # sequences that run at the same time
+    max_num_batched_tokens: int = 2048  # new tokens of a step, including decodes
+    max_context: int = 1 << 20  # tokens of one sequence
     prefix_caching: bool = True
-    max_step_stretch: float = 1.7  # a step with prefill beside running streams / one without
-    min_chunk: int = 4  # prefill tokens that a step takes at least, however slow they are
-    aging_s: float = 10.0  # after this wait a batch request counts as an interactive one
-    itl_slo_s: float | None = None  # steps shall not take longer; limits the batch too
-    ttft_slo_s: float | None = None  # prefill gets a larger share of steps when this is in danger
+    max_step_stretch: float = 1.7  # time of a step with prefill and streams / a step without prefill
+    min_chunk: int = 4  # least prefill tokens of a step, however slow they are
+    aging_s: float = 10.0  # after this wait, a batch request counts as interactive
+    itl_slo_s: float | None = None  # limit for the time of a step; also limits the batch
+    ttft_slo_s: float | None = None  # if at risk, prefill gets a larger share of steps
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_context", "min_chunk"):

@@ -1,23 +1,23 @@
-"""Cost models: predict step times for scheduling. Times in seconds."""
+"""Cost models that predict step times for scheduling. Times are in seconds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import sqrt
 
-_FURTHEST = 3.0  # standard deviations; measurements further off count as that far
-_DRIFT = 0.05  # how far coefficients may have moved from one measurement to the next, relative
+_FURTHEST = 3.0  # standard deviations; larger deviations are clamped to this
+_DRIFT = 0.05  # relative drift of coefficients from one measurement to the next
 
 
 class _Regression:
     """Linear estimate that follows noisy measurements: a Kalman filter.
 
-    Each measurement is one weighted sum of the coefficients, none of which is below 0. Its deviation is
-    attributed to the coefficients that are known least and weigh most in it.
-    Source: R. E. Kalman 1960, with a random walk as the motion of the state.
+    Each measurement is a weighted sum of the coefficients, which are never negative. Its deviation is
+    attributed to the coefficients that are least certain and have the largest weight.
+    Source: R. E. Kalman 1960, with a random walk as the state transition.
     """
 
     def __init__(self, coefficients: Sequence[float], deviations: Sequence[float]) -> None:
-        """Start from first guesses and their standard deviations."""
+        """Start from initial guesses and their standard deviations."""
         self.coefficients = list(coefficients)
         n = len(self.coefficients)
         self._covariance = [[deviations[i] ** 2 if i == j else 0.0 for j in range(n)] for i in range(n)]
@@ -27,7 +27,7 @@ class _Regression:
         return sum(c * w for c, w in zip(self.coefficients, weights, strict=True))
 
     def observe(self, weights: Sequence[float], measured: float, deviation: float) -> None:
-        """Learn from one measured sum with its standard deviation."""
+        """Learn from one measured sum with the given standard deviation."""
         spread = [sum(p * w for p, w in zip(row, weights, strict=True)) for row in self._covariance]
         variance = sum(s * w for s, w in zip(spread, weights, strict=True)) + deviation**2
         furthest = _FURTHEST * sqrt(variance)
@@ -41,21 +41,21 @@ class _Regression:
 
 
 class CostModel(ABC):
-    """Predicts step times. By default swaps cost a fixed time per block, and nothing is learned."""
+    """Predictor of step times. By default, swaps cost a fixed time per block, and nothing is learned."""
 
     def __init__(self, *, swap_block_s: float) -> None:
         self._swap_block_s = swap_block_s
 
     @abstractmethod
     def decode_s(self, num_decodes: int) -> float:
-        """Return the time of a step of that many decodes and nothing else."""
+        """Return the time of a step with only `num_decodes` decodes."""
 
     def verify_s(self, num_decodes: int, num_drafts: int) -> float:
-        """Return the time of a step of that many decodes with drafts."""
+        """Return the time of a step of decodes with `num_drafts` drafts."""
         return self.decode_s(num_decodes + num_drafts)
 
     def knows_decode(self, num_decodes: int) -> bool:
-        """True if such a step was measured lately, so that others can be compared with it."""
+        """Return True if a step of this size was measured recently, as a reference for other steps."""
         return True
 
     @abstractmethod
@@ -67,7 +67,7 @@ class CostModel(ABC):
         """Return the time that prefill adds to a step regardless of its tokens."""
 
     def prefill_share(self, num_decodes: int) -> float:
-        """Return the share of its prefill that a step should compute, so that its time teaches something."""
+        """Return the share of its prefill that a step should compute to make its time informative."""
         return 1.0
 
     def swap_s(self, num_blocks: int) -> float:
@@ -77,14 +77,14 @@ class CostModel(ABC):
     def observe(  # noqa: B027 - there may be nothing to learn
         self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
     ) -> None:
-        """Learn that a step took `seconds`, without the time to make its drafts."""
+        """Learn that a step took `seconds`, excluding the time to make its drafts."""
 
     def observe_swap(self, num_blocks: float, seconds: float) -> None:  # noqa: B027 - nor here
-        """Learn the time of moving blocks out and in; a move in one direction counts as half a block."""
+        """Learn the time to swap blocks out and in; a move in one direction counts as half a block."""
 
 
 class FixedCosts(CostModel):
-    """Costs given beforehand."""
+    """Fixed costs, given in advance."""
 
     def __init__(
         self,
@@ -102,32 +102,32 @@ class FixedCosts(CostModel):
         self._prefill_token_s = prefill_token_s
 
     def decode_s(self, num_decodes: int) -> float:
-        """Return a fixed part plus one per decode."""
+        """Return a fixed time plus a time per decode."""
         return self._step_s + num_decodes * self._decode_token_s
 
     def prefill_token_s(self, depth: int) -> float:
-        """Return the given time, at any depth."""
+        """Return the given time, regardless of the depth."""
         return self._prefill_token_s
 
     def prefill_step_s(self) -> float:
-        """Return the given time, for any number of tokens."""
+        """Return the given time, regardless of the number of tokens."""
         return self._prefill_step_s
 
 
-_SLOWLY, _QUICKLY = 0.1, 0.5  # how far an estimate follows one measurement
+_SLOWLY, _QUICKLY = 0.1, 0.5  # weight of one new measurement in an estimate
 _NOISE = 0.1  # of a step's time
-_HALVE, _OMIT = 16, 64  # steps with prefill until one takes half of it, and one none
-_SURE = 3  # measurements of decodes of one size alone before prefill joins them
-# D233: one stall must not teach the scheduler
-_OUTLIER = 2.0  # times the estimate of a size; longer measurements count as that long
-_FADE = 0.998  # of the estimates of larger sizes, per step: they might never be tried again
+_HALVE, _OMIT = 16, 64  # steps with prefill until one takes half of its prefill, or none
+_SURE = 3  # measurements of decodes alone at one size before prefill joins them
+# D233: a single stall must not skew the estimates
+_OUTLIER = 2.0  # longer measurements are clamped to this multiple of the estimate
+_FADE = 0.998  # for estimates of larger sizes, per step; else they might never be tried again
 
 
-class BySize:  # D232: decode times: a table; prefill: a regression
+class BySize:  # D232: table for decode times, regression for prefill
     """Running estimates of a duration by size, in powers of two.
 
-    No formula holds for decode steps on all devices: on CPUs 16 rows cost less than 15, on GPUs 64 cost as
-    much as one. The estimates follow quicker steps faster than slower ones.
+    No formula fits decode steps on all devices: on CPUs, 16 rows cost less than 15; on GPUs, 64 cost as
+    much as one. The estimates follow faster steps more quickly than slower ones.
     """
 
     def __init__(self) -> None:
@@ -135,72 +135,72 @@ class BySize:  # D232: decode times: a table; prefill: a regression
         self._counts: dict[int, int] = {}  # measurements
 
     def __call__(self, size: int) -> float:
-        """Return the estimate of the nearest measured size; 0 before any was measured."""
+        """Return the estimate for the nearest measured size; 0 before the first measurement."""
         known = self._seconds
         return known[_nearest(size.bit_length(), known)] if size and known else 0.0
 
     def count(self, size: int) -> int:
-        """Return how often that size was measured."""
+        """Return how often this size was measured."""
         return self._counts.get(size.bit_length(), 0)
 
     def took_more(self, size: int, seconds: float) -> None:
-        """Learn from a step with other work in it: the size alone takes at most `seconds`."""
+        """Learn from a step with additional work: the size alone takes at most `seconds`."""
         key = size.bit_length()
         if key in self._seconds:
             self._seconds[key] = min(self._seconds[key], seconds)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow quicker steps quickly, slower ones slowly; a new size starts from its neighbour."""
+        """Follow faster steps quickly and slower ones slowly; a new size starts from its neighbor."""
         key, known = size.bit_length(), self._seconds
         before = known[_nearest(key, known)] if known else seconds
         seconds = min(seconds, _OUTLIER * before) if before > 0 else seconds
         count = self._counts[key] = self._counts.get(key, 0) + 1
         rate = _QUICKLY if count == 1 or seconds < before else _SLOWLY
         if count <= _SURE and seconds < before:
-            rate = 1.0  # the first may have been anything
+            rate = 1.0  # the first measurement may have been far off
         known[key] = before + rate * (seconds - before)
         for larger in known:
-            if larger > key:  # twice the rows take twice the time at most
+            if larger > key:  # twice the rows take at most twice the time
                 known[larger] = min(_FADE * known[larger], known[key] * 2.0 ** (larger - key + 1))
 
 
 class MeasuredCosts(CostModel):
-    """Running estimates: decode steps by their size, prefill as a linear regression.
+    """Running estimates: decode steps by size, prefill as a linear regression.
 
     Prefill adds a fixed part (other kernels, no CUDA graph), a part per token, and a part per token and depth
-    (its attention). If the fixed part were counted per token, small chunks would look expensive and stay
-    small for ever. To tell these parts from each other and from decodes, some steps take less prefill than
+    (its attention). If the fixed part were spread over the tokens, small chunks would look expensive and stay
+    small forever. To separate these parts from each other and from decodes, some steps take less prefill than
     they could. Drafts add a fixed part to decodes of a size, and a part per draft.
     """
 
     def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:
-        """Start from the arguments, which hold until steps were measured."""
+        """Start from the arguments, which apply until steps have been measured."""
         super().__init__(swap_block_s=swap_block_s)
         self._decodes = BySize()
-        self._drafts: dict[int, _Regression] = {}  # what drafts add to steps of a size, and each of them
-        self._since: dict[int, int] = {}  # of a size, steps with drafts since one without
-        self._age: dict[int, int] = {}  # of a size of decodes, the step with prefill before its last time
+        self._drafts: dict[int, _Regression] = {}  # by size, fixed time that drafts add, and time per draft
+        self._since: dict[int, int] = {}  # by size, steps with drafts since one without
+        self._age: dict[int, int] = {}  # by size, `_num_prefills` when decodes alone were last measured
         self._num_prefills = 0
         deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
         self._prefill = _Regression((0.0, prefill_token_s, 0.0), deviations)
 
     def decode_s(self, num_decodes: int) -> float:
-        """Return the estimate of the nearest measured size; 0 before any was measured."""
+        """Return the estimate for the nearest measured size; 0 before the first measurement."""
         return self._decodes(num_decodes)
 
     def verify_s(self, num_decodes: int, num_drafts: int) -> float:
-        """Return the learned time; before any was measured, drafts count as prompt tokens."""
+        """Return the learned time; before the first measurement, drafts count as prompt tokens."""
         learned = self._drafts.get(num_decodes.bit_length())
         added = num_drafts * self.prefill_token_s(0) if learned is None else learned((1, num_drafts))
         return self._decodes(num_decodes) + added
 
     def knows_decode(self, num_decodes: int) -> bool:
-        """False before such steps were measured a few times, and again now and then."""
+        """Return False until such steps were measured a few times, and again now and then."""
         is_sure = self._decodes.count(num_decodes) >= _SURE
         return is_sure and self._since.get(num_decodes.bit_length(), 0) < _OMIT
 
     def prefill_token_s(self, depth: int) -> float:
-        """Return the learned time per token at that depth."""
+        """Return the learned time per token at this depth."""
         return self._prefill((0, 1, depth))
 
     def prefill_step_s(self) -> float:
@@ -208,20 +208,20 @@ class MeasuredCosts(CostModel):
         return self._prefill((1, 0, 0))
 
     def prefill_share(self, num_decodes: int) -> float:
-        """Return 0 while decodes alone were not measured lately, 0.5 now and then, else 1."""
+        """Return 0 if decodes alone were not measured recently, 0.5 now and then, and otherwise 1."""
         age = self._age.get(num_decodes.bit_length(), self._num_prefills)
         if self._decodes.count(num_decodes) < _SURE or self._num_prefills - age >= _OMIT:
             return 0.0
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
     def observe_swap(self, num_blocks: float, seconds: float) -> None:
-        """Follow the time per block slowly."""
+        """Adjust the time per block slowly."""
         self._swap_block_s += _SLOWLY * (seconds / num_blocks - self._swap_block_s)
 
     def observe(
         self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
     ) -> None:
-        """Learn from a step of decodes alone, or from what its prefill tokens added."""
+        """Learn from a step of decodes alone, or from the time that prefill tokens added."""
         if not prefill_tokens:
             key = num_decodes.bit_length()
             if num_drafts:
@@ -239,7 +239,7 @@ class MeasuredCosts(CostModel):
         self._prefill.observe(weights, max(0.0, seconds - usual), _NOISE * seconds)
 
     def _observe_drafts(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
-        """Learn what drafts added: a fixed part and a part per draft."""
+        """Learn the time that drafts added: a fixed part and a part per draft."""
         key = num_decodes.bit_length()
         self._since[key] = self._since.get(key, 0) + 1
         self._decodes.took_more(num_decodes, seconds)

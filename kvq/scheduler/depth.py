@@ -1,10 +1,10 @@
-"""Draft depth: chooses how many drafts pay, by how often they were right and what steps and drafting cost.
+"""Draft depth: chooses how many drafts pay off, given their acceptance rate and the costs of each step.
 
-A step over B sequences that drafts n tokens in all, in d passes of the draft, takes verify(B, n) + d *
-draft(B). The j-th draft of a sequence whose drafts are right with probability a adds a^j tokens. So drafts
-are taken in the order of what they add, as many as give the most tokens a second; none where a step without
-them gives more. Source: Leviathan et al. 2023, section 3; here the costs are measured, and sequences weighed
-one by one.
+A step over B sequences that drafts n tokens in total, in d passes of the draft model, takes verify(B, n) +
+d * draft(B). The j-th draft of a sequence with acceptance rate a adds a^j tokens. Drafts are therefore
+chosen in the order of the tokens they add, as many as maximize the tokens per second; none are chosen if a
+step without drafts gives more. Source: Leviathan et al. 2023, section 3; here, the costs are measured, and
+each sequence has its own rate.
 """
 
 from collections.abc import Mapping
@@ -15,27 +15,27 @@ from kvq.scheduler.request import Branch
 from kvq.scheduler.running import held
 from kvq.scheduler.scheduler import Scheduler
 
-MOST_DRAFTS = 16  # of a sequence in a step
-_HOPED = 0.7  # share of right drafts before any was checked
-_HOPE = 4.0  # drafts that this prior counts as
-_SHARED = 8.0  # drafts that the share of all requests counts as, as the prior of one request
+MOST_DRAFTS = 16  # per sequence and step
+_HOPED = 0.7  # assumed acceptance rate before any draft was checked
+_HOPE = 4.0  # number of drafts that this prior counts as
+_SHARED = 8.0  # drafts that the rate of all requests counts as, as the prior for one request
 _MEMORY = 0.98  # weight of older counts, per step
-_GAIN = 1.02  # least gain in tokens per second
-_TRIALS = 2  # draft passes of a number of sequences before their cost is known
-_REST = 16  # steps of the same branches without a choice after one for which no draft paid
+_GAIN = 1.02  # least relative gain in tokens per second
+_TRIALS = 2  # draft passes for a number of sequences before their cost is known
+_REST = 16  # steps of the same branches without a new choice after one in which no draft paid
 
 
 def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
-    """Return the branches that decode in the next step, and how many drafts each may have, at most `k`.
+    """Return the branches that decode in the next step with the number of drafts allowed, at most `k` each.
 
-    No drafts are allowed while prompts wait for prefill tokens, which drafts would take from them.
+    No drafts are allowed while prompts wait for prefill tokens, since drafts would reduce their share.
     """
     manager, allowed = scheduler.manager, {}
     k = 0 if scheduler.prompts_lack_time else k
     for branch in scheduler.running.active:
         if branch.goal - held(branch).length == 1 + branch.rewound:
             most = min(k, branch.most_drafts)
-            if manager.blocks.states is not None:  # drafts must stay in the block that holds the state
+            if manager.blocks.states is not None:  # drafts must stay in the block of the state
                 most = min(most, manager.block_size - 1 - (len(branch.tokens) - 1) % manager.block_size)
             allowed[branch] = max(0, most)
     return allowed
@@ -43,7 +43,7 @@ def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
 
 @dataclass(slots=True)
 class _Seen:
-    """Counts of checked drafts and of right ones among them; older ones weigh less."""
+    """Counts of checked and accepted drafts; older ones weigh less."""
 
     looked_at: float = 0.0
     right: float = 0.0
@@ -54,32 +54,32 @@ class _Seen:
         self.right = self.right * _MEMORY + right
 
     def fade(self) -> None:
-        """Age the counts by a step without drafts."""
+        """Age the counts by one step without drafts."""
         self.looked_at *= _MEMORY
         self.right *= _MEMORY
 
     def share(self, prior: float, weight: float) -> float:
-        """Return the share of right drafts, with a prior that counts as `weight` drafts."""
+        """Return the acceptance rate, with a prior that counts as `weight` drafts."""
         return (self.right + prior * weight) / (self.looked_at + weight)
 
 
 @dataclass(slots=True)
-class Depth:  # D257: depth by measured costs, every 64th step without
-    """Chooses how many drafts every sequence of a step gets."""
+class Depth:  # D257: depth by measured costs; every 64th step has no drafts
+    """Choice of the number of drafts for every sequence of a step."""
 
     costs: CostModel
-    takes_passes: bool  # drafting takes a pass of a model for each further token
-    adapts: bool = True  # False: as many as allowed, whatever they cost
-    draft_s: BySize = field(default_factory=BySize)  # of one pass, by the number of sequences
+    takes_passes: bool  # each further draft token takes another pass of a model
+    adapts: bool = True  # False: as many as allowed, regardless of their cost
+    draft_s: BySize = field(default_factory=BySize)  # time of one pass, by the number of sequences
     seen: _Seen = field(default_factory=_Seen)  # of all requests
-    rests: int = 0  # steps to come that need no choice while the branches stay the same
+    rests: int = 0  # upcoming steps without a new choice while the branches stay the same
     _by_branch: dict[Branch, _Seen] = field(default_factory=dict)
 
     def choose(self, most: Mapping[Branch, int], num_decodes: int) -> dict[Branch, int]:
-        """Return how many drafts to make per branch; `most`: at most so many, 1 or more each.
+        """Return how many drafts to make per branch; `most`: the maximum per branch, each at least 1.
 
-        No drafts are made while decodes of this number have to be measured alone: otherwise the cost of
-        neither drafts nor prefill would be known, and prefill waits for that.
+        No drafts are made while this number of decodes has to be measured alone; otherwise the costs of
+        drafts and of prefill would both stay unknown, and prefill waits for its own.
         """
         self.rests = 0
         costs, usual = self.costs, self.costs.decode_s(num_decodes)
@@ -95,7 +95,7 @@ class Depth:  # D257: depth by measured costs, every 64th step without
         return chosen
 
     def rest(self, steps: int = 1) -> None:
-        """Let `steps` steps pass without a choice, at most `rests`."""
+        """Skip the choice for `steps` steps, at most `rests`."""
         self.rests -= steps
         for _ in range(steps):
             self.seen.fade()
@@ -124,13 +124,13 @@ class Depth:  # D257: depth by measured costs, every 64th step without
         return chosen
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:
-        """Learn that the first `right` of a branch's `drafted` drafts were right."""
+        """Learn that of a branch's `drafted` drafts the first `right` were accepted."""
         looked_at = min(drafted, right + 1)
         self.seen.add(looked_at, right)
         self._by_branch.setdefault(branch, _Seen()).add(looked_at, right)
 
     def forget(self, branch: Branch) -> None:
-        """Drop what is known of a branch that ended."""
+        """Drop the counts of a branch that ended."""
         self._by_branch.pop(branch, None)
 
     def _seconds(self, num_decodes: int, num_drafts: int, passes: int, drafting: int) -> float:

@@ -1,4 +1,4 @@
-"""Fair queue: the tenant that has used the least time is served next.
+"""Fair queue: always serves the tenant that has used the least time so far.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996), charged with the time that each item took.
 """
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items of tenants, first come first served within one.
+    """Queue of items by tenant, first come first served within each tenant.
 
         queue.put("a", item)
         tenant, item = queue.take()
-        queue.charge(tenant, seconds)  # as soon as that is known
+        queue.charge(tenant, seconds)  # as soon as the time is known
 
-    It has no clock and no threads. A tenant that returns starts level with the others, so that nobody saves
-    up turns by staying away. Only tenants that wait, or are ahead of those that do, are remembered.
+    It has no clock and no threads. A tenant that returns starts level with the others, so that no one can
+    save up time by staying away. Only tenants that wait, or have used more than those, are remembered.
     """
 
     def __init__(self) -> None:
-        self._items: dict[str, deque[T]] = {}  # waiting, tenants in order of arrival
-        self._used: dict[str, float] = {}  # seconds, since a common start
-        self._now = 0.0  # least use of any waiting tenant, at the last turn
+        self._items: dict[str, deque[T]] = {}  # waiting items, with tenants in order of arrival
+        self._used: dict[str, float] = {}  # seconds since a common start
+        self._now = 0.0  # least use of any waiting tenant, at the last `take`
         self._length = 0
 
     def __len__(self) -> int:
@@ -39,14 +39,14 @@ class FairQueue(Generic[T]):
         self._length += 1
 
     def put_back(self, tenant: str, item: T) -> None:
-        """Put an item that was taken and is not done back in front of the tenant's own queue."""
+        """Return an unfinished item to the front of its tenant's queue."""
         self.put(tenant, item)
         self._items[tenant].rotate()
 
     def take(self, passed_over: Collection[str] = ()) -> tuple[str, T] | None:
-        """Remove and return the first item of the tenant that has used least, oldest first among equals.
+        """Remove and return the first item of the tenant that has used the least; oldest first on ties.
 
-        Returns None if no tenant waits except those `passed_over`.
+        Returns None if no tenant waits, apart from those in `passed_over`.
         """
         there = [tenant for tenant in self._items if tenant not in passed_over]
         if not there:
@@ -57,19 +57,19 @@ class FairQueue(Generic[T]):
         self._length -= 1
         waiting = self._items.pop(tenant)
         if waiting:
-            self._items[tenant] = waiting  # behind its equals
+            self._items[tenant] = waiting  # after tenants with equal use
         self._forget()
         return tenant, item
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Add the time that an item took to the tenant's use."""
+        """Add the time of an item to the tenant's use."""
         self._used[tenant] = max(self._used.get(tenant, 0.0), self._now) + seconds
         if not self._items:  # no other tenant had to wait for it
             self._now = max(self._used.values())
         self._forget()
 
     def remove(self, item: T) -> bool:
-        """Remove an item; return False if it is not in the queue."""
+        """Remove an item; return False if the queue does not contain it."""
         for tenant, waiting in self._items.items():
             for i, one in enumerate(waiting):
                 if one is item:
@@ -81,7 +81,7 @@ class FairQueue(Generic[T]):
         return False
 
     def _forget(self) -> None:
-        """Forget tenants that are away and have no lead over the others."""
+        """Forget tenants without items whose use does not exceed that of the others."""
         if len(self._used) > 2 * len(self._items) + 16:
             self._used = {
                 tenant: used

@@ -1,4 +1,4 @@
-"""Fit check: whether the worst case of a request fits an empty pool."""
+"""Fit check: whether the worst case of a request fits into an empty pool."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from kvq.scheduler.config import SchedulerConfig
 
 
 class Reach(NamedTuple):
-    """Tokens that a layer group keeps; None for all."""
+    """Tokens that a layer group keeps; None means all."""
 
     window: int | None = None
     limit: int | None = None
-    is_state: bool = False  # none, but one block a sequence
+    is_state: bool = False  # no tokens, but one block per sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShape:
     """Sizes of the empty pools."""
 
-    num_blocks: list[int]  # per layer group
-    reaches: list[Reach]  # per layer group
+    num_blocks: list[int]  # by layer group
+    reaches: list[Reach]  # by layer group
     block_size: int  # tokens
 
 
@@ -35,10 +35,10 @@ def most_blocks(
     *,
     num_branches: int = 1,
 ) -> list[int]:
-    """Return the most blocks per layer group that a request holds: its prompt once, the rest per branch.
+    """Return the most blocks per layer group that a request can hold: its prompt once, the rest per branch.
 
-    A sliding window leaves the prompt behind, so in the end each branch may own all of its blocks.
-    The last generated token needs no slot. `chunk`: the most tokens of one step.
+    A sliding window moves past the prompt, so each branch may end up owning all of its blocks.
+    The last generated token needs no slot. `chunk`: the most tokens in one step.
     """
     size, length = block_size, prompt_tokens + max(max_tokens, 1) - 1
     blocks = []
@@ -47,7 +47,7 @@ def most_blocks(
             blocks.append(num_branches)
             continue
         end = total = -(-length // size) if limit is None else -(-min(length, limit) // size)
-        if window is not None:  # before a commit a chunk lies beside the window that it sees
+        if window is not None:  # until a commit, a chunk coexists with its window
             total = min(total, -(-(window + min(chunk, length)) // size) + 1)
         own = min(total, max(0, end - prompt_tokens // size))
         blocks.append(total + (num_branches - 1) * own)
@@ -55,10 +55,10 @@ def most_blocks(
 
 
 def check_room(prompt_length: int, max_tokens: int | None, max_context: int) -> int:
-    """Return how many tokens a context leaves after a prompt.
+    """Return how many tokens fit into the context after a prompt.
 
     Raises:
-        RequestError: fewer than are asked for, or none.
+        RequestError: the request needs more tokens than that, or none fit.
     """
     room = max_context - prompt_length
     if room < (max_tokens or 1):
@@ -78,10 +78,10 @@ def resolve_max_tokens(
     most_tokens: int | None = None,
     num_branches: int = 1,
 ) -> int:
-    """Return how many tokens a request may generate; for None as many as fit, but for `most_tokens`.
+    """Return how many tokens a request may generate; for None, as many as fit, up to `most_tokens`.
 
     Raises:
-        RequestError: it can never fit, with the numbers.
+        RequestError: the request can never fit; the message has the numbers.
     """
     room = check_room(prompt_tokens, max_tokens, config.max_context)
     if num_branches > config.max_num_seqs:

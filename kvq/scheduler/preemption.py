@@ -9,7 +9,7 @@ from kvq.scheduler.running import Running
 
 
 def recompute_s(request: Request, costs: CostModel) -> float:
-    """Return the time to compute a request's tokens again; those that branches share count once."""
+    """Return the time to recompute a request's tokens; tokens that branches share count once."""
     branches = [branch.sequence for branch in request.live if branch.sequence is not None]
     own = sum(max(0, sequence.length - request.prompt_length) for sequence in branches)
     depth = max((sequence.length for sequence in branches), default=0)
@@ -17,9 +17,9 @@ def recompute_s(request: Request, costs: CostModel) -> float:
 
 
 def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
-    """Return the only branch of a request if it can be swapped out now.
+    """Return the request's only branch if that can be swapped out now, else None.
 
-    Forks are computed again instead: swapped one by one, they would come back without shared blocks.
+    Forks are recomputed instead: if swapped one by one, they would no longer share blocks.
     """
     live = request.live
     if len(live) != 1 or live[0].sequence is None or not live[0].sequence.ready:
@@ -28,28 +28,28 @@ def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
 
 
 def swap_s(branch: Branch, costs: CostModel) -> float:
-    """Return the time to move the blocks of a branch out and in again."""
+    """Return the time to swap a branch's blocks out and in again."""
     assert branch.sequence is not None, "only a branch with blocks can be swapped"
     return costs.swap_s(branch.sequence.num_held)
 
 
 def prefers_swap(branch: Branch, costs: CostModel) -> bool:
-    """True if moving a branch out and in costs less than computing it again."""
+    """Return True if swapping a branch out and in costs less than recomputing it."""
     return swap_s(branch, costs) < recompute_s(branch.request, costs)
 
 
 def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Request]:
-    """Return the requests that a branch may preempt; none whose blocks are being swapped in."""
+    """Return the requests that a branch may preempt, without those whose blocks are being swapped in."""
     requests, active = running.requests, running.active
     after = min(request.place for request in requests) if is_decode else branch.request.place
     return [r for r in requests if r.place > after and any(other in active for other in r.live)]
 
 
-# D231: the oldest is never preempted
+# D231: the oldest request is never preempted
 def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
-    """Return the request that loses least: of the lowest priority, the cheapest to bring back.
+    """Return the request whose preemption costs least: the cheapest to resume of the lowest priority.
 
-    Each earlier preemption doubles a request's cost, so that it is not always the same one.
+    Each earlier preemption doubles a request's cost, so that the same request is not chosen every time.
     """
 
     def loss(request: Request) -> tuple[int, float, int]:

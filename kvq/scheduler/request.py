@@ -18,27 +18,27 @@ class Priority(IntEnum):
 class RequestState(Enum):
     """State of a request in its life cycle."""
 
-    WAITING = "waiting"  # holds nothing
+    WAITING = "waiting"  # has no blocks
     RUNNING = "running"  # at least one of its branches has blocks
-    PREEMPTED = "preempted"  # had blocks, gave them up, keeps its place
+    PREEMPTED = "preempted"  # lost its blocks, but keeps its place
     ENDED = "ended"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Branch:
-    """One result in the making: the tokens of the prompt and those generated after them.
+    """One result in progress: the tokens of the prompt and those generated after them.
 
-    `sequence` is None while the branch has no blocks. Tokens beyond `sequence.length` are still to be
+    `sequence` is None while the branch has no blocks. Tokens beyond `sequence.length` have yet to be
     computed: many in a prefill, one in a decode.
     """
 
     request: "Request"
     tokens: "array[int]"
-    row: int | None = None  # its place in persistent tables while it has one
+    row: int | None = None  # its index in persistent tables, if it has one
     sequence: Sequence | None = None
-    is_done: bool = False  # True once it ended
-    lost_tokens: int = 0  # computed before a preemption that kept none of them
-    num_drafts: int = 0  # tokens to guess behind those known, in the next step
+    is_done: bool = False  # True after it has ended
+    lost_tokens: int = 0  # computed before a preemption that discarded all of them
+    num_drafts: int = 0  # tokens to draft after the known ones in the next step
     rewound: int = 0  # accepted drafts whose recurrent states were not kept
 
     @property
@@ -48,13 +48,13 @@ class Branch:
 
     @property
     def is_last(self) -> bool:
-        """True if the next token is the last one that it may generate."""
+        """True if the next token is the last one that the branch may generate."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.num_generated + 1 >= self.request.max_tokens
 
     @property
-    def most_drafts(self) -> int:  # D254: a number here; the engine has the tokens
-        """Drafts that it may have: the step adds one more token, which may be the last."""
+    def most_drafts(self) -> int:  # D254: only a number here; the engine has the tokens
+        """Most drafts for the next step, which adds one more token, possibly the last."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.request.max_tokens - self.num_generated - 1 if self.request.is_forked else 0
 
@@ -65,40 +65,40 @@ class Branch:
 
     @property
     def is_sampled(self) -> bool:
-        """True if a token is sampled when the goal is reached; False for a fork that resumes."""
+        """True if a token is sampled when the goal is reached; False for a fork that is resuming."""
         return self.request.is_forked or len(self.tokens) == len(self.request.tokens)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A request and its state, which only the scheduler changes."""
+    """Request with its state, which only the scheduler changes."""
 
     id: str
     tokens: "array[int]"  # of the prompt
-    max_tokens: int | None  # to generate per branch; None as far as context and pool reach
-    most_tokens: int | None = None  # where max_tokens is None: no more, however far these reach
+    max_tokens: int | None  # to generate per branch; None for as many as context and pool allow
+    most_tokens: int | None = None  # upper limit if max_tokens is None
     num_branches: int = 1
     priority: Priority = Priority.INTERACTIVE
     tenant: str = ""
     shared_salt: str | None = None
     cache_salt: str | None = None
-    max_reuse: int | None = None  # most prompt tokens taken from the cache, if limited; 0: all are computed
-    max_chunk: int | None = None  # prefill tokens of this request in one step, if limited
+    max_reuse: int | None = None  # limit for prompt tokens from the cache; 0: all are computed
+    max_chunk: int | None = None  # limit for prefill tokens of this request in one step
     arrival_s: float = 0.0
     state: RequestState = RequestState.WAITING
     branches: list[Branch] = field(default_factory=list)
     query: PrefixQuery | None = None  # of the tokens that its first branch has to compute
-    is_forked: bool = False  # True once every branch exists; before, the first one computes the prompt
-    place: int = -1  # order of first admission; the oldest keep their blocks and return first
-    preempted_s: float = 0.0  # when it was preempted last
+    is_forked: bool = False  # True once all branches exist; until then, the first computes the prompt
+    place: int = -1  # order of first admission; the oldest requests keep their blocks and resume first
+    preempted_s: float = 0.0  # time of the last preemption
     admitted_s: float | None = None
     usage: BlockUse = field(default_factory=BlockUse)  # of all its branches
     cached_tokens: int = 0  # prompt tokens found in the prefix index
     preemptions: int = 0
-    error: KVQError | None = None  # why it was given up, if it was
+    error: KVQError | None = None  # the reason if the request was given up
 
     def make_branches(self, *, max_tokens: int, now: float) -> None:
-        """Make the branches of a request that begins to wait now, each to generate `max_tokens` at most."""
+        """Create the branches of a request that now starts to wait, each for up to `max_tokens` tokens."""
         self.max_tokens = max_tokens
         self.is_forked = self.num_branches == 1
         self.branches = [Branch(request=self, tokens=self.tokens[:]) for _ in range(self.num_branches)]
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def is_preempted(self) -> bool:
-        """True while it waits to resume."""
+        """True while the request waits to resume."""
         return self.state is RequestState.PREEMPTED
 
     @property
@@ -121,6 +121,6 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Tokens that a branch may have in the end, prompt included."""
+        """Maximum final number of tokens of a branch, including the prompt."""
         assert self.max_tokens is not None, "set when the request was added"
         return len(self.tokens) + self.max_tokens

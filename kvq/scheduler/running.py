@@ -1,4 +1,4 @@
-"""Running requests: those that hold blocks. Starts, forks, preempts and ends their branches."""
+"""Running requests, which hold blocks; starts, forks, preempts and ends their branches."""
 
 from array import array
 from collections.abc import Sequence as Items
@@ -10,12 +10,12 @@ from kvq.scheduler.request import Branch, Priority, Request, RequestState
 
 
 class Running:
-    """Carries out what the scheduler decided. A row is the place of a branch in persistent tables."""
+    """Executor of the scheduler's decisions. A row is a branch's index in persistent tables."""
 
     def __init__(self, manager: BlockManager, config: SchedulerConfig) -> None:
         self.manager = manager
         self.requests: dict[Request, None] = {}  # requests that hold blocks
-        self.num_interactive = 0  # of these
+        self.num_interactive = 0  # of `requests`
         self.active: dict[Branch, None] = {}  # branches whose blocks can be used now
         self._caching = config.prefix_caching
         self._free_rows = list(range(config.max_num_seqs))[::-1]
@@ -24,15 +24,15 @@ class Running:
 
     @property
     def num_sequences(self) -> int:
-        """Number of branches that run side by side."""
+        """Number of branches that run concurrently."""
         return self._num_rows - len(self._free_rows)
 
     def has_rows(self, request: Request) -> bool:
-        """True if all branches of a request could run beside the running ones."""
+        """Return True if all branches of a request could run in addition to the running ones."""
         return len(request.live) <= len(self._free_rows)
 
     def prompt(self, request: Request) -> PrefixQuery:
-        """Return the tokens that a request's first branch has to compute as a query, hashed only once."""
+        """Return a query for the tokens that a request's first branch has to compute, hashed only once."""
         tokens = request.live[0].tokens if request.is_forked else request.tokens
         if request.query is None or len(request.query.tokens) != len(tokens):
             request.query = self.manager.prompt(
@@ -45,7 +45,7 @@ class Running:
         return request.query
 
     def start(self, request: Request, prompt: PrefixQuery) -> Branch:
-        """Start a request's first branch with what the prefix index holds of its tokens."""
+        """Start a request's first branch with the part of its tokens that the prefix index holds."""
         root = request.live[0]
         if self._caching:
             root.sequence = self.manager.start(prompt)
@@ -59,22 +59,22 @@ class Running:
         return root
 
     def swap_in(self, request: Request) -> Branch:
-        """Order the blocks of a request back in; its branch becomes active when that is confirmed."""
+        """Order a swap-in of a request's blocks; its branch becomes active once that is confirmed."""
         branch = request.live[0]
         self.manager.swap_in(held(branch))
         self._enter(request)
         return branch
 
     def swap_out(self, branch: Branch) -> None:
-        """Order the only branch of a request out.
+        """Order a swap-out of the only branch of a request.
 
         Raises:
-            OutOfBlocks: too few host slots; nothing changed.
+            OutOfBlocks: there are too few host slots; nothing was changed.
         """
         sequence = held(branch)
         if not self.manager.swap.can_swap_out(sequence):
             raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
-        if sequence.length != sequence.committed:  # it was about to compute more in this step
+        if sequence.length != sequence.committed:  # this step was going to compute more of it
             self.manager.truncate(sequence, sequence.committed)
             if self._caching:
                 self.manager.commit(sequence, branch.tokens[sequence.committed :])
@@ -82,7 +82,7 @@ class Running:
         self._leave(branch.request)
 
     def drop(self, request: Request) -> None:
-        """Free all blocks of a request, which will compute its tokens again."""
+        """Free all blocks of a request, so that its tokens will be computed again."""
         for branch in request.live:
             if branch.sequence is not None:
                 branch.lost_tokens = branch.sequence.committed
@@ -92,7 +92,7 @@ class Running:
         self._leave(request)
 
     def close(self, branch: Branch) -> None:
-        """End one branch and free what it holds."""
+        """End one branch and free its blocks and its row."""
         if branch.sequence is not None:
             self._free(branch)
         self._give_row_back(branch)
@@ -121,13 +121,13 @@ class Running:
         for i, ((parent, token), branch) in enumerate(zip(picks, request.branches, strict=False)):
             branch.sequence, branch.tokens = after[i], before[parent][1] + array("I", (token,))
             if keeper[parent] == i != parent:
-                after[i].mark_all()  # another row has to learn its tables
+                after[i].mark_all()  # its tables must be copied to another row
             self.manager.commit(after[i], (token,) if self._caching else None)
             self.active[branch] = None
         request.is_forked = True
 
     def keep_drafts(self, branch: Branch, known: int, new: Items[int]) -> None:
-        """Drop the drafts after the first `known` tokens, except those accepted into `new`."""
+        """Drop the drafts after the first `known` tokens, except those that were accepted into `new`."""
         sequence, accepted = held(branch), len(new) - 1
         if self.manager.blocks.states is not None and known + accepted < sequence.length:
             branch.rewound, accepted = accepted, 0  # only the state after all drafts was kept
@@ -135,7 +135,7 @@ class Running:
         self.manager.commit(sequence, new if self._caching else None)
 
     def fork_again(self, root: Branch) -> None:
-        """Continue every branch from the prompt, which was computed again after a preemption."""
+        """Fork all branches again from a prompt that was recomputed after a preemption."""
         request = root.request
         sequence = held(root)
         for branch in request.live:
@@ -147,7 +147,7 @@ class Running:
         request.is_forked = True
 
     def _know(self, branch: Branch, length: int) -> None:
-        """Commit the tokens after the prompt, and count them as computed again."""
+        """Commit the tokens after the prompt, and count them as recomputed."""
         branch.request.usage.recomputed += max(0, branch.lost_tokens - length)
         branch.lost_tokens = 0
         if self._caching:

@@ -15,15 +15,15 @@ from kvq.scheduler.snapshot import Counters, Snapshot, take_snapshot
 from kvq.scheduler.step import Step, StepPlan, extend_with_drafts, pack, prefill_budget
 from kvq.scheduler.waiting_queue import WaitingQueue
 
-_FIRST_CHUNK = 16  # prefill tokens beside streams, before anything is known of their cost
+_FIRST_CHUNK = 16  # prefill tokens in a step with streams while their cost is unknown
 
 
 class Scheduler:
-    """Decides what every step computes. All calls come from one thread.
+    """Scheduler that decides what every step computes. All calls must come from one thread.
 
-    scheduler.add(request, now)                   # refused at once if it can never fit
+    scheduler.add(request, now)                   # refused immediately if it can never fit
     plan = scheduler.schedule(now)                # carry out its orders, run it, choose tokens
-    scheduler.commit(plan, tokens)                # then `finish`, `branch_out` or go on
+    scheduler.commit(plan, tokens)                # then `finish`, `branch_out` or continue
     """
 
     def __init__(self, manager: BlockManager, config: SchedulerConfig, costs: CostModel) -> None:
@@ -40,11 +40,11 @@ class Scheduler:
             block_size=manager.block_size,
         )
         self._admission = Admission(manager, config, costs, self.running, self.shape)
-        self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that had decodes beside them
+        self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that also had decodes
         self._failed: list[Request] = []
         self.prompts_lack_time = False  # requests wait, and the last step had no prefill tokens left
         self.nobody_fits = False  # no waiting request can start before a running one ends
-        self._holds_up = False  # the first waiting request could not start although there were rows
+        self._holds_up = False  # the first waiting request could not start despite free rows
 
     @property
     def has_work(self) -> bool:
@@ -53,9 +53,9 @@ class Scheduler:
 
     @property
     def num_held_up(self) -> int:
-        """Number of requests that wait although there are rows: the preempted ones.
+        """Number of requests that wait despite free rows: the preempted ones.
 
-        All others count too while the first of them lacks blocks or would slow running requests down beyond
+        All others count, too, while the first of them lacks blocks or would slow running requests down beyond
         their goal, but not while it waits for prefill tokens or for a prefix that another request computes.
         """
         return len(self.waiting if self._holds_up else self.waiting.preempted)
@@ -72,7 +72,7 @@ class Scheduler:
         """Return how many tokens a request may generate. Changes nothing.
 
         Raises:
-            RequestError: it can never fit, with the numbers.
+            RequestError: the request can never fit; the message has the numbers.
         """
         return resolve_max_tokens(
             request.prompt_length,
@@ -87,15 +87,15 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never fit, with the numbers.
-            ConfigError: it was added before, or has no tokens.
+            RequestError: the request can never fit; the message has the numbers.
+            ConfigError: the request was added before, or has no tokens.
         """
         if request.state is not RequestState.WAITING or request.branches:
             raise ConfigError(f"request {request.id!r} was added before; make a new one")
         if not request.tokens:
             raise ConfigError(f"request {request.id!r} has no prompt tokens; give at least one")
         request.make_branches(max_tokens=self.check(request), now=now)
-        self.waiting.queue.age(now)  # requests that waited long enough go before this one
+        self.waiting.queue.age(now)  # requests that have waited long enough precede this one
         self.waiting.queue.append(request)
         self.counters.added += 1
         self.nobody_fits = False
@@ -103,7 +103,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step; None if nothing can run.
 
-        Tokens get their slots here, so every plan must be committed before the next call. Only plans of
+        Tokens get their slots here, so every plan must be committed before the next call. Only plans from
         `schedule_ahead` may be made earlier.
         """
         self.nobody_fits = False
@@ -125,10 +125,10 @@ class Scheduler:
         return self._plan(step)
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, whose tokens are not known yet; None if it depends on them.
+        """Plan the step after `plan`, whose tokens are not known yet; None if the step depends on them.
 
-        It does not depend on them if every branch goes on by one token. Branches that reach their last
-        token in `plan` are left out; a branch that ends otherwise computes one token in vain.
+        It does not depend on them if every branch continues with one token. Branches that reach their last
+        token in `plan` are left out; a branch that ends for another reason computes one token in vain.
         Commit `plan` first, then the plan returned here.
         """
         waits = (len(self.waiting) > 0 and not self.nobody_fits) or plan.num_drafts > 0
@@ -157,11 +157,11 @@ class Scheduler:
         bad: Collection[int] = (),
         failed_swaps: Sequence[SwapIn] = (),
     ) -> None:
-        """Record the result of a plan: per branch its accepted drafts and the next token.
+        """Record the results of a plan: for each branch, its accepted drafts and the next token.
 
         A branch without tokens is in the middle of a prefill, or `branch_out` follows.
-        `bad`: indices of branches whose K, V or logits are not finite; `fail` follows.
-        `failed_swaps`: orders to swap in whose bytes were damaged; their tokens are computed again.
+        `bad`: indices of branches whose K, V or logits are not finite; `fail` must follow.
+        `failed_swaps`: swap-in orders whose bytes were damaged; their tokens are computed again.
         """
         manager, ends, work = self.manager, plan.ends, []
         for i, (branch, new) in enumerate(zip(plan.branches, tokens, strict=True)):
@@ -186,11 +186,11 @@ class Scheduler:
                 self.running.active[branch] = None
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
-        """Continue branches by `picks`: per new branch, the index of its parent and the next token.
+        """Continue branches according to `picks`: for each new branch, (index of its parent, next token).
 
-        After a prompt all continue branch 0; in beam search a branch may be continued several times or
-        not at all. Blocks are shared until one of the branches writes. With fewer picks than branches,
-        the last branches end.
+        After a prompt, all branches continue branch 0; in beam search, a branch may be continued several
+        times or not at all. Blocks are shared until one of the branches writes. If there are fewer picks than
+        branches, the last branches end.
         """
         self.running.branch_out(request, picks)
 
@@ -214,25 +214,25 @@ class Scheduler:
             self.finish(branch)
 
     def fail(self, request: Request, error: KVQError) -> None:
-        """End a request whose values can't be trusted. Its blocks are zeroed and leave the prefix index."""
+        """End a request whose values can't be trusted: zero its blocks and remove them from the index."""
         request.error = error
         for branch in request.live:
             if branch.sequence is not None and branch.sequence.ready:
                 self.manager.scrub(branch.sequence)
-            self.finish(branch)  # one by one: shared blocks belong to the last branch alone
+            self.finish(branch)  # one by one: the last branch is the sole owner of shared blocks
 
     def take_failed(self) -> list[Request]:
-        """Return the requests that the scheduler gave up since the last call; each has its error."""
+        """Return the requests that the scheduler has given up since the last call, each with its error."""
         failed, self._failed = self._failed, []
         return failed
 
     def preempt(self, request: Request, now: float, *, swap: bool) -> None:
-        """Take the blocks of a running request, which keeps its place and goes on later.
+        """Preempt a running request, which loses its blocks, keeps its place and resumes later.
 
-        With `swap` its blocks move to host memory; without, they are computed again.
+        With `swap`, its blocks move to host memory; otherwise, they are computed again.
 
         Raises:
-            OutOfBlocks: no host slots for it, or it has several branches; nothing changed.
+            OutOfBlocks: it has several branches or there are too few host slots; nothing was changed.
             ConfigError: the request is not running.
         """
         if request not in self.running.requests:
@@ -279,10 +279,10 @@ class Scheduler:
             step.decodes = [branch for branch in done if branch in self.running.active]
 
     def _make_room(self, branch: Branch, count: int, now: float, *, is_decode: bool = False) -> bool:
-        """Append to a branch, preempting others if needed; False if it waits or lost its blocks.
+        """Append to a branch, preempting others if needed; False if it has to wait or lost its blocks.
 
         The oldest request is never preempted, so at least one makes progress. A prefill preempts only
-        younger requests; a decode preempts the request that loses least, possibly its own.
+        younger requests; a decode preempts the request that loses the least, possibly its own.
         """
         while branch in self.running.active:
             try:
@@ -303,7 +303,7 @@ class Scheduler:
         return False
 
     def _give_up(self, request: Request, error: KVQError) -> None:
-        """End a request that can't go on although it runs alone and no pin is left to release."""
+        """End a request that can't continue although it runs alone and no pin is left to release."""
         request.error = error
         self._failed.append(request)
         self.end(request)
@@ -325,7 +325,7 @@ class Scheduler:
             step.budget -= count
 
     def _admit(self, step: Step) -> None:
-        """Start or resume requests without blocks, in their order, while there is room."""
+        """Start or resume requests without blocks, in order, while there is room."""
         below: Priority | None = None
         step.promised = self._admission.promised(step)
         while step.budget > 0 and (request := self.waiting.first(step.now, below)) is not None:
@@ -347,7 +347,7 @@ class Scheduler:
                 break
 
     def _start(self, step: Step, request: Request) -> bool:
-        """Start, resume or park a request; False if it has to wait where it is."""
+        """Start, resume or park a request; False if it has to keep waiting."""
         admission, is_back = self._admission, request.is_preempted
         if not admission.has_rows(request):
             return False
@@ -373,7 +373,7 @@ class Scheduler:
         if request.admitted_s is None:
             self._count_admission(request, held(branch).length, step.now)
         self._prefill(step, branch)
-        if branch.sequence is not None:  # otherwise it was given up
+        if branch.sequence is not None:  # otherwise the request was given up
             left = admission.taken(branch.sequence.length, len(prompt.tokens))
             step.promised = added(step.promised, left)
         return True
@@ -386,7 +386,7 @@ class Scheduler:
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)
 
     def _plan(self, step: Step) -> StepPlan | None:
-        """Pack the chosen branches; those preempted later in the step are left out."""
+        """Pack the chosen branches, without those preempted later in the step."""
         active = self.running.active
         decodes = [branch for branch in step.decodes if branch in active]
         chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]

@@ -19,9 +19,9 @@ class Counters:
     recomputes: int = 0  # preemptions whose tokens are computed again
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of these, found in the prefix index
-    drafts: int = 0  # steps of a sequence with drafts
+    drafts: int = 0  # number of (step, sequence) pairs with drafts
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # of these, those that the model confirmed
+    accepted_tokens: int = 0  # of these, confirmed by the model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +32,15 @@ class Snapshot:
     sequences: int = 0  # their branches
     waiting: int
     preempted: int
-    held_up: int = 0  # waiting or preempted for another reason than rows or their turn
-    queued_tokens: int  # prompt tokens of requests that wait
+    held_up: int = 0  # waiting or preempted for reasons other than rows or order
+    queued_tokens: int  # prompt tokens of waiting requests
     preemptions: int  # total
     prompt_tokens: int  # total
     cached_tokens: int  # of these, found in the prefix index
-    drafts: int = 0  # steps of a sequence with drafts, total
+    drafts: int = 0  # number of (step, sequence) pairs with drafts, total
     drafted_tokens: int = 0  # total
-    accepted_tokens: int = 0  # of these, those that the model confirmed
-    pools: list[PoolUsage]  # per layer group
+    accepted_tokens: int = 0  # of these, confirmed by the model
+    pools: list[PoolUsage]  # by layer group
 
     def known(self) -> dict[str, Any]:
         """Return the fields by name, to build an extended snapshot."""
@@ -48,7 +48,7 @@ class Snapshot:
 
 
 def take_snapshot(counters: Counters, running: Running, waiting: WaitingQueue, *, held_up: int) -> Snapshot:
-    """Return the state of a scheduler's parts."""
+    """Return a snapshot of the scheduler's parts."""
     return Snapshot(
         running=len(running.requests),
         sequences=running.num_sequences,

@@ -1,4 +1,4 @@
-"""Step plan: what one step computes, and the prefill tokens that it may take."""
+"""Step plan: the work of one step, and the prefill tokens that it may take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,19 +16,19 @@ from kvq.scheduler.snapshot import Counters
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepPlan:
-    """One step. Lists run over the branches in the order in which their tokens are packed, decodes first.
+    """Plan of one step. Lists are in the order in which the branches' tokens are packed, decodes first.
 
-    `ends[i]` is the length of branch i including the step's tokens, which take the positions from
+    `ends[i]` is the length of branch i including the step's tokens, which have the positions from
     `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token; the others are in the middle
-    of a prefill. A step may be planned while the one before it runs: `token_ids` are zeros then, and the
-    token of branch i is drawn for branch `follows[i]` of the step before.
+    of a prefill. A step may be planned while the previous one runs: `token_ids` are then zeros, and the
+    token of branch i is sampled for branch `follows[i]` of the previous step.
     """
 
     number: int
     branches: list[Branch]
-    num_decodes: int  # leading branches that go on by one token and their drafts
+    num_decodes: int  # leading branches, which add one token and their drafts
     counts: list[int]  # new tokens
-    drafts: list[int] = field(default_factory=list)  # how many of them are guesses: zeros until `guess`
+    drafts: list[int] = field(default_factory=list)  # drafts among them, zeros until `guess`
     ends: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # all new tokens
@@ -37,16 +37,16 @@ class StepPlan:
     # (row, layer group, first index, entries)
     table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
     restored: list[Branch]  # swapped in by the orders; they run from the next step on
-    follows: list[int] | None = None  # of a step planned ahead: indices in the step before
+    follows: list[int] | None = None  # for a step planned ahead: indices in the previous step
 
     def part(self, index: int) -> "StepPlan":
-        """Return the step of one branch alone, with orders and table changes carried out already."""
+        """Return the step of one branch alone, with its orders and table changes already carried out."""
         count, before = self.counts[index], sum(self.counts[:index])
         tokens = self.token_ids[before : before + count]
         return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
 
     def after_all(self) -> "StepPlan":
-        """Return a step that was planned ahead as one with known tokens, its orders carried out already."""
+        """Return a step planned ahead with its tokens now known and its orders already carried out."""
         left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
         tokens = [self.branches[i].tokens[-1] for i in left]
         return replace(self._only(left, tokens), num_decodes=len(left), follows=None)
@@ -67,23 +67,23 @@ class StepPlan:
 
     @property
     def prefill_context(self) -> int:
-        """Pairs of a prefill token and a token that it attends to, ignoring windows."""
+        """Number of pairs of a prefill token and a token that it attends to, ignoring windows."""
         chunks = zip(self.counts[self.num_decodes :], self.ends[self.num_decodes :], strict=True)
         return sum([count * (2 * end - count + 1) // 2 for count, end in chunks])
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the step, drafts included."""
+        """Number of new tokens of the step, including drafts."""
         return len(self.token_ids)
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of the step."""
+        """Number of draft tokens of the step."""
         return sum(self.drafts)
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens of the step."""
+        """Number of prompt tokens of the step."""
         return sum(self.counts[self.num_decodes :])
 
     def guess(self, index: int, tokens: Sequence[int]) -> None:
@@ -95,19 +95,19 @@ class StepPlan:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step in the making."""
+    """Step that is being planned."""
 
     now: float
     decodes: list[Branch] = field(default_factory=list)
-    unfinished: list[Branch] = field(default_factory=list)  # prefills under way
-    decode_tokens: int = 0  # of the decodes, drafts included
+    unfinished: list[Branch] = field(default_factory=list)  # prefills in progress
+    decode_tokens: int = 0  # of the decodes, including drafts
     budget: int = 0  # prefill tokens left
-    promised: list[int] = field(default_factory=list)  # blocks per layer group that prefills will still take
+    promised: list[int] = field(default_factory=list)  # blocks per layer group that prefills will still need
     prefills: list[tuple[Branch, int]] = field(default_factory=list)
     restored: list[Branch] = field(default_factory=list)
 
     def forget(self, request: Request) -> None:
-        """Drop the branches of a request that was preempted meanwhile and starts again."""
+        """Drop the branches of a request that was preempted in the meantime and starts again."""
         self.decodes = [branch for branch in self.decodes if branch.request is not request]
         self.prefills = [(branch, count) for branch, count in self.prefills if branch.request is not request]
 
@@ -115,7 +115,7 @@ class Step:
 def extend_with_drafts(step: Step, work: Work, manager: BlockManager, most_tokens: int) -> bool:
     """Append the decodes of a step and their drafts to their sequences.
 
-    Returns False, with nothing appended, if there are no drafts or they don't fit.
+    Returns False and appends nothing if there are no drafts or they don't fit.
     """
     longer, left = [], most_tokens - step.decode_tokens
     for branch, (sequence, count) in zip(step.decodes, work, strict=True):
@@ -145,7 +145,7 @@ def pack(
     restored: Sequence[Branch] = (),
     follows: list[int] | None = None,
 ) -> StepPlan:
-    """Return the plan of branches and the tokens that each computes, whose slots are taken already."""
+    """Return the plan for these (branch, number of tokens) pairs, whose slots are already taken."""
     plan = StepPlan(
         number=counters.steps,
         branches=[branch for branch, _ in chosen],
@@ -191,15 +191,15 @@ def prefill_budget(
     oldest: Request | None,
     last: int,
 ) -> int:
-    """Return how many prefill tokens this step takes.
+    """Return the number of prefill tokens for this step.
 
-    Without interactive streams beside it, as many as a step may hold. With streams, as many as the
-    inter-token goal leaves time for: the SLO, or the usual step stretched by `max_step_stretch`. If prefill
-    of any size costs nearly that much, its tokens may take that time once more: smaller chunks would delay
-    the streams more often for little progress.
+    Without interactive streams, these are as many as a step may hold. With streams, they are as many as the
+    inter-token goal leaves time for: the SLO, or the usual step stretched by `max_step_stretch`. If the fixed
+    cost of prefill nearly uses up that time, its tokens may take the same time again, since smaller chunks
+    would delay the streams more often for little progress.
 
     `oldest`: the request that has waited longest for its first token; it gets a larger share if its TTFT
-    goal is in danger. `last`: prefill tokens of the last step beside streams; a step takes at most twice as
+    goal is at risk. `last`: prefill tokens of the last step with streams; a step takes at most twice as
     many, since the cost of more is unknown.
     """
     num_decodes, unfinished = len(step.decodes), step.unfinished

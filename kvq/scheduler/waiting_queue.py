@@ -1,6 +1,6 @@
 """Waiting queues: requests without blocks, whether new, waiting for a shared prefix, or preempted.
 
-Interactive requests go before batch ones, tenants take turns, and no request waits for ever.
+Interactive requests precede batch requests, tenants are served fairly, and no request waits forever.
 """
 
 from bisect import insort
@@ -14,43 +14,43 @@ from kvq.blockmgr import Sequence
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Priority, Request
 
-_MOST_TENANTS = 10_000  # whose service is remembered
+_MOST_TENANTS = 10_000  # whose served tokens are remembered
 
 
 class _Tenants:
-    """Tokens served per tenant. A tenant that was idle starts level with the least served waiting one.
+    """Tokens served per tenant. A tenant that was idle starts level with the least-served waiting tenant.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models" (virtual token counters), 2024.
     """
 
     def __init__(self) -> None:
         self._served: OrderedDict[str, float] = OrderedDict()
-        self.last_to_leave = ""  # the tenant whose last waiting request was taken, most recently
+        self.last_to_leave = ""  # the tenant whose last waiting request was removed most recently
 
     def served(self, tenant: str) -> float:
         """Return the tokens counted for a tenant."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Count tokens that a tenant was served."""
+        """Add tokens to the count of a tenant."""
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
         self._served.move_to_end(tenant)
         if len(self._served) > _MOST_TENANTS:
             self._served.popitem(last=False)
 
     def lift(self, tenant: str, floor: float) -> None:
-        """Let a returning tenant start at `floor`, so that idle time earns no burst."""
+        """Raise a returning tenant's count to `floor`, so that idle time earns no burst."""
         if self.served(tenant) < floor:
             self._served[tenant] = floor
 
 
 class _Class:
-    """Waiting requests of one priority: a line per tenant, the least served tenant first."""
+    """Waiting requests of one priority: a queue per tenant, least-served tenant first."""
 
     def __init__(self, tenants: _Tenants) -> None:
         self._tenants = tenants
         self._lines: dict[str, deque[Request]] = {}
-        self._order: list[tuple[float, int, str]] = []  # heap of (served when pushed, tie, tenant)
+        self._order: list[tuple[float, int, str]] = []  # heap of (served when pushed, tie-breaker, tenant)
         self._pushed = 0
         self._in_order: set[str] = set()  # tenants in the heap, each once
 
@@ -69,7 +69,7 @@ class _Class:
         line.append(request)
 
     def first(self) -> Request | None:
-        """Return the request whose turn it is."""
+        """Return the next request to serve, or None."""
         while self._order:
             served, _, tenant = self._order[0]
             if tenant in self._lines and self._tenants.served(tenant) <= served:
@@ -99,14 +99,14 @@ class _Class:
 
 
 class _FairQueue:
-    """Requests that never held blocks. All operations but `remove` take O(log tenants)."""
+    """Requests that never had blocks. All operations except `remove` take O(log tenants)."""
 
     def __init__(self, *, aging_s: float) -> None:
         self.tenants = _Tenants()
         self._aging_s = aging_s
         self._classes = {priority: _Class(self.tenants) for priority in Priority}
         self._where: dict[Request, _Class] = {}
-        self._batch: deque[Request] = deque()  # batch requests by arrival; those gone are skipped
+        self._batch: deque[Request] = deque()  # batch requests by arrival; removed ones are skipped
 
     def __len__(self) -> int:
         return len(self._where)
@@ -118,13 +118,13 @@ class _FairQueue:
         return request in self._where
 
     def append(self, request: Request) -> None:
-        """Take a request in."""
+        """Add a request."""
         self._enter(request, self._classes[request.priority])
         if request.priority is Priority.BATCH:
             self._batch.append(request)
 
     def age(self, now: float) -> None:
-        """Move batch requests that waited long enough to the interactive line."""
+        """Move batch requests that have waited long enough to the interactive queue."""
         batch, waiting = self._batch, self._classes[Priority.BATCH]
         while batch:
             request = batch[0]
@@ -136,17 +136,17 @@ class _FairQueue:
             batch.popleft()
 
     def next_aging_s(self) -> float:
-        """Return when the next batch request will have waited long enough; infinity if none waits."""
+        """Return when the next batch request will have waited long enough; infinity if none is waiting."""
         waiting = self._classes[Priority.BATCH]
         since = (request.arrival_s for request in self._batch if self._where.get(request) is waiting)
         return next(since, inf) + self._aging_s
 
     def first(self) -> Request | None:
-        """Return the request whose turn it is, or None."""
+        """Return the next request to serve, or None."""
         return self._classes[Priority.INTERACTIVE].first() or self._classes[Priority.BATCH].first()
 
     def rank(self, request: Request) -> Priority:
-        """Return the priority in whose line a request stands."""
+        """Return the priority of the queue that contains the request."""
         aged = self._where[request] is self._classes[Priority.INTERACTIVE]
         return Priority.INTERACTIVE if aged else request.priority
 
@@ -161,20 +161,20 @@ class _FairQueue:
 
 @dataclass(slots=True, eq=False)
 class _Parked:
-    """Requests whose next prefix blocks a running sequence computes."""
+    """Requests whose next prefix blocks are being computed by a running sequence."""
 
     depth: int  # indexed blocks of the sequence when they were parked
     requests: list[Request] = field(default_factory=list)
 
 
 class WaitingQueue:
-    """All requests without blocks, in the order in which they get some."""
+    """All requests without blocks, in the order in which they will get blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.queue = _FairQueue(aging_s=config.aging_s)
-        self.preempted: list[Request] = []  # by place
+        self.preempted: list[Request] = []  # in the order of `place`
         self._aging_s = config.aging_s
-        # No longer parked; they go before the queued requests of their priority.
+        # No longer parked; they precede the queued requests of their priority.
         self._ready: dict[Priority, deque[Request]] = {priority: deque() for priority in Priority}
         self._parked: dict[Sequence, _Parked] = {}
         self.num_parked = 0  # requests that wait for a prefix that another request computes
@@ -195,17 +195,17 @@ class WaitingQueue:
         return [*self.preempted, *ready, *parked, *self.queue]
 
     def put_back(self, request: Request) -> None:
-        """Insert a preempted request at its old place."""
+        """Insert a preempted request at its former place."""
         insort(self.preempted, request, key=lambda other: other.place)
 
     def park(self, request: Request, owner: Sequence) -> None:
-        """Let a request wait until a sequence has indexed more blocks, or has ended."""
+        """Make a request wait until a sequence has indexed more blocks or has ended."""
         self.remove(request)
         self._parked.setdefault(owner, _Parked(owner.depth)).requests.append(request)
         self.num_parked += 1
 
     def wake(self) -> None:
-        """Release the requests whose prefix grew or will not come. O(sequences waited for)."""
+        """Unpark requests whose prefix has grown or will not be computed. O(sequences waited for)."""
         for owner, group in list(self._parked.items()):
             if owner.depth != group.depth or not owner.announced:
                 del self._parked[owner]
@@ -214,9 +214,9 @@ class WaitingQueue:
                     self._ready[request.priority].append(request)
 
     def first(self, now: float, below: Priority | None) -> Request | None:
-        """Return the request whose turn it is; `below`: only of more urgent priorities than that one.
+        """Return the next request to serve; `below`: only of priorities more urgent than this one.
 
-        A preempted request goes before waiting ones of its priority, so that none overtakes it.
+        A preempted request precedes waiting ones of its priority, so that none overtakes it.
         """
         outside = [*self.preempted, *(line[0] for line in self._ready.values() if line)]
         ranked = [(self.rank(request, now), request) for request in outside]
@@ -226,19 +226,19 @@ class WaitingQueue:
         return min(ranked, key=lambda entry: entry[0], default=(None, None))[1]
 
     def rank(self, request: Request, now: float) -> Priority:
-        """Return the priority of a request outside the fair queue, which ages as those inside do."""
+        """Return the priority of a request outside the fair queue, with the same aging as inside."""
         since = request.preempted_s if request.is_preempted else request.arrival_s
         return Priority.INTERACTIVE if now - since >= self._aging_s else request.priority
 
     def next_aging_s(self) -> float:
-        """Return when a waiting request will next become more urgent; infinity if none will."""
+        """Return when the next waiting request will become more urgent; infinity if none will."""
         since = [request.preempted_s for request in self.preempted if request.priority is Priority.BATCH]
         since += [request.arrival_s for request in self._ready[Priority.BATCH]]
         times = [begin + self._aging_s for begin in since]
         return min([*times, self.queue.next_aging_s()])
 
     def remove(self, request: Request) -> None:
-        """Remove a request, wherever it waits."""
+        """Remove a request from whichever queue it is in."""
         if request.is_preempted:
             self.preempted.remove(request)
         elif request in self.queue:

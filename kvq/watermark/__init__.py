@@ -1,6 +1,6 @@
-"""Watermarks of generated text, and their detection: the schemes, the secret key, the test. No torch.
+"""Watermarks of generated text and their detection: the schemes, the secret key, the test. No torch.
 
-What a watermark does to a step's logits is in `kvq/engine/sampling/watermarks.py`.
+The effect of a watermark on a step's logits is in `kvq/engine/sampling/watermarks.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Watermark detection: a test of a text's tokens against the key, with a known error rate."""
+"""Watermark detection: tests a text's tokens against the key, with a known error rate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from kvq.watermark.schemes import Green, Scheme, Tournament
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detection:
-    """Result of a test.
+    """Result of a watermark test.
 
-    `tokens`: of the text; `counted`: those that follow a context, each context and token once. `share`: of
-    green tokens, or of bits that are 1 in a tournament's layers; `expected`: without a mark. `z`: standard
-    deviations above that. `p`: how likely a text without the mark has a share as high.
+    `tokens`: number of tokens in the text; `counted`: tokens that follow a context, each pair of context
+    and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers; `expected`: that
+    share without a mark. `z`: standard deviations above it. `p`: probability of at least `share` by chance.
     """
 
     tokens: int
@@ -29,13 +29,13 @@ class Detection:
 
 
 def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:  # D265
-    """Test a text for a mark, by its token ids alone: neither prompt nor model is needed.
+    """Test a text for a mark from its token ids alone; neither the prompt nor the model is needed.
 
-    Over keys, a text that was not marked with `key` has a p below x in x of all cases, whatever the text:
-    the words of n-grams are independent, and none counts twice.
+    Over all keys, a text that was not marked with `key` has a p below x with probability x, whatever the
+    text: the words of n-grams are independent, and no n-gram counts twice.
 
     Sources: Kirchenbauer et al. 2023, section 3; Dathathri et al. 2024, the mean score. Their normal
-    approximation is replaced by the binomial tail, which it misses by far at small p.
+    approximation is replaced by the binomial tail, because it is far off at small p.
     """
     grams = _distinct(np.asarray(tokens, dtype=np.int64), scheme)
     contexts = [key.word(scheme.tag, context) for context in grams[:, :-1].tolist()]
@@ -61,14 +61,14 @@ def least_p(counted: int, scheme: Scheme) -> float:
 
 
 def _chance(counted: int, scheme: Scheme) -> tuple[int, float]:
-    """Return the bits of `counted` tokens, and the share of 1 among them without a mark."""
+    """Return the number of bits of `counted` tokens, and the share of 1 among them without a mark."""
     return (counted, scheme.gamma) if isinstance(scheme, Green) else (counted * scheme.layers, 0.5)
 
 
 def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.int64]:
-    """Return contexts and their tokens, [counted, context + 1], in the text's order.
+    """Return contexts with their tokens, [counted, context + 1], in the text's order.
 
-    In a tournament only the first token of a context was drawn with its bits.
+    In a tournament, only the first token after a context was drawn with the context's bits.
     """
     if len(tokens) <= scheme.context:
         return np.zeros((0, scheme.context + 1), dtype=np.int64)
@@ -79,16 +79,16 @@ def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.i
 
 
 def binomial_tail(successes: int, trials: int, share: float) -> float:
-    """Return P(X >= successes) for a binomial X, to 1e-9 of itself; terms are added from the largest on."""
+    """Return P(X >= successes) for a binomial X, with relative error 1e-9; terms are added largest first."""
     if successes <= 0:
         return 1.0
     if successes <= trials * share:
-        return 1.0 - _upper(trials - successes + 1, trials, 1 - share)  # P(X < s): of failures
+        return 1.0 - _upper(trials - successes + 1, trials, 1 - share)  # P(X < s), as a tail of failures
     return _upper(successes, trials, share)
 
 
 def _upper(successes: int, trials: int, share: float) -> float:
-    """Return the tail above the mean, where terms fall."""
+    """Return the upper tail above the mean, where terms decrease."""
     if successes > trials:
         return 0.0
     first = (

@@ -1,7 +1,7 @@
-"""Watermark key: the secret that marks texts, without which no mark is found; and the words that come of it.
+"""Watermark key: the secret for marking texts and finding marks, and random words derived from it.
 
-A token's word after a context is SplitMix64 of the context's word and the token. The sampler has the same in
-torch (`kvq/engine/sampling/watermarks.py`); a test holds them together.
+A token's word after a context is SplitMix64 of the context's word and the token. The sampler computes the
+same in torch (`kvq/engine/sampling/watermarks.py`); a test keeps the two in agreement.
 
 Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 16.
 """
@@ -22,40 +22,40 @@ from kvq.fileio import PRIVATE, check_secret
 from kvq.watermark.schemes import Green
 
 LEAST_BYTES = 16
-_MOST_BYTES = 1 << 16  # a longer file is something else
+_MOST_BYTES = 1 << 16  # a longer file is not a key
 _NEW_BYTES = 32
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-GREEN_BITS = 32  # of a word, its highest, decide whether a token is green
+GREEN_BITS = 32  # the highest bits of a word; they decide whether a token is green
 
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """32 secret bytes, which nothing shows. Equal only to itself."""
+    """32 secret bytes, which are never shown. A key is equal only to itself."""
 
     _secret: bytes = field(repr=False)
 
     def word(self, tag: bytes, context: Sequence[int]) -> int:
-        """Return 64 bits, a function of the key, a scheme and the tokens before a place.
+        """Return 64 bits that depend on the key, a scheme and the preceding tokens.
 
-        BLAKE2b with a key is a pseudo-random function: who learns the words of some contexts, such as from
-        the texts themselves, learns nothing of other contexts' and nothing of the key.
+        BLAKE2b with a key is a pseudo-random function: anyone who learns the words of some contexts, such as
+        from the texts themselves, learns nothing about the words of other contexts or the key.
         """
         tokens = np.asarray(context, dtype="<u4").tobytes()
         return int.from_bytes(blake2b(tokens, key=self._secret, person=tag, digest_size=8).digest(), "little")
 
 
 def key_from(secret: bytes) -> Key:
-    """Return the key of a file's bytes, without the blanks around them."""
+    """Return the key for the content of a file, ignoring surrounding white space."""
     return Key(blake2b(secret.strip(), person=b"kvq-watermark", digest_size=32).digest())
 
 
 def read_key(path: str | Path) -> Key:
-    """Read a key from a file: 16 bytes or more, as hexadecimal digits or as any text.
+    """Read a key from a file: at least 16 bytes, as hexadecimal digits or as any text.
 
     Raises:
-        ConfigError: no such file, too short a secret in it, or others may read it (`check_secret`).
+        ConfigError: the file doesn't exist, its secret is too short, or others can read it (`check_secret`).
     """
     try:
         with open(path, "rb") as file:
@@ -77,7 +77,7 @@ def make_key(path: str | Path) -> None:
     """Write a new random key to a new file that only its owner can read.
 
     Raises:
-        ConfigError: there is such a file, whose texts would never be found again, or none can be written.
+        ConfigError: the file exists, and its marked texts would become undetectable, or it can't be written.
     """
     try:
         with open(path, "xb", opener=partial(os.open, mode=PRIVATE)) as file:
@@ -92,7 +92,7 @@ def make_key(path: str | Path) -> None:
 
 
 def _secret_bytes(secret: bytes) -> int:
-    """Return the bytes of a secret: two hexadecimal digits are one."""
+    """Return the length of a secret in bytes; two hexadecimal digits count as one byte."""
     try:
         return len(bytes.fromhex(secret.decode("ascii")))
     except (ValueError, UnicodeDecodeError):
@@ -100,7 +100,7 @@ def _secret_bytes(secret: bytes) -> int:
 
 
 def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:  # D264
-    """Return the words of tokens. `contexts`: `Key.word` of each token's context, in a fitting shape."""
+    """Return the words of tokens. `contexts`: `Key.word` of each token's context, in a matching shape."""
     words = contexts + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(FIRST)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(SECOND)
@@ -109,7 +109,7 @@ def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:  # D
 
 
 def green_bar(scheme: Green) -> int:
-    """Return the bound below which the highest 32 bits of a green token's word lie."""
+    """Return the exclusive upper bound for the highest 32 bits of a green token's word."""
     return int(scheme.gamma * (1 << GREEN_BITS))
 
 
@@ -119,6 +119,6 @@ def is_green(words: Words, scheme: Green) -> npt.NDArray[np.bool_]:
 
 
 def layer_bits(words: Words, layers: int) -> npt.NDArray[np.uint8]:
-    """Return the bits of tokens in a tournament's layers, [..., layers]; the lowest is the first layer's."""
+    """Return the bits of tokens in a tournament's layers, [..., layers]; the lowest bit is for the first."""
     shifts = np.arange(layers, dtype=np.uint64)
     return (words[..., None] >> shifts & np.uint64(1)).astype(np.uint8)

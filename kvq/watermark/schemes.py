@@ -6,23 +6,23 @@ from typing import ClassVar
 from kvq.errors import ConfigError, nearest
 
 MAX_CONTEXT = 16  # tokens
-MAX_LAYERS = 64  # bits of a token's random word, one a layer
+MAX_LAYERS = 64  # bits of a token's random word, one per layer
 MAX_DELTA = 100.0
-# D267: `always` refuses what cannot be marked
+# D267: `always` refuses requests that can't be marked
 MODES = ("off", "asked", "unless-declined", "always")  # which texts an engine marks, by who decides
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Green:
-    """A token in `gamma` of all, chosen by the `context` tokens before it, gets `delta` added to its logit.
+    """Scheme that adds `delta` to the logits of a share `gamma` of tokens, chosen by `context` earlier ones.
 
-    Whether a token is green is drawn for each context and token, so a text without the mark has as many
-    green tokens as a binomial variable, exactly. Works at temperature 0 too, and changes what is likely.
+    Whether a token is green is drawn for each context and token, so the number of green tokens in a text
+    without the mark is exactly binomial. Works at temperature 0, too, and changes token probabilities.
 
     Source: Kirchenbauer et al. 2023, "A Watermark for Large Language Models", algorithm 2 (soft red list).
     """
 
-    tag: ClassVar[bytes] = b"green"  # what its random words are drawn for
+    tag: ClassVar[bytes] = b"green"  # domain of its random words
     context: int = 2  # tokens
     gamma: float = 0.25  # share of green tokens
     delta: float = 2.0  # nats
@@ -35,16 +35,16 @@ class Green:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tournament:
-    """The token is the winner of a tournament among 2**layers drawn ones, in pairs, by bits of their own.
+    """Scheme that draws 2**layers candidates; a tournament in pairs, by random bits of each, picks one.
 
-    Over all keys tokens are as likely as without it. A context that came before in the text is passed
-    over, since its bits would be the same. Greedy text has nothing to draw, so it can't be marked.
+    Averaged over all keys, tokens are as likely as without it. A context that occurred earlier in the text is
+    skipped, since its bits would be the same. Greedy text involves no draw, so it can't be marked.
 
     Source: Dathathri et al. 2024, "Scalable watermarking for identifying large language model outputs",
     Nature 634 (SynthID-Text): non-distortionary, two candidates.
     """
 
-    tag: ClassVar[bytes] = b"tournament"  # what its random words are drawn for
+    tag: ClassVar[bytes] = b"tournament"  # domain of its random words
     context: int = 4  # tokens
     layers: int = 20
 
@@ -61,7 +61,7 @@ def parse_scheme(text: str) -> Scheme:
     """Return a scheme from its name and the numbers that differ from the defaults: `green,delta=3`.
 
     Raises:
-        ConfigError: no such scheme or number, or one out of range.
+        ConfigError: the scheme or a number is unknown, or a number is out of range.
     """
     name, *given = text.split(",") if isinstance(text, str) else [repr(text)]
     kind = SCHEMES.get(name)
@@ -81,7 +81,7 @@ def parse_scheme(text: str) -> Scheme:
 
 
 def spelled(scheme: Scheme) -> str:
-    """Return the text that `parse_scheme` reads, with all numbers."""
+    """Return the text for `parse_scheme`, with all numbers."""
     name = next(name for name, kind in SCHEMES.items() if isinstance(scheme, kind))
     return ",".join([name, *(f"{key}={value}" for key, value in asdict(scheme).items())])
 
@@ -96,7 +96,7 @@ def _number(value: str, given: str) -> int | float:
 
 
 def _check(scheme: Scheme, name: str, low: float, high: float) -> None:
-    """Raise ConfigError unless a scheme's number lies between, and is whole where the bounds are."""
+    """Raise ConfigError unless a number is within its bounds, and whole if the bounds are whole."""
     value, is_whole = getattr(scheme, name), isinstance(low, int)
     is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:

@@ -1,1 +1,1 @@
-"""Layer stores: the K and V of one layer, a module for each form in which they are kept."""
+"""Layer stores: the K and V of one layer, with one module per form of storage."""

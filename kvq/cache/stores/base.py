@@ -1,4 +1,4 @@
-"""Layer store: the K and V of one layer, in whatever form it keeps them."""
+"""Layer store: the K and V of one layer, in any form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,53 +19,53 @@ Views = Mapping[Role, PagedKV]  # one layer's blocks in the pools of its layer g
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CompiledLayer:
-    """The blocks of a layer whose K and V are written and read by C++ alone."""
+    """The blocks of a layer whose K and V are written and read entirely in C++."""
 
     kv: PagedKV | StagedKV
     group: int  # layer group
-    exact: bool  # attention in fp32 for every format
+    exact: bool  # attention in fp32 for all formats
     sees_old: bool = True  # False if a window ends before any sealed block
-    num_kinds: int = 1  # kinds of layers: the distance from a sealed group to its recent one
+    num_kinds: int = 1  # number of layer kinds: the distance from a sealed group to its recent one
 
 
 class LayerStore(Protocol):
-    """The K and V of one layer: models write to it, then attend from it.
+    """The K and V of one layer: models write to the store, then attend over it.
 
-    Derive from this class; `batch_of`, `write` and `attend` are all that a store must have.
+    Derive from this class; a store needs only `batch_of`, `write` and `attend`.
     """
 
     def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
-        """Return what `attend` takes, from a step's batches of all layer groups.
+        """Return the batch for `attend`, from a step's batches of all layer groups.
 
-        Its `slots` are what `write` takes.
+        Its `slots` are the argument of `write`.
         """
         ...
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """Store new rows after RoPE: [tokens, kv_heads, dim] each, `slots` int64 [tokens].
 
-        Returns bool [tokens]: True where K or V held a NaN or an infinity.
+        Returns bool [tokens]: True where K or V contained NaN or infinity.
         """
         ...
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
-        """Causal attention of new tokens, written before, over their sequences' blocks.
+        """Compute causal attention of new tokens, written before, over their sequences' blocks.
 
         `q`: [tokens, q_heads, k_head_dim]. Returns out [tokens, q_heads, v_head_dim] in q's dtype
-        and lse fp32 [tokens, q_heads], natural log, sinks included.
+        and lse fp32 [tokens, q_heads], as a natural log that includes sinks.
 
         Raises:
-            UnsupportedKernel: options that this store does not know.
+            UnsupportedKernel: this store doesn't support the options.
         """
         ...
 
     def write_joined(
         self, joined: Tensor, angles: Angles | None, heads: LayerHeads, slots: Tensor, bad: Tensor
     ) -> Tensor:
-        """Norm and turn queries and keys, store K and V, and flag in `bad` what is not finite.
+        """Normalize and rotate queries and keys, store K and V, and set `bad` where values aren't finite.
 
         `joined`: queries, keys and values side by side, [tokens, heads.width], which may be overwritten;
-        `angles`: of every token, None where nothing is turned; `bad`: bool [tokens]. Returns the turned
+        `angles`: RoPE angles of every token, None for no rotation; `bad`: bool [tokens]. Returns the rotated
         queries, [tokens, q_heads, k_head_dim].
         """
         q, k, v = turned_heads(joined, angles, heads)
@@ -75,55 +75,55 @@ class LayerStore(Protocol):
     def gather(
         self, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
     ) -> Rows:
-        """Return K and V of the positions [start, end) of every table, [sequences, kv_heads, tokens, dim].
+        """Return K and V at the positions [start, end) of every table, [sequences, kv_heads, tokens, dim].
 
         `tables`: integer [sequences, blocks]; `unrotate`: whether rotated formats are rotated back.
 
         Raises:
-            UnsupportedKernel: a store of another backend, whose rows can't be read back.
+            UnsupportedKernel: the store belongs to a backend whose rows can't be read back.
         """
         raise UnsupportedKernel(f"{type(self).__name__} can't read K and V back; use the kvq cache backend")
 
     def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
-        """Return the sequences for which expanding latents to heads is less work, by index."""
+        """Return the indices of the sequences for which expanding latents to heads is less work."""
         return []
 
     def compiled(self) -> CompiledLayer | None:
-        """Return the blocks for C++ that runs whole steps; None if more than C++ writes or reads them."""
+        """Return the blocks for C++ code that runs whole steps; None if other code uses them, too."""
         return None
 
 
 class PagedStore(LayerStore, Protocol):
-    """A layer in kvq's own blocks."""
+    """A layer's K and V in kvq's own blocks."""
 
-    blocks: PagedKV  # codes and scales in the recipe's formats; of a staged layer, the sealed blocks
+    blocks: PagedKV  # codes and scales in the recipe's formats; for a staged layer, sealed blocks
 
     def backend_of(self, operation: str) -> str:
-        """Return the backend that runs `write_kv`, `attend` or `gather_dense`."""
+        """Return the name of the backend that runs `write_kv`, `attend` or `gather_dense`."""
         ...
 
     def over(self, views: Views) -> Self:
-        """Return this store over pools that have grown."""
+        """Return this store for pools that have grown."""
         ...
 
     def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
-        """Quantize whole blocks, [blocks, kv_heads, block_size, dim], of tokens that waited elsewhere.
+        """Quantize whole blocks, [blocks, kv_heads, block_size, dim], of tokens that were kept elsewhere.
 
         Raises:
-            ConfigError: the layer takes tokens one by one.
+            ConfigError: the layer stores tokens one by one.
         """
         raise self._not_whole()
 
     def attend_with(
         self, q: Tensor, recent: Rows, batch: SequenceBatch, options: AttentionOptions
     ) -> Attended:
-        """Attend from stored blocks and from the last rows, unquantized: [sequences, kv_heads, some, dim].
+        """Attend over stored blocks and the last rows, unquantized: [sequences, kv_heads, some, dim].
 
-        The positions of a token and of a query alone decide which form of the token the query sees, as in a
-        staging area.
+        The positions of a token and a query alone determine which form of the token the query sees, as with
+        a staging area.
 
         Raises:
-            ConfigError: the layer takes tokens one by one.
+            ConfigError: the layer stores tokens one by one.
         """
         raise self._not_whole()
 

@@ -1,4 +1,4 @@
-"""Centered store: calibrated centers are taken off K and V before another store keeps them."""
+"""Centered store: subtracts calibrated centers from K and V before another store keeps them."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -19,10 +19,10 @@ from kvq.kernels.paged import Rows
 from kvq.kernels.rope_write.reference import Angles, LayerHeads
 
 
-class _CenteredStore(PagedStore):  # D21: softmax does not see K's center; V's is added back
-    """A store of K - c and V - d, where c and d are the centers of every KV head.
+class _CenteredStore(PagedStore):  # D21: softmax is invariant to K's center; V's is added back
+    """A store of K - c and V - d, where c and d are the centers of each KV head.
 
-    The scores of a query all lack scale * q.c then, which leaves the softmax as it is and shifts the
+    All scores of a query then lack scale * q.c, which leaves the softmax unchanged and shifts the
     log-sum-exp; the output lacks d.
     """
 
@@ -37,8 +37,8 @@ class _CenteredStore(PagedStore):  # D21: softmax does not see K's center; V's i
         device: torch.device,
     ) -> None:
         """Raises:
-        ConfigError: the model caps its scores, so that softmax would see the center; or centers for
-            another number of KV heads.
+        ConfigError: the model caps its scores, so the softmax would depend on the center, or the
+            centers are for another number of KV heads.
         """
         if centers.k is not None and softcap is not None:
             raise ConfigError(
@@ -47,7 +47,7 @@ class _CenteredStore(PagedStore):  # D21: softmax does not see K's center; V's i
             )
         self.inner, self.blocks = inner, inner.blocks
         self._k, self._v = (_tensor(rows, layer, device) for rows in (centers.k, centers.v))
-        self._heads: tuple[LayerHeads, LayerHeads] | None = None  # of the layer, and with the centers
+        self._heads: tuple[LayerHeads, LayerHeads] | None = None  # of the layer; the second with the centers
         spec = KernelSpec(
             formats=inner.blocks.formats, q_heads=q_heads, kv_heads=layer.kv_heads, block_size=1
         )
@@ -102,19 +102,19 @@ class _CenteredStore(PagedStore):  # D21: softmax does not see K's center; V's i
         return self._restored(q, *self.inner.attend_with(q, rows, batch, options.without_sinks()), options)
 
     def _centered(self, k: Tensor, v: Tensor) -> Rows:
-        """Take the centers off rows [any, tokens, kv_heads, dim]; dtypes stay."""
+        """Subtract the centers from rows [any, tokens, kv_heads, dim]; dtypes stay the same."""
         return (
             k if self._k is None else (k.float() - self._k).to(k.dtype),
             v if self._v is None else (v.float() - self._v).to(v.dtype),
         )
 
     def _centered_dense(self, k: Tensor, v: Tensor) -> Rows:
-        """Take the centers off rows [any, kv_heads, tokens, dim]; K and V lie alike in memory then."""
+        """Subtract the centers from rows [any, kv_heads, tokens, dim]; K and V then have the same strides."""
         k, v = self._centered(k.transpose(1, 2), v.transpose(1, 2))
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
     def _restored(self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Attended:
-        """Turn attention over centered rows, without sinks, into attention over the rows as they came.
+        """Convert attention over centered rows, without sinks, to attention over the original rows.
 
         An empty part stays (0, -inf).
         """
@@ -138,10 +138,10 @@ def with_centers(
     softcap: float | None,
     device: torch.device,
 ) -> PagedStore:
-    """Return a store that takes a recipe's centers off, or the store itself if the layer has none.
+    """Return a store that subtracts a recipe's centers, or the store itself if the layer has no centers.
 
     Raises:
-        ConfigError: K has a center, and the model caps its scores; or centers for another number of heads.
+        ConfigError: K has a center and the model caps its scores, or the number of heads differs.
     """
     if centers is None or centers.layers[layer.index] == LayerCenters():
         return store
@@ -150,7 +150,7 @@ def with_centers(
 
 
 def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:
-    """fp32 [kv_heads, head_dim]."""
+    """Return the centers as fp32 [kv_heads, head_dim], or None."""
     if rows is None:
         return None
     if len(rows) != layer.kv_heads:

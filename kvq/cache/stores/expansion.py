@@ -1,4 +1,4 @@
-"""The projection from latent vectors to keys and values of all heads, as attention over latents needs it."""
+"""The projection from latent vectors to keys and values of all heads, for attention over latents."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from kvq.errors import ModelError
 from kvq.geometry import Expansion
 from kvq.kernels.linear.cpu import CpuLinears
 
-_FEWEST_ROWS = 4  # of a product: BLAS takes another path for a single row
+_FEWEST_ROWS = 4  # of a product: BLAS takes another code path for a single row
 
 
-class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to four
-    """Takes the place of a model's Linear layer from latents to heads.
+class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to four
+    """Replacement for a model's Linear layer from latents to heads.
 
-    While kvq's sessions attend, nothing is multiplied out: what comes in waits for the layer's attention, and
-    what goes out are zeros of the right shape. For other attention functions it is the Linear layer that it
-    was.
+    While a kvq session attends, nothing is multiplied here: the input is kept for the layer's attention, and
+    the output is zeros of the right shape. For other attention functions, it behaves like the original Linear
+    layer.
     """
 
     def __init__(
         self, weight: Tensor, q_heads: int, dims: Expansion, config: Any, name: str, *, packed: bool = False
     ) -> None:
-        """`weight`: [q_heads * (k_dim + v_dim), latent dim], for every head its key's rows, then its value's.
+        """`weight`: [q_heads * (k_dim + v_dim), latent dim]; for each head, the key's rows, then the value's.
 
-        `config`: the attention module's, which names the attention function. `name`: of sessions' one.
-        `packed`: for kvq's own products on a CPU.
+        `config`: the attention module's config, which names the attention function. `name`: the name of the
+        sessions' attention function. `packed`: whether to pack for kvq's own products on a CPU.
         """
         super().__init__()
         self.q_heads = q_heads
@@ -47,7 +47,7 @@ class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to
 
     @property
     def packed_bytes(self) -> int:
-        """Held beside parameters: of the packed weight, if it is."""
+        """Bytes held in addition to parameters: those of the packed weight, if there is one."""
         return sum(held.nbytes for held in (self._keys, self._values) if held is not None)
 
     def forward(self, latents: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to
         )
 
     def take(self, tokens: int) -> Tensor:
-        """Return the latents [tokens, 1, latent dim] that came in last.
+        """Return the latents [tokens, 1, latent dim] of the last call.
 
         Raises:
-            ModelError: they were taken, or are of other tokens.
+            ModelError: they were already taken, or belong to other tokens.
         """
         found, self._waiting = self._waiting, None
         if found is None or found.numel() != tokens * self.latent_dim:
@@ -71,8 +71,8 @@ class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to
         return found.reshape(tokens, 1, -1)
 
     def absorbed(self, q: Tensor) -> Tensor:
-        """Queries of keys, [tokens, q_heads, k_dim + rotary], as queries of stored rows: those of the latent,
-        then of the rotary part, [tokens, q_heads, latent dim + rotary]."""
+        """Convert queries for keys, [tokens, q_heads, k_dim + rotary], to queries for stored rows: first the
+        latent's part, then the rotary part, [tokens, q_heads, latent dim + rotary]."""
         own, rotary = q.split((self.dims.k_dim, q.shape[2] - self.dims.k_dim), dim=-1)
         if self._keys is not None:
             found = self._keys(own, room=rotary.shape[2])
@@ -82,14 +82,14 @@ class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to
         return torch.cat((_products(own, keys), rotary), dim=-1)
 
     def values(self, latents: Tensor) -> Tensor:
-        """Turn weighted sums of latents, [tokens, q_heads, latent dim], into those of values."""
+        """Convert weighted sums of latents, [tokens, q_heads, latent dim], to weighted sums of values."""
         if self._values is not None:
             return self._values(latents)
         _, values = self._by_head(self._numbers())
         return _products(latents, values.transpose(1, 2))
 
     def expanded(self, rotary: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [q_heads, keys, dim] of stored rows [keys, dim], fp32."""
+        """Return keys and values [q_heads, keys, dim] for stored rows [keys, dim], fp32."""
         # [q_heads, keys, k_dim + v_dim]
         heads = torch.matmul(latents, self._numbers().float().transpose(1, 2))
         own, values = heads.split((self.dims.k_dim, self.dims.v_dim), dim=-1)
@@ -97,20 +97,20 @@ class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to
         return keys, values
 
     def _numbers(self) -> Tensor:
-        """Return the weight, [q_heads, k_dim + v_dim, latent dim]; unpacked, if it is packed."""
+        """Return the weight, [q_heads, k_dim + v_dim, latent dim], unpacked if necessary."""
         if self._keys is not None and self._values is not None:
             return torch.cat((self._keys.values().transpose(1, 2), self._values.values()), dim=1)
         assert self._weight is not None, "it is one or the other"
         return self._weight.view(self.q_heads, -1, self.latent_dim)
 
     def _by_head(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of keys, [q_heads, k_dim, latent dim], and those of values."""
+        """Return the weights of keys, [q_heads, k_dim, latent dim], and the weights of values."""
         heads = weight.view(self.q_heads, self.dims.k_dim + self.dims.v_dim, self.latent_dim)
         return heads[:, : self.dims.k_dim], heads[:, self.dims.k_dim :]
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:
-    """x [tokens, heads, a] times weight [heads, a, b], head by head: [tokens, heads, b]."""
+    """Multiply x [tokens, heads, a] by weight [heads, a, b], head by head: [tokens, heads, b]."""
     padding = max(0, _FEWEST_ROWS - x.shape[0])
     rows = functional.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
     return torch.matmul(rows.transpose(0, 1), weight).transpose(0, 1)[: x.shape[0]]

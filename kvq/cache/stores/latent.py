@@ -1,8 +1,8 @@
-"""Latent store, and attention over latents in the form that is less work for each sequence.
+"""Latent store, and attention over latents in the form that needs less work for each sequence.
 
-Absorbed, every pair of a query row and a key takes products of the latent's width, twice. Expanded, stored
-latents are multiplied out to keys and values of all heads first, a chunk at a time. This is worth it where
-many new tokens share them. The results of chunks are merged by their log-sum-exp.
+In absorbed form, each pair of a query row and a key takes two products of the latent's width. In expanded
+form, stored latents are first multiplied out to keys and values of all heads, one chunk at a time, which
+pays when many new tokens share them. The results of chunks are merged by their log-sum-exp.
 
 Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
 """
@@ -22,19 +22,19 @@ from kvq.kernels.attend.reference import attend_keys
 from kvq.kernels.attend_latent.cpu import relative_speed
 from kvq.kernels.merge_partials.reference import merge_partials
 
-SCRATCH_BYTES = 64 << 20  # of one chunk's keys and values
-_STEP = 256  # keys that chunks are a multiple of
-LEAST_NEW = 64  # tokens of a sequence
+SCRATCH_BYTES = 64 << 20  # for the keys and values of one chunk
+_STEP = 256  # chunk sizes are multiples of this number of keys
+LEAST_NEW = 64  # fewest new tokens for which a sequence is expanded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentStore(PlainStore):
-    """A layer of latents: V is one latent a token, K the rotary part of its key, both for all heads."""
+    """Layer of latents: per token, V is one latent and K the rotary part of its key, shared by all heads."""
 
     geometry: LayerGeometry
 
     def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
-        """Return the sequences to expand latents for; none on GPUs, whose kernel is as fast with latents."""
+        """Return the sequences to expand; none on GPUs, where the kernel is as fast without expansion."""
         assert isinstance(batch, SequenceBatch), "of a plain layer"
         if batch.tables.device.type != "cpu":
             return []
@@ -55,7 +55,7 @@ def attend_latents(
     options: AttentionOptions,
     expansion: LatentExpansion,
 ) -> Tensor:
-    """Attend with the queries of heads, [tokens, q_heads, k_dim + rotary], over latents written before.
+    """Attend with the heads' queries, [tokens, q_heads, k_dim + rotary], over latents written before.
 
     Returns [tokens, q_heads, v_dim], in q's dtype.
     """
@@ -77,7 +77,7 @@ def attend_latents(
 def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:  # D202
     """Return True if expanding is less work for `new` tokens at the end of a context.
 
-    `rate`: products that the absorbed kernel makes in the time of one product of the expanded form.
+    `rate`: the number of absorbed-kernel products that take as long as one product in expanded form.
     """
     own = layer.expansion
     assert own is not None, "of latents"
@@ -95,11 +95,11 @@ def _over_heads(
     options: AttentionOptions,
     expansion: LatentExpansion,
 ) -> Tensor:
-    """Attend over one sequence in chunks of as many keys as there is room for: fp32 [new, q_heads, v_dim]."""
+    """Attend over one sequence in chunks that fit the scratch memory: fp32 [new, q_heads, v_dim]."""
     [new], [context] = batch.query_lens, batch.context_lens
     start, dims = context - new, expansion.dims
     rotary = q.shape[2] - dims.k_dim
-    each = expansion.q_heads * (2 * dims.k_dim + rotary + 2 * dims.v_dim) * 4  # bytes a key
+    each = expansion.q_heads * (2 * dims.k_dim + rotary + 2 * dims.v_dim) * 4  # bytes per key
     size = max(_STEP, SCRATCH_BYTES // each // _STEP * _STEP)
     query, plain = q.float() * options.scale, options.without_sinks()
     first = options.oldest(start) // _STEP * _STEP

@@ -1,4 +1,4 @@
-"""Makes the store of a layer: the only place that asks which kind a layer is."""
+"""Factory for the store of a layer: the only place that checks a layer's kind."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ from kvq.layout import STAGED_FORMAT, KVLayout, LayerLayout, Role
 def make_store(
     layout: KVLayout, layer: LayerLayout, group: int, views: Views, device: torch.device, backend: str
 ) -> PagedStore:
-    """Choose a layer's kernels and its store. `group`: of its sealed blocks.
+    """Choose a layer's kernels and its store. `group`: the layer group of its sealed blocks.
 
     Raises:
-        ConfigError: calibrated centers that the layer can't have.
+        ConfigError: the layer can't have the calibrated centers.
         UnsupportedKernel: no backend can run the layer.
     """
-    # D379: the only place that asks
+    # D379: the only place that checks the kind
     own, blocks = layer.geometry, views[Role.SEALED]
     kernels = _kernels(layout, layer, group, Device.of(device), backend)
     store: PagedStore
@@ -47,7 +47,7 @@ def make_store(
 
 
 def kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
-    """Return what kernels have to know of a layer."""
+    """Return the properties of a layer that kernels need."""
     return KernelSpec(
         formats=layer.formats,
         q_heads=layout.geometry.q_heads_of(layer.geometry.index),
@@ -60,7 +60,7 @@ def kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
 def _kernels(
     layout: KVLayout, layer: LayerLayout, group: int, device: Device, backend: str
 ) -> dict[str, Kernel]:
-    """Choose a layer's kernels by operation; under a staged recipe, those that write take waiting tokens."""
+    """Choose a layer's kernels by operation; for a staged recipe, writing kernels take waiting tokens."""
     spec, is_latent = kernel_spec(layout, layer), layer.geometry.is_latent
     written = _spec_of_written(layout, layer, group, spec)
     attend = "attend_latent" if is_latent else "attend"
@@ -80,7 +80,7 @@ def _kernels(
 
 
 def _spec_of_written(layout: KVLayout, layer: LayerLayout, group: int, spec: KernelSpec) -> KernelSpec:
-    """Return the spec of the blocks that new tokens are written to, or wait in."""
+    """Return the spec of the blocks that new tokens are written to, or that hold them until sealing."""
     own = layer.geometry
     if layout.is_staged:
         staging = layout.staging_of(group).layers

@@ -1,4 +1,4 @@
-"""Plain store: rows are quantized into blocks as they come."""
+"""Plain store: rows are quantized into blocks as they arrive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,11 +61,11 @@ class PlainStore(PagedStore):
 
 
 def turned_queries(joined: Tensor, heads: LayerHeads) -> Tensor:
-    """Return the queries that `rope_write` turned in place, [tokens, q_heads, k_dim]."""
+    """Return the queries that `rope_write` rotated in place, [tokens, q_heads, k_dim]."""
     dims = (len(joined), heads.q_heads, heads.k_dim)
     return joined.as_strided(dims, (joined.stride(0), heads.k_dim, 1))
 
 
 def runs_in_cpp(kernels: dict[str, Kernel], *operations: str) -> bool:
-    """True if C++ runs these operations of a layer without latents."""
+    """Return True if C++ runs these operations of a layer without latents."""
     return "rope_write" in kernels and all(kernels[name].backend in _CPP for name in operations)

@@ -1,4 +1,4 @@
-"""Recurrent states in the blocks of their layer group, by layer."""
+"""Recurrent states, stored by layer in the blocks of their layer group."""
 
 from collections.abc import Sequence
 
@@ -11,21 +11,21 @@ Tensors = dict[tuple[str, int], Tensor]  # by name and index
 
 
 class StateSlots:
-    """The tensors of every layer's state, one row a block."""
+    """State tensors of all layers, with one row per block."""
 
     def __init__(self, layout: GroupLayout, memory: Tensor) -> None:
         """`memory`: uint8 [num_blocks, block_bytes], a pool of the group of states."""
-        self._layers: dict[int, Tensors] = {}  # by number in the model's code
+        self._layers: dict[int, Tensors] = {}  # by layer number in the model's code
         for region in layout.states:
             key = region.tensor.name, region.tensor.index
             self._layers.setdefault(region.number, {})[key] = _rows(region, memory)
 
     def read(self, number: int, blocks: Tensor) -> Tensors:
-        """Copies of a layer's tensors, [len(blocks), *shape] each; `blocks`: int64."""
+        """Return copies of a layer's tensors, [len(blocks), *shape] each; `blocks`: int64."""
         return {key: rows[blocks] for key, rows in self._layers[number].items()}
 
     def write(self, number: int, blocks: Tensor, values: Tensors) -> None:
-        """Store a layer's tensors in as many blocks."""
+        """Store a layer's tensors, one row per block."""
         layer = self._layers[number]
         for key, value in values.items():
             layer[key][blocks] = value.to(layer[key].dtype)

@@ -1,8 +1,8 @@
-"""Staged store: the youngest tokens and the first ones unquantized, the others in sealed blocks.
+"""Staged store: keeps the most recent and the first tokens unquantized, and the others in sealed blocks.
 
-Blocks are sealed by the step that makes them old enough, before it attends. The positions of a token and of a
-query alone decide which form of the token the query sees. So it makes no difference whether tokens came in
-chunks, from a prefix, after a swap or twice.
+Before it attends, a step seals the blocks that it makes old enough. The positions of a token and of a query
+alone determine which form of the token the query sees, so it makes no difference whether tokens arrived in
+chunks, from a prefix, after a swap or after a recomputation.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from kvq.layout import Role
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StagedStore(PlainStore):  # D23: recent tokens and sinks: layer groups of their own
-    """A layer with a staging area: tokens wait in recent blocks until their block is sealed."""
+class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate layer groups
+    """Layer with a staging area: tokens wait in recent blocks until their block is sealed."""
 
-    kv: StagedKV  # `blocks`, and the staging area, whose kernels are those that write
-    num_kinds: int  # of layers; each has a sealed group, then each a recent one, then each one of sinks
-    sees_old: bool  # False if a window ends within the recent tokens: then no block may be sealed
+    kv: StagedKV  # `blocks`, and the staging area, which the writing kernels use
+    num_kinds: int  # kinds of layers; groups are ordered: all sealed, all recent, all sinks
+    sees_old: bool  # False if a window ends within the recent tokens, so that no block may be sealed
 
     def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
         recent = self.group + self.num_kinds
@@ -49,7 +49,7 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks: layer groups of 
         return turned_queries(joined, heads)
 
     def seal(self, batch: StagedBatch) -> None:
-        """Quantize the blocks that a step's new tokens, written before, make old enough."""
+        """Quantize the blocks that become old enough through the step's new tokens, already written."""
         self.kernels["seal"].run(self.kv, batch)
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
@@ -77,9 +77,9 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks: layer groups of 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeBlockStore(PlainStore):
-    """A layer under a staged recipe without a staging area: blocks come whole, younger tokens wait elsewhere.
+    """Layer of a staged recipe without a staging area: takes whole blocks; newer tokens are kept elsewhere.
 
-    `KvqCache` keeps the last tokens of its rows by itself, and chunks for LMCache have none.
+    `KvqCache` keeps the last tokens of its rows itself, and chunks for LMCache have none.
     """
 
     exact: ExactTokens
@@ -104,7 +104,7 @@ class WholeBlockStore(PlainStore):
 
 
 def staged_views(views: Views, exact: ExactTokens) -> StagedKV:
-    """Return the blocks of a staged layer. `exact`: in whole blocks."""
+    """Return the blocks of a staged layer. `exact`: exact tokens, in whole blocks."""
     return StagedKV(
         sealed=views[Role.SEALED], recent=views[Role.RECENT], sinks=views.get(Role.SINKS), exact=exact
     )
@@ -113,10 +113,10 @@ def staged_views(views: Views, exact: ExactTokens) -> StagedKV:
 def _attend_all_forms(
     kernels: dict[str, Kernel], q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
 ) -> Attended:
-    """Attend from sealed blocks, recent ones and sinks, and merge the results by their log-sum-exp."""
+    """Attend over sealed blocks, recent blocks and sinks, and merge the results by their log-sum-exp."""
     own = options.without_sinks()
     sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
-    query = q.float() if q.device.type == "cpu" else q  # parts stay fp32 there until they are merged
+    query = q.float() if q.device.type == "cpu" else q  # on CPUs, parts stay fp32 until they are merged
     attend_recent = kernels["attend_recent"].run
     parts = [
         kernels["attend"].run(query, kv.sealed, batch.sealed, sealed),

@@ -1,1 +1,1 @@
-"""KvqCache: kvq's blocks as a cache of transformers, and the attention functions registered there."""
+"""KvqCache: kvq's blocks as a transformers cache, and the attention functions registered there."""

@@ -1,9 +1,9 @@
-"""The attention functions that kvq registers with transformers.
+"""Attention functions that kvq registers with transformers.
 
-`attn_implementation="kvq"` attends from the blocks of a `KvqCache`. Its mask function hands the
+`attn_implementation="kvq"` attends over the blocks of a `KvqCache`. Its mask function passes the
 2-D padding mask through, unexpanded. `"kvq_packed"` is for kvq's own sessions, which pass their
-step as a keyword: no mask function stands beside it, because with one, transformers' search for
-packed sequences would synchronize the device every step.
+step as a keyword. It has no mask function, because with one, transformers would search for packed
+sequences and synchronize the device in every step.
 """
 
 import threading
@@ -20,25 +20,25 @@ from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions
 
 NAME = "kvq"
-PACKED_NAME = "kvq_packed"  # D221: `kvq` takes a padding mask, `kvq_packed` none
+PACKED_NAME = "kvq_packed"  # D221: `kvq` takes a padding mask, `kvq_packed` takes none
 EXPANSION = "kvq_expansion"  # attribute of an attention module whose layer stores latents
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class PackedAttention(Protocol):
-    """A step over a packed batch, passed through the model as the keyword `kvq_step`."""
+    """Step over a packed batch, passed through the model as the keyword `kvq_step`."""
 
     geometry: ModelGeometry
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Write [tokens, kv_heads, dim], then attend: [tokens, q_heads, dim] in and out.
+        """Write K and V [tokens, kv_heads, dim], then attend: [tokens, q_heads, dim] in and out.
 
-        The layer's own window comes on top of the options.
+        The layer's own window applies in addition to the options.
         """
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend like `attend`, over tokens that a layer has written already."""
+        """Attend like `attend`, over tokens that a layer has already written."""
 
     def attend_latents(
         self,
@@ -49,15 +49,15 @@ class PackedAttention(Protocol):
         expansion: LatentExpansion,
         options: AttentionOptions,
     ) -> Tensor:
-        """Write the rotary part of keys and latents, [tokens, 1, dim], then attend with the queries of heads:
+        """Write the keys' rotary part and the latents, [tokens, 1, dim], then attend with the heads' queries:
         [tokens, q_heads, dim] in and out."""
 
 
 class _BatchAttention(Protocol):
-    """A cache's layer between its `update` and the attention that follows."""
+    """Layer of a cache, between its `update` and the attention call that follows."""
 
     index: int
-    handed: Tensor | None  # K as `update` returned it; None where the model code makes another one of it
+    handed: Tensor | None  # K as `update` returned it; None if the model code converts it
 
     @property
     def geometry(self) -> ModelGeometry: ...
@@ -68,12 +68,12 @@ class _BatchAttention(Protocol):
         """Write and attend: [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out.
 
         `padding`: bool [batch, tokens so far], False where a token is padding. The layer's own window
-        comes on top of the options.
+        applies in addition to the options.
         """
 
 
 class _Passed(TypedDict, total=False):
-    """Keywords that model code passes beside Q, K and V; there are others."""
+    """Keywords that model code passes in addition to Q, K and V; there are others."""
 
     scaling: float | None
     softcap: float | None
@@ -88,18 +88,18 @@ class _MaskKeywords(TypedDict, total=False):
 
 
 class _Waiting(threading.local):
-    """The layer that `update` handed over in this thread and no attention has taken yet."""
+    """Layer that `update` handed over in this thread and that no attention call has taken yet."""
 
     step: _BatchAttention | None = None
 
 
-_waiting = _Waiting()  # of the module, since transformers calls attention by name, without the cache
+_waiting = _Waiting()  # module state, since transformers calls attention by name, without the cache
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="kvq"` known to transformers; doing it again changes nothing.
+    """Register `attn_implementation="kvq"` with transformers; further calls change nothing.
 
-    A `KvqCache` does it too; call it to name "kvq" in `from_pretrained` before there is one.
+    `KvqCache` does so, too; call this to use "kvq" in `from_pretrained` before there is a cache.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -109,19 +109,19 @@ def register_attention() -> None:
 
 
 def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
-    """Return the 2-D padding mask as it is, bool [batch, tokens so far]: the mask function of "kvq".
+    """Return the 2-D padding mask unchanged, bool [batch, tokens so far]: the mask function of "kvq".
 
-    Where the model lays more over causal attention (images, packed sequences), a mask of no shape
-    that attention over blocks takes: a KvqCache refuses it, and kvq's sessions need none.
+    If the model needs more than a causal mask (images, packed sequences), returns a mask of an invalid
+    shape, which a KvqCache refuses; kvq's sessions need no mask.
     """
     return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 
 
 def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
-    """Leave a layer's new tokens for the attention call that follows in this thread.
+    """Hand a layer's new tokens over to the attention call that follows in this thread.
 
     Raises:
-        ConfigError: no attention took what was handed over before.
+        ConfigError: no attention call took the tokens that were handed over before.
     """
     left, _waiting.step = _waiting.step, step
     if left is not None:
@@ -134,10 +134,10 @@ def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by a
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Let compiled code break its graph here and call the function as it is, with all that it calls.
+    """Make compiled code break its graph here and run the function, and all that it calls, uncompiled.
 
-    `torch.compiler.disable` would do it, but importing what that needs takes seconds; so it waits for the
-    first call out of compiled code.
+    `torch.compiler.disable` does the same, but its imports take seconds, so it is deferred to the first call
+    from compiled code.
     """
 
     @wraps(function)
@@ -151,7 +151,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-# torch.compile can't see through functools.cache.
+# torch.compile can't trace through functools.cache.
 _DISABLED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
@@ -167,8 +167,8 @@ def kvq_attention(
     """Attend over kvq's blocks: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim].
 
     Raises:
-        ModelError: neither a kvq session nor a KvqCache, or numbers that the config did not name.
-        RequestError: a mask that is not left padding.
+        ModelError: there is neither a kvq session nor a KvqCache, or values contradict the config.
+        RequestError: the mask is not left padding.
     """
     number = getattr(module, "layer_idx", None)
     if not isinstance(number, int):
@@ -206,10 +206,10 @@ def kvq_attention(
 
 
 def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]) -> int:
-    """Return the place of a layer's K and V.
+    """Return the layer index that stores the K and V of a layer.
 
     Raises:
-        ModelError: the model code passes other numbers than its config has.
+        ModelError: the model code passes values that differ from its config.
     """
     place = geometry.place(number)
     if place is None:

@@ -24,21 +24,21 @@ _log = logging.getLogger("kvq")
 
 
 class KvqCache(Cache):  # type: ignore[misc]
-    """A cache for `model.generate(past_key_values=...)` and for plain `model(...)` loops.
+    """Cache for `model.generate(past_key_values=...)` and for plain `model(...)` loops.
 
         model.generate(**inputs, past_key_values=KvqCache(model.config, kv="int4"))
 
-    With any attention of transformers, each layer's rows are dequantized into scratch memory that
-    all layers share, again in every step. With `model.set_attn_implementation("kvq")` attention
-    reads the blocks instead, the faster way wherever compiled kernels run (`kvq doctor`).
+    With any attention of transformers, each layer's rows are dequantized in every step into scratch
+    memory that all layers share. With `model.set_attn_implementation("kvq")`, attention reads the blocks
+    instead, which is faster wherever compiled kernels run (see `kvq doctor`).
 
-    For inference: no gradients flow through it. Padding goes on the left; with "kvq" it takes no
+    For inference: no gradients flow through it. Padding must be on the left; with "kvq" it takes no
     blocks, otherwise it is stored like other tokens. A sliding-window layer's pool holds its window
-    and the longest chunk of prefill: with long prompts pass `prefill_chunk_size` to `generate`.
-    `copy.deepcopy` copies the blocks, to go on from one prompt in several ways.
+    and the longest prefill chunk; for long prompts, pass `prefill_chunk_size` to `generate`.
+    `copy.deepcopy` copies the blocks, so that one prompt can be continued in several ways.
 
-    NaN or infinity in K or V raises RequestError once a step's last layer is done (one
-    synchronization per step on a GPU), and again until those rows are dropped or `reset`.
+    NaN or infinity in K or V raises RequestError after a step's last layer (one synchronization per
+    step on a GPU), and again until those rows are dropped or `reset` is called.
     """
 
     def __init__(
@@ -49,22 +49,22 @@ class KvqCache(Cache):  # type: ignore[misc]
         block_size: int = BLOCK_SIZE,
         max_tokens: int | None = None,
         scales: str | Path | None = None,
-        residual_length: int = 0,  # D224: the recent tokens of the dense tail; off by default
+        residual_length: int = 0,  # D224: recent tokens of the dense tail; off by default
         order: BlockOrder = BlockOrder.LAYER_MAJOR,
         backend: str = "auto",
     ) -> None:
-        """Check everything; memory is allocated by the first forward pass, which tells the batch size.
+        """Check all options; memory is allocated by the first forward pass, when the batch size is known.
 
         `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a
-        KVRecipe. `max_tokens`: tokens per batch row to allocate at once and never exceed; without it
-        the pools grow as needed. `scales`: a kvq.json with static scales, made from this very model:
-        from its config alone it can't be told from others with as many heads. `residual_length`:
-        last tokens of every row that attention gets as they came, as `+recent=N` of a format. They, and a
-        block's tokens until it is full, take as much memory as without quantization, and a quarter more.
+        KVRecipe. `max_tokens`: tokens per batch row to allocate at once and never exceed; by default,
+        the pools grow as needed. `scales`: a kvq.json with static scales made from this very model; the
+        config alone can't tell models with the same number of heads apart. `residual_length`: number of
+        last tokens per row that attention sees unquantized, like `+recent=N` of a format. These tokens,
+        and those of blocks that are not full, take a quarter more memory than without quantization.
 
         Raises:
-            ConfigError: an unknown family or format, an encoder-decoder, static scales missing, or
-                an option out of range.
+            ConfigError: the family or format is unknown, the model is an encoder-decoder, static scales
+                are missing, or an option is out of range.
         """
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ConfigError(f"max_tokens must be a positive number of tokens per row, got {max_tokens!r}")
@@ -90,12 +90,12 @@ class KvqCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that hold K and V: the blocks' pools, and recent tokens as they came."""
+        """Bytes used for K and V: the pools of blocks, and unquantized recent tokens."""
         return 0 if self._state.rows is None else self._state.rows.nbytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch memory for dequantized rows of one layer."""
+        """Bytes of the scratch memory for one layer's dequantized rows."""
         return 0 if self._state.rows is None else self._state.rows.scratch.nbytes
 
     @property
@@ -105,11 +105,11 @@ class KvqCache(Cache):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """Rows, or -1 before the first forward pass."""
+        """Number of rows, or -1 before the first forward pass."""
         return -1 if self._state.rows is None or not self._state.length else self._state.rows.batch
 
     def reset(self) -> None:
-        """Forget all tokens; the pools stay for the next batch, of any size."""
+        """Drop all tokens; the pools stay for the next batch, of any size."""
         if self._state.rows is not None:
             self._state.rows.start(self._state.rows.batch)
         self._state.layers_done = 0
@@ -117,10 +117,10 @@ class KvqCache(Cache):  # type: ignore[misc]
             layer.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every row; give back what `-0` no longer needs.
+        """Drop the last `-tokens_to_remove` tokens of every row; 0 only releases unneeded memory.
 
         Raises:
-            RequestError: a positive number, more tokens than there are, or a window that slid on
+            RequestError: the number is positive or exceeds the cached tokens, or a window has moved on
                 without `activate_past_recording`.
         """
         length, rows = self._state.length, self._state.rows
@@ -145,36 +145,36 @@ class KvqCache(Cache):  # type: ignore[misc]
             layer.cumulative_length -= count
 
     def activate_past_recording(self) -> None:
-        """Keep what slides out of a window until the next `crop`, so that crop can undo a step."""
+        """Keep tokens that leave a window until the next `crop`, so that crop can undo a step."""
         self._state.records_past = True
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True if that layer keeps what slides out of its window until the next `crop`."""
+        """Return True if that layer keeps tokens that leave its window until the next `crop`."""
         return bool(self.layers[layer_idx].record_past)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from row `beam_idx[i]`; beams share blocks until they write."""
+        """Continue row `beam_idx[i]` as row i, for beam search; rows share blocks until they write."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, sharing its blocks."""
+        """Repeat every row `repeats` times; the copies share its blocks."""
         rows = self._state.rows
         if rows is not None:
             self._select([row for row in range(rows.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep those rows: indices, or a bool for every row."""
+        """Keep only the given rows: indices, or one bool per row."""
         picked = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
         self._select(picked.tolist())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if block references and tables disagree anywhere."""
+        """Raise AssertionError if any block references and tables disagree."""
         if self._state.rows is not None:
             self._state.rows.manager.check_integrity()
 
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> "KvqCache":
-        """A copy with its own blocks; the model's config stays shared, scratch memory does not."""
+        """Return a copy with its own blocks and scratch memory; the model's config stays shared."""
         state = self._state
         for shared in (state.config, state.config.geometry, state.config.latent):
             memo[id(shared)] = shared

@@ -1,4 +1,4 @@
-"""Cache settings read from a transformers config: geometry, recipe, attention."""
+"""Cache settings read from a transformers config: geometry, recipe and attention."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,19 +13,19 @@ from kvq.layout import check_recipe_fits
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CacheConfig:
-    """A live config, read when needed: the attention of a model can change between two calls."""
+    """Live config, read when needed, because a model's attention can change between two calls."""
 
     text: Any  # the decoder's own PreTrainedConfig, shared with the model's modules
     geometry: ModelGeometry  # K and V as attention sees them
-    latent: ModelGeometry | None  # K and V as `update` gets them, where that is something else
-    has_other_parts: bool  # vision or audio beside the text decoder
+    latent: ModelGeometry | None  # K and V as `update` gets them, if different
+    has_other_parts: bool  # vision or audio in addition to the text decoder
 
     @property
     def attends_from_blocks(self) -> bool:  # D223: compiled kernels, or torch over dequantized rows
-        """True if the model's attention is kvq's.
+        """True if the model uses the "kvq" attention.
 
         Raises:
-            ConfigError: it is the one of kvq's sessions, or the model is not text only.
+            ConfigError: it uses the attention of kvq's sessions, or the model is not text only.
         """
         name = self.text._attn_implementation
         if name == PACKED_NAME:
@@ -42,20 +42,20 @@ class CacheConfig:
 
     @property
     def received(self) -> ModelGeometry:
-        """The rows that `update` gets."""
+        """Geometry of the rows that `update` gets."""
         return self.geometry if self.latent is None else self.latent
 
     @property
     def stored(self) -> ModelGeometry:
-        """The rows that go into blocks: latents only where the model code expands them itself."""
+        """Geometry of the rows stored in blocks: latents only if the model code expands them itself."""
         return self.geometry if self.latent is None or self.attends_from_blocks else self.latent
 
 
 def read_config(config: Any) -> CacheConfig:
-    """Check a model's config and read what a cache has to know.
+    """Check a model's config and read the settings that a cache needs.
 
     Raises:
-        ConfigError: not a config, an encoder-decoder, not causal, or a family kvq has not checked.
+        ConfigError: not a transformers config, an encoder-decoder, not causal, or an unsupported family.
     """
     if not hasattr(config, "get_text_config"):
         raise ConfigError(
@@ -81,12 +81,12 @@ def read_config(config: Any) -> CacheConfig:
 
 
 def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, config: CacheConfig) -> KVRecipe:
-    """Return the recipe that `kv` means, with the static scales it needs.
+    """Return the recipe for `kv`, with the static scales it needs.
 
-    Of latents bare names keep every token by itself, as in kvq's own sessions.
+    For latents, bare format names quantize each token separately, as in kvq's own sessions.
 
     Raises:
-        ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
+        ConfigError: the format is unknown, or the recipe or scales are missing or don't fit the layers.
     """
     geometry = config.stored
     recipe = KVRecipe.named(kv, geometry.head_dims, whole_blocks=config.latent is None)
@@ -95,13 +95,13 @@ def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, config: Ca
         recipe = recipe.with_scales(KVRecipe.load_scales(scales).static_scales)
     recipe.require_scales()
     for calibrated in (recipe.static_scales, recipe.centers):
-        if calibrated is not None:  # a config tells a model's heads, not its weights
+        if calibrated is not None:  # a config identifies a model's heads, not its weights
             calibrated.check(model_digest=calibrated.model_digest, kv_heads=geometry.kv_heads)
     return recipe
 
 
 def _latents(text: Any, geometry: ModelGeometry) -> ModelGeometry:
-    """Multi-head latent attention caches one latent and one rotated key row for all heads."""
+    """Return the geometry of latent attention's cache: one latent and one rotated key row for all heads."""
     layers = tuple(
         LayerGeometry(
             index=layer.index,

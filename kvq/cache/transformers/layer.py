@@ -1,4 +1,4 @@
-"""One layer of a KvqCache, as transformers sees it, and its attention over blocks."""
+"""One layer of a KvqCache with the interface of transformers, and its attention over blocks."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypedDict, Unpack
@@ -16,14 +16,14 @@ from kvq.kernels import AttentionOptions
 
 
 class _Unused(TypedDict, total=False):
-    """Keywords that model code passes to `update` beside K and V, for other caches."""
+    """Keywords that model code passes to `update` in addition to K and V, for other caches."""
 
     layer_idx: int
     cache_kwargs: dict[str, Any]
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses a single layer, since rows of all layers lie in the same blocks."""
+    """Return a method that refuses to act on a single layer, since all layers share the same blocks."""
 
     def refuse(*_: object) -> NoReturn:
         raise ConfigError(f"KvqCache can't {method} a single layer; call cache.{method} instead")
@@ -32,7 +32,7 @@ def _refused(method: str) -> Callable[..., NoReturn]:
 
 
 class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Full or sliding attention; batch operations and `crop` belong to the whole cache."""
+    """Layer with full or sliding attention; batch operations and `crop` belong to the whole cache."""
 
     is_croppable = True
     crop, reset, reorder_cache, offload, prefetch = map(
@@ -43,9 +43,9 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.state = state
         self.index = geometry.index
-        self.window = geometry.window  # tokens, the query's own included
+        self.window = geometry.window  # tokens, including the query's own
         self.is_sliding = self.window is not None
-        self.cumulative_length = 0  # tokens per row, padding included
+        self.cumulative_length = 0  # tokens per row, including padding
         self.handed: Tensor | None = None  # see `attention._BatchAttention`
 
     @property
@@ -55,11 +55,11 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def record_past(self) -> bool:
-        """True if what slides out of the window is kept until the next `crop`."""
+        """True if tokens that leave the window are kept until the next `crop`."""
         return self.is_sliding and self.state.records_past
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> BatchRows:
-        """Check K and V, [batch, kv_heads, any, dim]; allocate by the shapes of the first."""
+        """Check K and V, [batch, kv_heads, any, dim]; on the first call, allocate memory for their shapes."""
         rows = self.state.open(self.index, key_states, value_states)
         self.is_initialized = True
         return rows
@@ -69,14 +69,14 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(  # D225: one C++ call per layer and operation
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Unpack[_Unused]
     ) -> tuple[Tensor, Tensor]:
-        """Store new rows [batch, kv_heads, tokens, dim]; return all that `get_mask_sizes` names.
+        """Store new rows [batch, kv_heads, tokens, dim]; return the rows that `get_mask_sizes` describes.
 
-        What comes back lies in scratch memory that the next layer overwrites. With the "kvq"
-        attention the new rows come back, and are stored when attention gets them. What transformers
-        hands over beside them is for other caches.
+        The result is in scratch memory that the next layer overwrites. With the "kvq" attention, the new
+        rows are returned unchanged, and stored when attention receives them. Further arguments from
+        transformers are meant for other caches and ignored.
 
         Raises:
-            RequestError: shapes, dtype, batch size or padding don't fit, or NaN was stored.
+            RequestError: shapes, dtype, batch size or padding don't fit, or NaN or infinity was stored.
             OutOfMemory: the pools can't grow.
         """
         rows, config = self.lazy_initialization(key_states, value_states), self.state.config
@@ -95,7 +95,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
-        """Write, then attend from blocks; see `attention._BatchAttention`."""
+        """Write, then attend over the blocks; see `attention._BatchAttention`."""
         self.handed = None
         rows, seen = self.state.rows, self.cumulative_length
         assert rows is not None, "opened by update"
@@ -107,20 +107,20 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(rows that `update` will return, position of the first)."""
+        """Return (number of rows that `update` will return, position of the first)."""
         return self.cumulative_length - self._oldest + query_length, self._oldest
 
     def get_seq_length(self) -> int:
-        """Tokens per row, padding included."""
+        """Return the number of tokens per row, including padding."""
         return self.cumulative_length
 
     def get_max_length(self) -> int:
-        """Return the window, or the cache's max_tokens, or -1 for no limit."""
+        """Return the window or the cache's max_tokens, or -1 if there is no limit."""
         return self.window or self.state.max_tokens or -1
 
     @property
     def _oldest(self) -> int:
-        """The first position that the next token still sees."""
+        """First position that the next token can still see."""
         return 0 if self.window is None else max(0, self.cumulative_length - self.window + 1)
 
     def _write(self, rows: BatchRows, key: Tensor, value: Tensor, padding: list[int] | None) -> None:
@@ -133,10 +133,10 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _left_padding(mask: Tensor | None, batch: int, total: int) -> list[int]:
-    """Padded tokens before each row. Synchronizes the device, once per step.
+    """Return the number of padding tokens before each row. Synchronizes the device, once per step.
 
     Raises:
-        RequestError: not a mask of the whole context, or padding elsewhere than on the left.
+        RequestError: the mask doesn't cover the whole context, or padding isn't on the left.
     """
     if mask is None:
         return [0] * batch

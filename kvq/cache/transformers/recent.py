@@ -1,4 +1,4 @@
-"""The last tokens of every row as they came: recent ones, and those whose block is not full yet."""
+"""The last tokens of every row, unquantized: recent ones, and those whose block is not full yet."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from kvq.kernels.paged import Rows
 
 
 class RecentRows:  # D24: a dense tail instead of a staging area
-    """K and V of each layer's last tokens, unquantized. Tokens of a block that is not full are here alone."""
+    """Unquantized K and V of each layer's last tokens; tokens of incomplete blocks are stored only here."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # tokens per row
@@ -22,9 +22,9 @@ class RecentRows:  # D24: a dense tail instead of a staging area
         self._layers.clear()
 
     def take(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember a step's rows; return the exact rows that end with them.
+        """Store a step's rows; return the exact rows that end with them.
 
-        `k`, `v`: [batch, kv_heads, count, dim]. Returns those held before and all of the step's own,
+        `k`, `v`: [batch, kv_heads, count, dim]. Returns the rows held before and all rows of the step,
         [batch, kv_heads, count + up to `limit`, dim], valid until the layer's next step.
         """
         if layer not in self._layers:
@@ -32,38 +32,38 @@ class RecentRows:  # D24: a dense tail instead of a staging area
         return self._layers[layer].push(k, v, self.limit)
 
     def truncate(self, count: int) -> None:
-        """Drop the last `count` tokens; those before them stay as far as they are held."""
+        """Drop the last `count` tokens; earlier tokens that are held stay."""
         for tail in self._layers.values():
             tail.held = max(0, tail.held - count)
             tail.end -= min(tail.end, count)
 
     @property
     def held(self) -> int:
-        """Count the last tokens that all layers hold."""
+        """Number of last tokens that all layers hold."""
         return min((tail.held for tail in self._layers.values()), default=0)
 
     def rows(self, layer: int, count: int) -> Rows:
-        """Return a copy of a layer's last `count` rows, zero before those that are held."""
+        """Return a copy of a layer's last `count` rows, with zeros for rows that are not held."""
         tail = self._layers[layer]
         have = [x[:, :, tail.end - tail.held : tail.end] for x in (tail.k, tail.v)]
         k, v = (torch.nn.functional.pad(x[:, :, -count:], (0, 0, max(0, count - tail.held), 0)) for x in have)
         return k, v
 
     def refill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take rows [batch, kv_heads, at most `limit`, dim] as a layer's last ones."""
+        """Set a layer's last rows, [batch, kv_heads, at most `limit`, dim]."""
         tail = self._layers[layer]
         tail.held = tail.end = k.shape[2]
         tail.k[:, :, : tail.end], tail.v[:, :, : tail.end] = k, v
 
     @torch.inference_mode(False)
     def select(self, indices: Tensor) -> None:
-        """Make row i what row `indices[i]` was."""
+        """Replace each row i with the former row `indices[i]`."""
         for tail in self._layers.values():
             tail.k, tail.v = tail.k[indices], tail.v[indices]
 
 
 def _rows_of(x: Tensor, room: int) -> Tensor:
-    """Zeros [batch, kv_heads, room, dim] for rows such as `x`."""
+    """Return zeros [batch, kv_heads, room, dim] for rows like `x`."""
     shape = torch.Size((*x.shape[:2], room, x.shape[3]))
     nbytes = shape.numel() * x.element_size()
     memory = allocate_bytes(nbytes, x.device, purpose="KvqCache's recent tokens")
@@ -71,14 +71,14 @@ def _rows_of(x: Tensor, room: int) -> Tensor:
 
 
 class _Tail:
-    """One layer's recent rows: the last `held` before place `end` of two buffers.
+    """One layer's recent rows: the last `held` rows before position `end` in two buffers.
 
-    The buffers have room for a quarter more than is held, so that rows seldom move.
+    The buffers have room for a quarter more rows than are held, so that rows seldom move.
     """
 
     @torch.inference_mode(False)
     def __init__(self, k: Tensor, v: Tensor, limit: int) -> None:
-        """Empty buffers for rows such as `k` and `v`; made during inference, they'd be fit for it only."""
+        """Make empty buffers for rows like `k` and `v`, outside inference mode so that any mode can write."""
         room = limit + -(-limit // 4)
         self.k, self.v = (_rows_of(x, room) for x in (k, v))
         self.held = self.end = 0
@@ -109,6 +109,6 @@ class _Tail:
 
 
 def put_over(dense: Tensor, exact: Tensor) -> None:
-    """Put exact rows [batch, kv_heads, some, dim] over the last dequantized ones."""
+    """Overwrite the last dequantized rows with exact rows [batch, kv_heads, some, dim]."""
     some = min(exact.shape[2], dense.shape[2])
     dense[:, :, dense.shape[2] - some :] = exact[:, :, exact.shape[2] - some :]

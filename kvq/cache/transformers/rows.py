@@ -1,4 +1,4 @@
-"""The rows of a batch as sequences over their own pools: what KvqCache keeps, without transformers."""
+"""Rows of a batch as sequences in their own pools: the storage of KvqCache, without transformers."""
 
 import torch
 from torch import Tensor
@@ -13,20 +13,20 @@ from kvq.kernels.attend.options import parts_of
 from kvq.kernels.paged import Rows
 from kvq.layout import KVLayout
 
-_GROWTH = 32  # a pool that is full grows by one part in so many
+_GROWTH = 32  # a full pool grows by at least 1 / _GROWTH
 
 
 class BatchRows:
-    """One sequence per batch row, appended to together, and the blocks that hold them.
+    """One sequence per batch row, all appended to together, and the blocks that hold them.
 
-    `length` counts the tokens of every row as transformers sees them, padding included; row i holds
+    `length` counts the tokens of every row as transformers sees them, including padding; row i stores
     the last `length - padding[i]` of them.
     """
 
     def __init__(
         self, layout: KVLayout, *, batch: int, max_tokens: int | None, device: torch.device, backend: str
     ) -> None:
-        """Start `batch` empty rows; `max_tokens` per row are allocated at once, or one block each.
+        """Start `batch` empty rows with memory for `max_tokens` per row, or for one block each.
 
         Raises:
             OutOfMemory: the pools don't fit.
@@ -50,7 +50,7 @@ class BatchRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that hold K and V: the pools, and the exact rows of recent tokens."""
+        """Bytes used for K and V: the pools, and the exact rows of recent tokens."""
         return self.blocks.nbytes + (0 if self.recent is None else self.recent.nbytes)
 
     @property
@@ -58,7 +58,7 @@ class BatchRows:
         return len(self.sequences)
 
     def start(self, batch: int) -> None:
-        """Drop all rows and start `batch` empty ones in the same pools."""
+        """Drop all rows and start `batch` empty rows in the same pools."""
         for sequence in self.sequences:
             self.manager.free(sequence)
         if self.recent is not None:
@@ -67,20 +67,20 @@ class BatchRows:
         self.sequences = [self.manager.new_sequence() for _ in range(batch)]
         self.length = 0
         self.padding = [0] * batch
-        with torch.inference_mode(False):  # else it could not be written outside of it
+        with torch.inference_mode(False):  # else it could not be written outside inference mode
             self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
-        self.batches: list[SequenceBatch] = []  # of the last step, per layer group
-        self._place: Tensor | None = None  # where its tokens lie in [batch * count], if not everywhere
+        self.batches: list[SequenceBatch] = []  # of the last step, by layer group
+        self._place: Tensor | None = None  # places of its tokens in [batch * count]; None if unpadded
         self._may_copy = False
 
     def append(self, count: int, padding: list[int] | None = None) -> None:
-        """Make room for `count` more tokens in every row, the first `padding[i]` of row i left out.
+        """Make room for `count` more tokens in every row, without the first `padding[i]` of row i.
 
-        Without `padding`, whatever pads a row is stored like its other tokens.
+        Without `padding`, padding tokens are stored like other tokens.
 
         Raises:
-            RequestError: more tokens than `max_tokens`, or padding after a row's first token.
-            OutOfMemory: the pools can't grow. In all cases nothing has changed.
+            RequestError: there are more tokens than `max_tokens`, or padding after a row's first token.
+            OutOfMemory: the pools can't grow. After either error, nothing has changed.
         """
         if padding is None and any(self.padding):
             raise RequestError(
@@ -120,7 +120,7 @@ class BatchRows:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`.
 
-        Where tokens wait for their block to fill up, `attend` and `dense` do it.
+        If tokens wait for their block to fill up, `attend` and `dense` store them instead.
         """
         rows = self._packed(k), self._packed(v)
         if self.recent is not None:
@@ -131,12 +131,12 @@ class BatchRows:
         self.bad_rows |= self._unpacked(bad).any(dim=1)
 
     def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], options: AttentionOptions) -> Tensor:
-        """Attend from one layer's blocks, after `write`.
+        """Attend over one layer's blocks, after `write`.
 
         `q`: [batch, q_heads, count, k_head_dim]; `new`: the step's own K and V, just written. Returns
-        [batch, count, q_heads, v_head_dim], zero where a token is padding. Where only
-        the reference kernel runs, blocks are dequantized into `scratch` for torch's own attention, if
-        that knows the layer's kind.
+        [batch, count, q_heads, v_head_dim], zero where a token is padding. If only the reference kernel
+        is available, blocks are dequantized into `scratch` for torch's own attention, provided that it
+        supports the layer.
         """
         own = self.layout.geometry.layers[layer]
         options = options.reaching(own.window, is_chunked=own.is_chunked)
@@ -151,10 +151,10 @@ class BatchRows:
         return self._unpacked(store.attend(self._packed(q), batch, options)[0])
 
     def dense(self, layer: int, start: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
+        """Return K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
 
-        `new`: the step's own K and V, just written; the result has their dtypes. It lies in `scratch`
-        and is overwritten by the next layer's. Rows must be without padding.
+        `new`: the step's own K and V, just written; the result has their dtypes. It is in `scratch` and
+        is overwritten by the next layer's result. Rows must not have padding.
         """
         exact = self._exact(layer, new)
         tables = self.batches[self.blocks.group_of[layer]].tables
@@ -163,13 +163,13 @@ class BatchRows:
         k, v = self.scratch.gather(layer, tables, positions, dtypes=dtypes, unrotate=True)
         if exact is not None:
             old, *_ = parts_of(self.layout.exact, self.layout.block_size)
-            first = max(start, old.edge(self.length - self._count))  # that the step's first token sees so
+            first = max(start, old.edge(self.length - self._count))  # first that its first token sees exactly
             for dense, rows in zip((k, v), exact, strict=True):
                 put_over(dense[:, :, first - start :], rows)
         return k, v
 
     def check_finite(self) -> None:
-        """Raise RequestError if K or V of a row ever held NaN or infinity. Synchronizes the device."""
+        """Raise RequestError if K or V of any row contained NaN or infinity. Synchronizes the device."""
         if bool(self.bad_rows.any()):
             rows = self.bad_rows.nonzero().flatten().tolist()
             raise RequestError(
@@ -179,7 +179,7 @@ class BatchRows:
             )
 
     def commit(self) -> None:
-        """Keep what was appended; sliding groups give back blocks that no later token sees."""
+        """Commit the appended tokens; sliding groups release blocks that no later token can see."""
         for sequence in self.sequences:
             self.manager.commit(sequence)
 
@@ -187,7 +187,7 @@ class BatchRows:
         """Drop the last `count` tokens of every row.
 
         Raises:
-            RequestError: what is seen there was given back; nothing has changed.
+            RequestError: blocks that are visible there were released; nothing was changed.
         """
         length = self.length - count
         padding = [min(pad, length) for pad in self.padding]
@@ -206,7 +206,7 @@ class BatchRows:
             self._refill(self.recent)
 
     def select(self, indices: list[int]) -> None:
-        """Make row i what row `indices[i]` was; rows named twice share their blocks."""
+        """Replace each row i with the former row `indices[i]`; rows with equal indices share their blocks."""
         self.commit()
         kept = set(indices)
         for index, sequence in enumerate(self.sequences):
@@ -228,7 +228,7 @@ class BatchRows:
                 self.recent.select(picked.clone())
 
     def _exact(self, layer: int, new: Rows) -> Rows | None:
-        """Return the last rows as they came, a step's own among them. Blocks that these fill are stored."""
+        """Return the last rows, including the step's own, unquantized; store the blocks that they fill."""
         if self.recent is None:
             return None
         exact = self.recent.take(layer, *new)
@@ -245,7 +245,7 @@ class BatchRows:
         return exact
 
     def _refill(self, recent: RecentRows) -> None:
-        """Read back from blocks what is no longer full there, or seen as recent again, and was given up."""
+        """Read tokens back from blocks that are no longer full, or whose tokens count as recent again."""
         size, held = self.layout.block_size, recent.held
         old, *_ = parts_of(self.layout.exact, size)
         waiting = max(max(s.length % size, s.length - old.edge(s.length)) for s in self.sequences)
@@ -263,7 +263,7 @@ class BatchRows:
             recent.refill(layer, *rows)
 
     def _packed(self, x: Tensor) -> Tensor:
-        """[batch, heads, count, dim] -> [tokens, heads, dim] without the padding."""
+        """[batch, heads, count, dim] -> [tokens, heads, dim], without padding."""
         flat = x.transpose(1, 2).flatten(0, 1)
         return flat if self._place is None else flat[self._place]
 
@@ -280,11 +280,11 @@ class BatchRows:
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
-        """Blocks per group that `batch` rows start with: `max_tokens` each, or one block."""
+        """Return the initial blocks per group for `batch` rows: `max_tokens` each, or one block."""
         return [batch * -(-(self.max_tokens or 1) // self.layout.block_size)] * len(self.layout.groups)
 
     def _make_room(self, work: list[tuple[Sequence, int]]) -> None:
-        """Let the pools grow until the tokens fit: by what they lack, and a little more."""
+        """Grow the pools until the tokens fit: by the number of missing blocks, and a little more."""
         if self.manager.can_append(work):
             return
         size = self.layout.block_size

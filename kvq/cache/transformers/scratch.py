@@ -1,4 +1,4 @@
-"""Dequantized rows of one layer for a whole batch, in scratch memory, and torch's own attention over them."""
+"""Dequantized rows of one layer for a whole batch, in scratch memory, and torch's attention over them."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from kvq.kernels.paged import Rows
 
 
 class DenseScratch:
-    """Memory for one layer's K and V of a cache; what it holds is overwritten by the next layer's."""
+    """Scratch memory for the K and V of one layer of a cache; the next layer overwrites its content."""
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
         self._cache = cache
@@ -23,7 +23,7 @@ class DenseScratch:
         self._memory = [torch.empty(0, dtype=torch.uint8, device=device)] * 2  # K, V
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DenseScratch":
-        """Empty memory for the copy of the cache."""
+        """Return empty scratch memory for the copied cache."""
         return DenseScratch(copy.deepcopy(self._cache, memo), self._device)
 
     @property
@@ -39,7 +39,7 @@ class DenseScratch:
         dtypes: tuple[torch.dtype, torch.dtype],
         unrotate: bool,
     ) -> Rows:
-        """Return K and V of these positions of every sequence.
+        """Return K and V at these positions of every sequence.
 
         `tables`: integer [batch, blocks]; `unrotate`: whether rotated formats are rotated back.
         Returns [batch, kv_heads, positions, dim] in `dtypes`, valid until the next call.
@@ -53,12 +53,12 @@ class DenseScratch:
         return self._cache.gather(layer, tables, positions.start, positions.stop, unrotate=unrotate, out=out)
 
     def attend(self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions) -> Tensor | None:
-        """Causal attention of each row's last tokens, without softcap or sinks.
+        """Compute causal attention of each row's last tokens, without softcap or sinks.
 
         `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim]. A row's
-        new tokens are the last of its `count` queries; those before are padding and give zero. Stored
-        rows stay rotated: Q is rotated instead, and the output once. Returns None for windows over
-        rows of unequal length, where the oldest blocks of some rows were given back.
+        new tokens are the last of its `count` queries; earlier ones are padding and give zero. Stored
+        rows stay rotated: Q is rotated instead, and the output is rotated once. Returns None for windows
+        over rows of unequal length, where some rows have released their oldest blocks.
         """
         count, lengths, formats = q.shape[2], batch.context_lens, self._cache.layer(layer).formats
         window, longest, even = options.window or options.chunk, max(lengths), len(set(lengths)) == 1
@@ -71,7 +71,7 @@ class DenseScratch:
             k[i, :, length - start :] = 0  # slots past a row's end may decode to NaN
             v[i, :, length - start :] = 0
         if formats.k.rotated:
-            q = rotate_by_product(q).to(q.dtype)  # its own inverse
+            q = rotate_by_product(q).to(q.dtype)  # the rotation is its own inverse
         sees_all = even and count == 1 and window is None
         plain = even and start == 0 and count == longest and (window is None or window >= longest)
         mask = None if sees_all or plain else ~_hidden(lengths, count, start, options, q.device)
@@ -87,10 +87,10 @@ class DenseScratch:
         return out
 
     def _take(self, part: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory of K (0) or V (1); it grows by a quarter at least."""
+        """Return uninitialized memory of K (0) or V (1); if it grows, by a quarter at least."""
         needed, held = shape.numel() * dtype.itemsize, self._memory[part].numel()
         if needed > held:
-            self._memory[part] = self._memory[part].new_empty(0)  # the old bytes go before the new ones come
+            self._memory[part] = self._memory[part].new_empty(0)  # old memory is freed before new is taken
             room = -(-(needed + (needed // 4 if held else 0)) // 64) * 64
             self._memory[part] = allocate_bytes(room, self._device, purpose="KvqCache's scratch memory")
         return self._memory[part][:needed].view(dtype).view(shape)
@@ -99,7 +99,7 @@ class DenseScratch:
 def _hidden(
     lengths: tuple[int, ...], count: int, start: int, options: AttentionOptions, device: torch.device
 ) -> Tensor:
-    """bool [batch or 1, 1, count, keys]: True where a query does not see a key, which begin at `start`."""
+    """Return bool [batch or 1, 1, count, keys]: True where a query can't see a key. Keys begin at `start`."""
     ends = torch.tensor(lengths[:1] if len(set(lengths)) == 1 else lengths, device=device)
     query = ends[:, None, None] - count + torch.arange(count, device=device)[:, None]  # [rows, count, 1]
     key = torch.arange(start, max(lengths), device=device)

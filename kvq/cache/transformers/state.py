@@ -1,4 +1,4 @@
-"""Shared state of the layers of one KvqCache: rows, scratch memory, and the step under way."""
+"""Shared state of the layers of one KvqCache: rows, scratch memory and the current step."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(kw_only=True, eq=False)
 class CacheState:
-    """The user's options, the rows, opened by the first update, and the step that is under way."""
+    """The user's options, the rows, which the first update creates, and the current step."""
 
     config: CacheConfig
     kv: str | Path | KVRecipe
@@ -29,19 +29,19 @@ class CacheState:
     residual_length: int  # tokens per row
     rows: BatchRows | None = None
     records_past: bool = False
-    layers_done: int = 0  # of the forward pass under way
+    layers_done: int = 0  # of the current forward pass
     _dtypes: tuple[torch.dtype, torch.dtype] | None = None
 
     @property
     def length(self) -> int:
-        """Tokens per row, padding included."""
+        """Tokens per row, including padding."""
         return 0 if self.rows is None else self.rows.length
 
     def plan(self) -> KVLayout:
-        """Return the blocks of what is stored under the attention that the config names now.
+        """Return the layout of the blocks, for the attention that the config currently names.
 
         Raises:
-            ConfigError: they don't fit the model.
+            ConfigError: the options don't fit the model.
         """
         recipe = read_recipe(self.kv, self.scales, self.config)
         if recipe.exact.sinks:
@@ -59,10 +59,10 @@ class CacheState:
         return plan_layout(self.config.stored, recipe, block_size=size, order=order, staging=False)
 
     def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
-        """Check new rows [batch, heads, tokens, dim] of one layer; allocate if they are the first.
+        """Check new rows [batch, heads, tokens, dim] of one layer; allocate memory for the first ones.
 
         Raises:
-            RequestError: shapes, dtype, device or batch size are not the model's, or not as before.
+            RequestError: shapes, dtype, device or batch size don't match the model or earlier rows.
             OutOfMemory: the pools don't fit.
         """
         shape = self.config.received.layers[layer]
@@ -81,10 +81,10 @@ class CacheState:
         return self.rows
 
     def begin(self, rows: BatchRows, seen: int, count: int, padding: list[int] | None) -> None:
-        """Make room for a step of `count` tokens when its first layer comes, which has seen `seen`.
+        """Make room for a step of `count` tokens at its first layer; `seen`: tokens that this layer has.
 
         Raises:
-            RequestError: a layer is out of step with the others.
+            RequestError: the layer is out of step with the others.
         """
         if seen == rows.length:
             self.check_whole()
@@ -96,10 +96,10 @@ class CacheState:
             )
 
     def layer_done(self, rows: BatchRows) -> None:
-        """Count a layer of the step; after the last, keep the step and look for NaN.
+        """Count a finished layer of the step; after the last layer, commit the step and check for NaN.
 
         Raises:
-            RequestError: K or V held NaN or infinity.
+            RequestError: K or V contained NaN or infinity.
         """
         self.layers_done += 1
         if self.layers_done == len(self.config.geometry.layers):
@@ -117,12 +117,12 @@ class CacheState:
             )
 
     def _reopen(self, k: Tensor, v: Tensor) -> None:
-        """Rows for an empty cache: the old pools if they serve, or new ones."""
+        """Prepare rows for an empty cache, in the old pools if they fit or in new ones."""
         batch, rows = k.shape[0], self.rows
         self._dtypes = (k.dtype, v.dtype)
         if rows is None or rows.layout.geometry is not self.config.stored or rows.device != k.device:
             layout = self.plan()
-            self.rows = None  # the old memory goes before the new comes
+            self.rows = None  # the old memory is freed before the new is allocated
             self.rows = BatchRows(
                 layout,
                 batch=batch,

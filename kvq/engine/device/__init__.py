@@ -1,1 +1,1 @@
-"""Running a model on its device: passes, captured graphs, transfers and memory."""
+"""Model execution on a device: passes, captured graphs, transfers and memory."""

@@ -1,4 +1,4 @@
-"""Dry run: measures the memory and time of a step of full size, before the pools are sized."""
+"""Dry run: measures the memory and time of a full-size step before the pools are sized."""
 
 import gc
 from array import array
@@ -13,19 +13,19 @@ from kvq.models import Model
 from kvq.scheduler import Branch, Request, StepPlan
 from kvq.sizing.pools import PoolPlan
 
-_CPU_TOKENS = 256  # on a CPU a full step of a large model takes long; memory grows with the tokens
+_CPU_TOKENS = 256  # full steps of large models are slow on CPUs; memory is proportional to tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DryRun:
     """Measurements of the dry run."""
 
-    activation_bytes: int  # of a step with all its tokens
+    activation_bytes: int  # for a step with all its tokens
     token_s: float  # seconds per prefill token
 
 
 def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _DryRun:
-    """Run a prefill step over a small pool of its own, and measure its peak memory and time.
+    """Run a prefill step on a separate small pool, and measure its peak memory and time.
 
     Raises:
         OutOfMemory: not even this step fits.
@@ -39,21 +39,21 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
     runner = Runner(model, pools, max_context, uses_graphs=False)
     runner.prepare(plan)
     before = _reset_peak(device)
-    runner.forward(plan)  # loads, compiles and caches once
+    runner.forward(plan)  # loads, compiles and caches everything needed
     began = perf_counter()
     output = runner.forward(plan)
     output.logits.cpu()
     seconds = perf_counter() - began
     peak = _peak_bytes(device) - before
     runner.close()
-    # Memory that the process already held does not show, so eight fp32 rows per token at least.
+    # Memory that the process already held is not counted, so assume at least eight fp32 rows per token.
     least = 32 * model.geometry.hidden_size * tokens
     activation_bytes = max(least, peak) * max_num_batched_tokens // tokens
     return _DryRun(activation_bytes=activation_bytes, token_s=seconds / tokens)
 
 
 def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
-    """A prefill of so many tokens in sequences up to `longest`, and the blocks it takes."""
+    """Return a plan to prefill `tokens` tokens in sequences up to `longest`, and the blocks it takes."""
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     request = Request(id="dry-run", tokens=array("I", (0,)), max_tokens=1)
     branches = [Branch(request=request, tokens=request.tokens, row=row) for row in range(len(counts))]
@@ -83,7 +83,7 @@ def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Start measuring; returns the bytes in use now."""
+    """Start measuring and return the bytes in use now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -92,14 +92,14 @@ def _reset_peak(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # the peak begins anew
+            file.write("5")  # resets the peak
     except OSError:
         return 0
     return _status_bytes("VmRSS")
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """The most bytes in use since the last reset; 0 where nobody counts them."""
+    """Return the most bytes in use since the last reset; 0 if the system doesn't count them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Decode graphs: steps of decodes alone as CUDA graphs, one replay instead of a thousand launches."""
+"""Decode graphs: steps of decodes alone as CUDA graphs; one replay replaces a thousand launches."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,24 +19,24 @@ from kvq.models.run.packing import kept_hidden
 from kvq.scheduler import StepPlan
 
 _log = logging.getLogger("kvq")
-# D240: what a graph reads lives as long as it
-Capture = Callable[[Callable[[], None]], Callable[[], None]]  # records work; returns its replay
+# D240: everything a graph reads lives as long as the graph
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # records work; returns its replay function
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:  # D58: as wide as the pool
-    """Block tables per layer group, [rows, blocks] each, on the device and on the host."""
+    """Block tables by layer group, [rows, blocks] each, on the device and on the host."""
 
     there: list[Tensor]  # int32, on the device
-    here: list[npt.NDArray[np.int32]]  # equal, on the host
+    here: list[npt.NDArray[np.int32]]  # copies on the host
     max_context: int  # tokens of the longest sequence
 
 
 class DecodeGraphs:
-    """One graph per batch size: 1, 2, 4, 8, and every 16 up to the largest.
+    """Graphs for decode steps, one per batch size: 1, 2, 4, 8, and every 16 up to the largest.
 
-    A graph repeats the same launches on the same memory. So everything that changes from step to step lies
-    in one small buffer, and grids are sized for the longest context. Rows that a batch leaves empty compute
+    A graph repeats the same launches on the same memory. Therefore, everything that changes between steps is
+    in one small buffer, and grids are sized for the longest context. Unused rows of a batch compute
     a token in a spare block.
     """
 
@@ -52,9 +52,9 @@ class DecodeGraphs:
     ) -> None:
         """Capture all sizes, largest first, so that they share one memory pool.
 
-        `keeps_hidden`: `hidden` holds the hidden states of the last run's branches.
+        `keeps_hidden`: `hidden` will contain the hidden states of the last run's branches.
 
-        The tables' last row, of max_num_seqs + 1, names the spare block.
+        The last of the tables' max_num_seqs + 1 rows refers to the spare block.
         """
         self._model = model
         self._cache = cache
@@ -64,12 +64,12 @@ class DecodeGraphs:
         self._size_of = [min(n for n in sizes if n >= count) for count in range(max_num_seqs + 1)]
         self._device = model.weights.device
         self._block_size = model.layout.block_size
-        self._rows = 3 + len(tables.there)  # token ids, positions, table rows; slots per layer group
-        # Read by graphs: those rows, int64 [rows, size], then `lens` of the batch.
+        self._rows = 3 + len(tables.there)  # token ids, positions, table rows; slots by layer group
+        # Read by graphs: these rows, int64 [rows, size], then `lens` of the batch.
         self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
         self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
         self._keep = torch.arange(max_num_seqs, device=self._device)  # graphs read it in place
-        # Shared by all sizes: logits of one graph's own would not be in the memory that graphs share.
+        # Shared by all sizes: a graph's separate logits would not be in the memory that graphs share.
         self._logits = torch.empty(
             max_num_seqs, model.geometry.vocab_size, dtype=model.prepared.dtype, device=self._device
         )
@@ -84,17 +84,17 @@ class DecodeGraphs:
             self._replay[size] = record(self._work(size))
 
     def takes(self, plan: StepPlan) -> bool:  # D241: steps with a prefill chunk are not captured
-        """True for steps in which every branch computes one token and samples the next."""
-        if plan.num_tokens != len(plan.branches):  # drafts, too
+        """Return True for steps in which every branch computes one token and samples the next."""
+        if plan.num_tokens != len(plan.branches):  # also true for drafts
             return False
         return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits [branches, vocab] and bool [branches], True where K or V was not finite.
+        """Return logits [branches, vocab] and bool [branches], which is True where K or V was not finite.
 
-        Both are valid until the next run. Nothing here waits for the device.
-        `tokens`: int64 [branches] on the device, which replace those of the plan.
+        Both are valid until the next run. This method never waits for the device.
+        `tokens`: int64 [branches] on the device, to use instead of the plan's tokens.
         """
         count = len(plan.branches)
         size = self._size_of[count]
@@ -106,7 +106,7 @@ class DecodeGraphs:
         return self._logits[:count], self._bad[:count]
 
     def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
-        """Copy the inputs of a step to the device; missing branches are padding, of one token each."""
+        """Copy the inputs of a step to the device; missing branches are padded with one token each."""
         words, block_size = np.zeros(self._words(size), np.int64), self._block_size
         lens = words[self._rows * size :].view(np.int32)[: 3 * size].reshape(3, size)
         lens[0], lens[1:] = np.arange(size), 1
@@ -122,14 +122,14 @@ class DecodeGraphs:
         send(words, self._inputs[: len(words)])
 
     def _words(self, size: int) -> int:
-        """Return the 8-byte words of a step's inputs; `lens` take three half words per branch."""
+        """Return the number of 8-byte words of a step's inputs; `lens` takes three half words per branch."""
         return self._rows * size + -(-3 * size // 2)
 
     def _work(self, size: int) -> Callable[[], None]:
-        """Return a decode step of that size, from the input buffer to logits and flags.
+        """Return a function that runs a decode step of this size, from the input buffer to logits and flags.
 
-        It reads only memory that it makes or that outlives the capture: of this object, the model or the
-        cache.
+        It reads only memory that it allocates or that outlives the capture: memory of this object, the model
+        or the cache.
         """
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
@@ -171,7 +171,7 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Return a function that records work as CUDA graphs of that device, which share their memory.
+    """Return a function that records work as CUDA graphs of this device, which share their memory.
 
     If a capture fails, the streams are restored.
     """
@@ -182,9 +182,9 @@ def cuda_capture(device: torch.device) -> Capture:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         try:
-            # Entered here as well: torch.cuda.graph does not leave the stream if a capture can't be ended.
+            # Entered here as well: torch.cuda.graph stays in the stream if a capture can't be ended.
             with torch.cuda.device(device), torch.cuda.stream(stream):
-                work()  # compiles kernels and fills allocators' caches
+                work()  # compiles kernels and fills allocator caches
                 work()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
@@ -201,6 +201,6 @@ def decode_graphs(device: torch.device, make: Callable[[], DecodeGraphs]) -> Dec
         return None
     try:
         return make()
-    except Exception as error:  # noqa: BLE001 - a model's code may do anything that graphs can't hold
+    except Exception as error:  # noqa: BLE001 - a model's code may do anything that graphs can't record
         _log.warning("decode steps run without CUDA graphs: %s", first_lines(error))
         return None

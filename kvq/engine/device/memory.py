@@ -1,4 +1,4 @@
-"""Pool sizes, decided once before the first request."""
+"""Pool sizes, fixed before the first request."""
 
 import math
 
@@ -9,7 +9,7 @@ from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import STATES_EACH
 from kvq.sizing.pools import PoolPlan, at_once, longest_context, plan_pools, pool_budget
 
-LENGTHS = (100, 1000)  # tokens of requests in the log, beside the longest
+LENGTHS = (100, 1000)  # lengths of requests in the log, in tokens, in addition to the longest
 
 
 def planned_pools(
@@ -21,14 +21,14 @@ def planned_pools(
     free_bytes: int | None,
     activation_bytes: int,
 ) -> PoolPlan:
-    """Return the blocks as configured, or as many as free memory holds and requests could use.
+    """Return the configured blocks, or as many as free memory holds and requests could use.
 
-    `free_bytes`: after the weights were loaded; None: unknown. `activation_bytes`: what the largest step
-    needs besides weights and pools.
+    `free_bytes`: free after the weights were loaded; None if unknown. `activation_bytes`: memory that the
+    largest step needs in addition to weights and pools.
 
     Raises:
         ConfigError: kv_memory is not a size.
-        OutOfMemory: less than a block of every layer group fits.
+        OutOfMemory: not even one block of every layer group fits.
     """
     if config.num_blocks is not None:
         blocks = [config.num_blocks] * len(layout.groups)
@@ -62,7 +62,7 @@ def planned_pools(
 
 
 def describe_pools(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
-    """Return a text with the number of requests that fit at once by length, and what limits it."""
+    """Return a text with the number of requests that fit at once, by length, and the limiting resource."""
     longest = longest_context(layout, pools, max_context)
     parts = []
     for tokens in (*(tokens for tokens in LENGTHS if tokens < longest), longest):
@@ -73,7 +73,7 @@ def describe_pools(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
 
 
 def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:
-    """Return host slots per layer group, in proportion to the pools; None without `swap_memory`."""
+    """Return host slots by layer group, in proportion to the pools; None without `swap_memory`."""
     budget = parse_bytes(config.swap_memory, "swap_memory")
     if not budget:
         return None

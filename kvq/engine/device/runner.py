@@ -35,20 +35,20 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 class StepOutput:
     """Output of a forward pass; while the pass runs concurrently, its tensors are not filled yet."""
 
-    logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
+    logits: Tensor  # [wanted rows, vocab] in the model's dtype, packed in the plan's order
     starts: list[int]  # per branch, the index of its first row of logits
-    bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
-    attention_s: float  # in write and attend; on a GPU the time to launch them
+    bad_tokens: Tensor  # bool [new tokens]: K or V contained NaN or infinity; on the device
+    attention_s: float  # time in write and attend; on a GPU, the time to launch them
     states: tuple[StepStates | None, ...] = ()  # recurrent states, of all branches together or of each
-    hidden: Tensor | None = None  # [new tokens, hidden_size], after the last norm; if the runner keeps it
-    concurrent: ReadyPass | None = None  # the pass that runs in threads, until it was waited for
+    hidden: Tensor | None = None  # [new tokens, hidden_size] after the last norm, if the runner keeps it
+    concurrent: ReadyPass | None = None  # the pass running in threads, until `wait`
     concurrent_s: float = 0.0  # duration of a pass that ran in threads
 
     @torch.inference_mode()
     def begin(self, tokens: Tensor) -> bool:
         """Begin a ready pass with its token ids, int64 [new tokens].
 
-        Returns True if it runs concurrently, False if there were no free threads and it has ended.
+        Returns True if it runs concurrently, False if no threads were free and it has already ended.
         """
         assert self.concurrent is not None, "made ready"
         self.concurrent.tokens.copy_(tokens)
@@ -58,7 +58,7 @@ class StepOutput:
         """Wait until all tensors are filled.
 
         Raises:
-            Exception: raised by the pass, which may be run again.
+            Exception: the pass raised it; the pass may be run again.
         """
         if self.concurrent is not None:
             self.concurrent.wait()
@@ -67,18 +67,18 @@ class StepOutput:
             self.concurrent = None
 
     def keep_states(self, index: int) -> None:
-        """Store the recurrent state after the drafts of a branch, all of which were right."""
+        """Store the recurrent state after a branch's drafts, which were all accepted."""
         states = self.states[index if len(self.states) > 1 else 0] if self.states else None
         if states is not None:
             states.keep(index if len(self.states) == 1 else 0)
 
 
-# Token ids, positions, wanted rows, and a batch per layer group; on a GPU all of them are on the device.
+# Token ids, positions, wanted rows, and a batch per layer group; on a GPU, all of them are on the device.
 _Inputs = tuple[Sequence[int] | Tensor, Integers | Tensor, Sequence[int] | Tensor, tuple[SequenceBatch, ...]]
 
 
 class Runner:
-    """A model over its own block pools. Everything it needs between steps is allocated at the start."""
+    """Model with its block pools. Everything that it needs between steps is allocated at the start."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class Runner:
         uses_graphs: bool = True,
         keeps_hidden: bool = False,
     ) -> None:
-        """Allocate pools, host slots and block tables, for sequences of `max_context` tokens at most.
+        """Allocate pools, host slots and block tables, for sequences of at most `max_context` tokens.
 
-        `swap`: host slots per layer group, and the folder if they are on disk; None: nothing is swapped.
-        `uses_graphs`: capture decode steps as graphs on a GPU.
-        `keeps_hidden`: outputs contain hidden states, valid until the next step.
+        `swap`: host slots by layer group, and the folder if they are on disk; None disables swapping.
+        `uses_graphs`: whether to capture decode steps as graphs on a GPU.
+        `keeps_hidden`: whether outputs contain hidden states, which are valid until the next step.
 
         Raises:
             OutOfMemory: the pools or the host slots don't fit.
@@ -102,7 +102,7 @@ class Runner:
         weights, layout = model.weights, model.layout
         num_blocks, max_num_seqs = pools.num_blocks, pools.sequences
         host_slots, swap_folder = swap or (None, None)
-        spare = int(weights.device.type == "cuda")  # a block and a table row that pad graphs
+        spare = int(weights.device.type == "cuda")  # a block and a table row for padding in graphs
         self.model = model
         self.cache = KVCache(
             layout,
@@ -116,7 +116,7 @@ class Runner:
         self.keeps_hidden = keeps_hidden
         self._device = weights.device
         if self._device.type == "cuda":
-            ring(self._device)  # made now, since pinning memory is slow
+            ring(self._device)  # allocated now, since pinning memory is slow
         self._block_size = layout.block_size
         longest = longest_context(layout, num_blocks, max_context)
         self._width = -(-longest // layout.block_size)
@@ -126,7 +126,7 @@ class Runner:
         tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in groups]
         for table, count in zip(tables, num_blocks, strict=False):
             table[max_num_seqs:] = count
-        # The host's copy saves kernel launches; on a CPU both share memory.
+        # The host's copy saves kernel launches; on a CPU, both share memory.
         self._tables = Tables(tables, [table.cpu().numpy() for table in tables], longest)
         capture = partial(
             DecodeGraphs,
@@ -138,9 +138,9 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> list[SwapIn]:
-        """Carry out a plan's orders and update the block tables; once, before `forward`.
+        """Carry out a plan's orders and update the block tables; call this once, before `forward`.
 
-        Returns the orders to swap in whose bytes were damaged.
+        Returns the swap-in orders whose bytes were damaged.
         """
         failed = self.cache.carry_out(plan.orders)
         self._update_tables(plan)
@@ -157,10 +157,10 @@ class Runner:
     ) -> StepOutput:
         """Run the layers, which write K and V before they attend, and compute the wanted logits.
 
-        Wanted are the last row of branches that sample, and `last_rows[i]` last rows of branch i.
-        `tokens`: int64 [new tokens] on the device, which replace those of the plan.
-        `weights`: of the same model in another form, to draft with.
-        Nothing is committed: a plan that raised may be run again, whole or in parts.
+        Wanted are the last row of each branch that samples, and the last `last_rows[i]` rows of branch i.
+        `tokens`: int64 [new tokens] on the device, to use instead of the plan's tokens.
+        `weights`: the same model in another form, for drafting.
+        Nothing is committed: a plan that raised an error may be run again, whole or in parts.
         """
         if not plan.branches:
             return self.nothing(plan)
@@ -191,7 +191,7 @@ class Runner:
 
     @property
     def runs_concurrently(self) -> bool:
-        """True if passes can run while Python goes on: on a GPU, or in the threads of CPU kernels."""
+        """True if passes can run while Python continues: on a GPU, or in the threads of CPU kernels."""
         if self._graphs is not None or self._device.type != "cpu":
             return True
         short = self.model.weights.fused_pass
@@ -200,9 +200,9 @@ class Runner:
 
     @torch.inference_mode()
     def get_ready(self, plan: StepPlan) -> StepOutput | None:
-        """Lay out a decode pass on a CPU, to `begin` once its tokens are known; None elsewhere.
+        """Lay out a decode pass that `begin` starts once its tokens are known. Returns None except on a CPU.
 
-        Another pass may run meanwhile; it has to end before this one begins.
+        Another pass may run in the meantime; it has to end before this one begins.
         """
         if self._graphs is not None or self._device.type != "cpu" or not self.runs_concurrently:
             return None
@@ -233,18 +233,18 @@ class Runner:
         )
 
     def nothing(self, plan: StepPlan) -> StepOutput:
-        """Return the output of a plan that computed nothing."""
+        """Return the output of a plan that computes nothing."""
         logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
         return StepOutput(logits=logits, starts=starts, bad_tokens=fine, attention_s=0.0)
 
     def close(self) -> None:
-        """Release what lies outside the device."""
+        """Release resources outside the device."""
         self.cache.close()
 
     def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """Upload all integers of the step in one copy; the block tables are on the device already."""
+        """Upload all integers of the step in one copy; the block tables are already on the device."""
         counts, rows = np.array(plan.counts), _rows(plan)
         positions = positions_of(plan.counts, plan.ends)
         known = () if tokens is not None else plan.token_ids
@@ -257,7 +257,7 @@ class Runner:
         return ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens)
 
     def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """Return the inputs made by numpy, which takes a tenth of torch's time for so few numbers."""
+        """Return inputs computed by numpy, which takes a tenth of torch's time for so little data."""
         rows, positions = _rows(plan), positions_of(plan.counts, plan.ends)
         width = self._blocks_of(plan)
         slots = [torch.from_numpy(own) for own in self._slots(plan, rows, positions)]
@@ -266,18 +266,18 @@ class Runner:
         return ids, positions, wanted, _batches(plan, tables, slots, None)
 
     def _slots(self, plan: StepPlan, rows: list[int], positions: Integers) -> list[Integers]:
-        """Return int64 [new tokens] per layer group: block * block_size + offset."""
+        """Return the slots, int64 [new tokens] per layer group: block * block_size + offset."""
         size = self._block_size
         owners = rows if are_decodes(plan.counts) else np.repeat(rows, plan.counts)
         index, offset = np.divmod(positions, size)
         return [own[owners, index].astype(np.int64) * size + offset for own in self._tables.here]
 
     def _blocks_of(self, plan: StepPlan) -> int:
-        """Return the blocks of the step's longest sequence."""
+        """Return the number of blocks of the step's longest sequence."""
         return -(-max(plan.ends) // self._block_size)
 
     def _update_tables(self, plan: StepPlan) -> None:
-        """Write the plan's changes into the block tables, in one copy."""
+        """Write the plan's changes to the block tables, in one copy."""
         places: list[list[int]] = [[] for _ in self._tables.here]
         blocks: list[list[int]] = [[] for _ in self._tables.here]
         for row, group, first, entries in plan.table_changes:
@@ -300,14 +300,14 @@ class Runner:
 
 
 def _rows(plan: StepPlan) -> list[int]:
-    """Return the table row of every branch; the last row for branches without one."""
+    """Return the table row of every branch, or the last row for branches without one."""
     return [-1 if branch.row is None else branch.row for branch in plan.branches]
 
 
 def _batches(
     plan: StepPlan, tables: Sequence[Tensor], slots: Sequence[Tensor], lens: Tensor | None
 ) -> tuple[SequenceBatch, ...]:
-    """Return the sequences per layer group, with their tables and slots."""
+    """Return the batches by layer group, with their tables and slots."""
     counts, ends = tuple(plan.counts), tuple(plan.ends)
     return tuple(
         SequenceBatch(query_lens=counts, context_lens=ends, tables=table, slots=own, lens=lens)
@@ -316,7 +316,7 @@ def _batches(
 
 
 def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
-    """Return the tokens of the longest sequence that the pools can hold.
+    """Return the number of tokens of the longest sequence that the pools can hold.
 
     Groups with windows and staging areas keep only some tokens and set no limit.
     """
@@ -329,7 +329,7 @@ def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: in
 
 
 def join(parts: list[StepOutput]) -> StepOutput:
-    """Return the output of a step whose branches were run one by one."""
+    """Return the combined output of a step whose branches were run one by one."""
     starts, at = [], 0
     for part in parts:
         starts.append(at)
@@ -341,12 +341,12 @@ def join(parts: list[StepOutput]) -> StepOutput:
         bad_tokens=torch.cat([part.bad_tokens for part in parts]),
         attention_s=sum(part.attention_s for part in parts),
         states=tuple(part.states[0] if part.states else None for part in parts),
-        hidden=torch.cat(hidden) if len(hidden) == len(parts) else None,  # one that raised has none
+        hidden=torch.cat(hidden) if len(hidden) == len(parts) else None,  # a part that raised has none
     )
 
 
 def _wanted(plan: StepPlan, last_rows: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """Per branch its first row among the wanted logits; and the packed rows that are wanted."""
+    """Return each branch's first row among the wanted logits, and the packed rows that are wanted."""
     starts: list[int] = []
     keep: list[int] = []
     at = 0

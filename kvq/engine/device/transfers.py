@@ -1,4 +1,4 @@
-"""Transfers between the host and the device, for which neither waits."""
+"""Transfers between the host and the device, without waiting on either side."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +11,22 @@ from kvq.kernels.uploads import ring, send, upload, upload_all
 __all__ = ["Readback", "Readbacks", "send", "upload", "upload_all"]
 
 _LEAST_ROOM = 1 << 16  # bytes
-_ROOMS = 8  # of the least size: a step reads two or three times, and two steps are on their way
+_ROOMS = 8  # of the least size: a step reads two or three times, and two steps are in flight
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Pinned memory for one copy, and the event behind that."""
+    """Pinned memory for one copy, and the event that follows the copy."""
 
     host: Tensor  # uint8 [bytes]
     copied: torch.cuda.Event
 
 
 class Readbacks:
-    """Copies to the host. On a GPU they share pinned memory, made at the start: pinning is slow."""
+    """Copies to the host. On a GPU, they share pinned memory, allocated at the start: pinning is slow."""
 
     def __init__(self, device: torch.device) -> None:
-        self._free: dict[int, list[_Room]] = {}  # by bytes
+        self._free: dict[int, list[_Room]] = {}  # by size in bytes
         if device.type == "cuda":
             ring(device)
             self._free[_LEAST_ROOM] = [_new_room(_LEAST_ROOM) for _ in range(_ROOMS)]
@@ -45,13 +45,13 @@ class Readbacks:
 
 
 class Readback:
-    """A copy of a tensor on its way to the host; on a CPU the tensor itself.
+    """A copy of a tensor on its way to the host; on a CPU, the tensor itself.
 
-    Whatever is launched before the wait runs meanwhile.
+    Work that is launched before the wait runs in the meantime.
     """
 
     def __init__(self, host: Tensor, room: _Room | None, free: list[_Room]) -> None:
-        """`free`: takes back `room`."""
+        """`free`: the list to which `room` returns."""
         self._host, self._room, self._free = host, room, free
         self._values: Any = None
 
@@ -67,6 +67,6 @@ class Readback:
         return self._values
 
 
-@torch.inference_mode(False)  # otherwise only steps in inference mode could write it
+@torch.inference_mode(False)  # otherwise, only steps in inference mode could write it
 def _new_room(size: int) -> _Room:
     return _Room(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())

@@ -1,5 +1,5 @@
-"""Structured output: masks that keep generated text inside a JSON schema, regex, choice or grammar.
+"""Structured output: masks that restrict generated text to a JSON schema, regex, choice or grammar.
 
-`GrammarCompiler` turns a `StructuredOutput` into a `Matcher`, off the step loop; each branch of a
-request then asks its own copy which tokens may come next, and tells it which one came.
+`GrammarCompiler` turns a `StructuredOutput` into a `Matcher`, outside the step loop. Each branch of a
+request then has a copy, which returns the tokens allowed next and is advanced by the chosen token.
 """

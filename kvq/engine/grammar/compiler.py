@@ -1,4 +1,4 @@
-"""Grammar compiler: compiles outside the step loop, each grammar in a child process first."""
+"""Grammar compiler: compiles outside the step loop, each grammar first in a child process."""
 
 import os
 import sys
@@ -23,17 +23,17 @@ from kvq.scheduler.fair_queue import FairQueue
 
 
 def check_structured(spec: StructuredOutput) -> None:  # D251: once over bytes, before the weights
-    """Raise RequestError if a spec's grammar is bad, too deep or too large; needs no model."""
+    """Raise RequestError if a spec's grammar is invalid, too deep or too large; needs no model."""
     limits = GrammarLimits()
     _compile(LLTokenizer("byte"), grammar_text(spec, limits), limits)
 
 
-class GrammarCompiler:  # D250: tried first in a child, under deadline and memory limit
-    """Compiles structured output for one model, on a thread with a child process.
+class GrammarCompiler:  # D250: tried first in a child process, with a deadline and a memory limit
+    """Compiler of structured output for one model, with a thread and a child process.
 
-    A grammar that passed in a child is remembered by its text, `limits.max_cached` of them, least
-    recently used out first, and later compiled without the child. Refusals aren't remembered: a
-    busy machine may have caused them.
+    Grammars that passed in a child are remembered by their text (at most `limits.max_cached`, evicted in LRU
+    order) and later compiled without the child. Refusals are not remembered, since a busy machine may
+    have caused them.
     """
 
     def __init__(
@@ -47,30 +47,30 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
         self.limits = limits or GrammarLimits()
         self._vocabulary = read_vocabulary(tokenizer, vocab_size, eos_ids)
         self._child = CompileProcess(self._vocabulary, self.limits)
-        self._thread: threading.Thread | None = None  # once it is needed
+        self._thread: threading.Thread | None = None  # created when it is needed
         self._line: FairQueue[Future[Matcher]] = FairQueue()
-        # Specs by future. An object with both that its callback knows would be a cycle, and keep a grammar
-        # of some megabytes until garbage is collected.
+        # Specs by future. If a future's callback referred to an object with both, that would be a cycle, and
+        # keep some megabytes of grammar alive until the next garbage collection.
         self._specs: dict[Future[Matcher], StructuredOutput] = {}
-        self._num: Counter[str] = Counter()  # of each tenant's grammars that are not done
-        self._changed = threading.Condition(threading.RLock())  # a future's end may be told within
+        self._num: Counter[str] = Counter()  # unfinished grammars by tenant
+        self._changed = threading.Condition(threading.RLock())  # reentrant for callbacks of futures
         self._is_closed = False
-        # How llguidance reads texts that passed, the oldest first
+        # Grammars that passed, by their text, as llguidance reads them; oldest first
         self._sound: OrderedDict[str, str] = OrderedDict()
 
-    def has_room(self, tenant: str = "") -> bool:  # D252: a fair line; three quarters for one key
-        """False while so many grammars wait, in total or of this tenant, that `submit` would refuse one."""
+    def has_room(self, tenant: str = "") -> bool:  # D252: fair queue; at most three quarters for one key
+        """Return False if `submit` would refuse a grammar: too many wait, in total or of this tenant."""
         with self._changed:
             return self._has_room(tenant)
 
     def submit(self, spec: StructuredOutput, *, tenant: str = "") -> Future[Matcher]:
         """Compile `spec` on another thread; the future may be cancelled while it waits.
 
-        It holds a RequestError if the grammar is bad, too deep, too large or too slow. Tenants take turns, by
-        the time that theirs have taken; one of them may fill three quarters of the room.
+        It fails with a RequestError if the grammar is invalid, too deep, too large or too slow. Tenants are
+        served fairly, by the time that their grammars take; one tenant may fill three quarters of the queue.
 
         Raises:
-            Overloaded: too many wait already.
+            Overloaded: too many grammars are waiting already.
             RequestError: the compiler is closed.
         """
         future: Future[Matcher] = Future()
@@ -93,7 +93,7 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
         return future
 
     def close(self) -> None:
-        """End the child and cancel what waits. May be called again."""
+        """End the child and cancel waiting grammars. May be called again."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -102,7 +102,7 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
         self._child.close()
         if self._thread is not None:
             self._thread.join()
-        self._child.close()  # it may have started in between
+        self._child.close()  # the child may have started in between
 
     def _has_room(self, tenant: str) -> bool:
         most = self.limits.max_waiting
@@ -117,14 +117,14 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
                 del self._num[tenant]
 
     def _take(self, *, wait: bool = True) -> tuple[str, Future[Matcher]] | None:
-        """Take the next job; None if the compiler is closed or, without waiting, if there is none."""
+        """Return the next job; None if the compiler is closed or, without waiting, if there is no job."""
         with self._changed:
             while wait and not self._line and not self._is_closed:
                 self._changed.wait()
             return None if wait and self._is_closed else self._line.take()
 
     def _work_off(self) -> None:
-        if sys.platform == "linux":  # where threads have a niceness of their own
+        if sys.platform == "linux":  # where each thread has its own niceness
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (taken := self._take()) is not None:
             tenant, future = taken
@@ -135,9 +135,9 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
             began = monotonic()
             try:
                 future.set_result(self._compile(spec))
-            except BaseException as error:  # noqa: BLE001 - for the future
+            except BaseException as error:  # noqa: BLE001 - stored in the future
                 future.set_exception(error)
-            del taken, future, spec  # otherwise they would live until the next one comes
+            del taken, future, spec  # otherwise they would live until the next job
             with self._changed:
                 self._line.charge(tenant, monotonic() - began)
 

@@ -1,4 +1,4 @@
-"""Grammar matcher: the state of one branch of a request in its compiled grammar."""
+"""Grammar matcher: the state of one request branch in its compiled grammar."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from kvq.errors import RequestError
 
 
 class Matcher:
-    """State of one branch in its grammar, and the tokens allowed next.
+    """State of one branch in its grammar, with the tokens allowed next.
 
-    Branches share what llguidance learns while they run, requests don't: its limit on lexer states counts for
-    a grammar and all its copies, so one request that reaches it would end every other.
+    Branches share llguidance's lexer states, but requests don't: its limit on these states applies to
+    a grammar and all its copies, so one request that reaches the limit would end all others.
     """
 
     def __init__(self, vocabulary: Vocabulary, state: LLMatcher):
@@ -22,15 +22,15 @@ class Matcher:
         self._state = state
 
     def mask(self) -> Tensor:
-        """Return the tokens that may come next: int32 [ceil(vocab_size / 32)] on the CPU, a bit each.
+        """Return the tokens allowed next: int32 [ceil(vocab_size / 32)] on the CPU, one bit per token.
 
-        Token t is bit t % 32 of word t // 32. An end token is allowed where the grammar may end, and
-        nowhere else; ids that only pad the logits never are. At least one token is allowed. Where the
-        text is forced, that is its usual token alone, or, where it spells a special token, a plain one that
-        begins it; `accept` takes others that spell it, too.
+        Token t is bit t % 32 of word t // 32. End tokens are allowed exactly where the grammar may end; ids
+        that only pad the logits are never allowed. At least one token is allowed. If the text is forced, only
+        its usual token is allowed or, where it spells a special token, only a plain token that begins it;
+        `accept` also takes other tokens that spell the text.
 
         Raises:
-            RequestError: the next step takes more work than the limits allow, or nothing can follow.
+            RequestError: the next step takes more work than the limits allow, or no token can follow.
         """
         packed = self._state.compute_bitmask()
         self._check()
@@ -43,9 +43,9 @@ class Matcher:
         return mask
 
     def _spell(self, mask: Tensor) -> None:
-        """Allow a plain token where llguidance forces a special one, which it would refuse.
+        """Allow a plain token where llguidance forces a special token, which it would then refuse.
 
-        It reads forced text as the tokenizer does, which takes the text of a special token for that token.
+        It reads forced text as the tokenizer does, which turns the text of a special token into that token.
         """
         forced = self._state.compute_ff_tokens()[:1]
         if not forced or self._state.validate_tokens(forced):
@@ -60,7 +60,7 @@ class Matcher:
         """Advance by one token. An end token after a complete text is accepted and changes nothing.
 
         Raises:
-            RequestError: the token isn't allowed here, and nothing moved; or a limit was reached.
+            RequestError: the token isn't allowed here and the state is unchanged, or a limit was reached.
         """
         ends = token in self._vocabulary.eos_ids
         if ends and self.is_finished:
@@ -74,7 +74,7 @@ class Matcher:
             raise RequestError(f"structured output: token {token} isn't allowed here")
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many of the tokens are allowed in sequence, before an end token. Changes nothing."""
+        """Return how many leading tokens are allowed in sequence, before any end token. Changes nothing."""
         ends = (
             i
             for i, t in enumerate(tokens)
@@ -85,7 +85,7 @@ class Matcher:
 
     @property
     def is_finished(self) -> bool:
-        """True if nothing but the end can follow, or the end has come."""
+        """True if only the end can follow, or the end has been reached."""
         return self._state.is_stopped() and not self._state.is_error()
 
     def fork(self) -> "Matcher":

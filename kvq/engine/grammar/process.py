@@ -1,4 +1,4 @@
-"""The engine's end of the child process in which grammars are tried."""
+"""The engine's side of the child process in which grammars are tried."""
 
 import contextlib
 import json
@@ -14,17 +14,17 @@ from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
-# D253: 5, in the server's session, or niceness counts nothing
-NICENESS = 5  # of compilation: steps have priority
+# D253: 5, in the server's session, or niceness has no effect
+NICENESS = 5  # of compilation, so that steps have priority
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
-STUCK_S = 120  # for a child that neither answers nor takes processor time
-MAX_REPLY_BYTES = 8 << 20  # a grammar may be written six times as long as JSON
+STUCK_S = 120  # for a child that neither replies nor uses processor time
+MAX_REPLY_BYTES = 8 << 20  # a grammar may be up to six times as long in JSON
 
 
 class CompileProcess:
-    """One child that tries one grammar at a time, killed when it overruns and started anew.
+    """Child process that tries one grammar at a time; it is killed and restarted if it exceeds a limit.
 
-    Used by one thread at a time, but for `close`.
+    Only one thread at a time may use it, except for `close`.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits):
@@ -34,10 +34,10 @@ class CompileProcess:
         self._closed = False
 
     def check(self, text: str) -> str:
-        """Compile `text`, a grammar as llguidance reads it but for GBNF, in the child; all as it reads it.
+        """Compile `text` in the child and return it as llguidance reads it; only GBNF is converted.
 
         Raises:
-            RequestError: it is bad, or takes more time or memory than the limits allow.
+            RequestError: it is invalid, or takes more time or memory than the limits allow.
         """
         child = self._running()
         reply = self._exchange(child, {"grammar": text}, STUCK_S + self._limits.compile_timeout_s)
@@ -46,7 +46,7 @@ class CompileProcess:
         return str(reply["grammar"])
 
     def close(self) -> None:
-        """End the child even while it works; `check` then raises."""
+        """End the child even if it is working; `check` then raises an error."""
         self._closed = True
         self._stop()
 
@@ -68,9 +68,9 @@ class CompileProcess:
             [sys.executable, "-P", worker.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash would quote the request
+            stderr=subprocess.DEVNULL,  # a crash message would quote the request
             env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # arenas reserve address space, which is limited
-            process_group=0,  # an interrupt at the terminal is for the engine alone
+            process_group=0,  # an interrupt at the terminal is meant for the engine alone
         )
         os.setpriority(os.PRIO_PROCESS, child.pid, NICENESS)
         return child
@@ -124,7 +124,7 @@ class CompileProcess:
 
 
 def _ask(child: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Return the child's next line; less than a line if it died."""
+    """Return the child's next line, or part of a line if the child died."""
     assert child.stdin is not None, "the child was started with a pipe"
     assert child.stdout is not None, "the child was started with a pipe"
     try:

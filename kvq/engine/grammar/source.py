@@ -1,4 +1,4 @@
-"""Grammar source: a request's constraint as a grammar for llguidance, and bounds on it."""
+"""Grammar source: turns a request's constraint into a grammar for llguidance, and limits it."""
 
 import json
 import re
@@ -23,15 +23,15 @@ _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrammarLimits:
-    """Bounds on a request's grammar.
+    """Limits for a request's grammar.
 
-    `max_bytes`: the schema, regex, Lark text or choices, as UTF-8. `max_depth`: brackets within
-    brackets, in a JSON schema as in a regex. `compile_timeout_s` and `compile_memory_bytes`: one
-    compile, in processor time, and in memory on top of what the tokenizer holds. `max_cached`:
-    grammars remembered as sound. `max_waiting`: grammars being compiled or waiting for it. The rest
-    bound the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's
-    whole life, `step_lexer_fuel` of about 14,000 a millisecond, `step_items` of about 20,000 a millisecond,
-    and `row_items`, the alternatives that may be open after one token.
+    `max_bytes`: size of the schema, regex, Lark text or choices, as UTF-8. `max_depth`: nesting of
+    brackets, in a JSON schema or a regex. `compile_timeout_s` and `compile_memory_bytes`: limits for one
+    compilation, in processor time and in memory in addition to the tokenizer's. `max_cached`:
+    remembered grammars that passed. `max_waiting`: grammars being compiled or waiting to be. The others
+    limit the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's
+    whole life, `step_lexer_fuel` of about 14,000 per millisecond, `step_items` of about 20,000 per
+    millisecond, and `row_items`, the alternatives that may be open after one token.
     """
 
     max_bytes: int = 512 << 10
@@ -54,7 +54,7 @@ class GrammarLimits:
 
     @property
     def parser(self) -> dict[str, int]:
-        """Bounds that llguidance enforces, by its own names."""
+        """The limits that llguidance enforces, under its names."""
         return {
             "max_lexer_states": self.max_lexer_states,
             "step_lexer_fuel": self.step_lexer_fuel,
@@ -66,11 +66,11 @@ class GrammarLimits:
 def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     """Return the grammar of `spec` for llguidance.
 
-    A schema's JSON has no white space but in strings, so that it ends. What a schema says and
-    llguidance can't enforce is refused, never ignored.
+    The JSON of a schema has no white space outside strings, so that generation ends. Parts of a schema
+    that llguidance can't enforce are refused, never ignored.
 
     Raises:
-        RequestError: the text is too long, nested too deep, no JSON, or not Unicode.
+        RequestError: the text is too long, nested too deep, not JSON, or not Unicode.
     """
     text = _constraint_text(spec, limits)
     if not spec.before:
@@ -111,7 +111,7 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
         raise RequestError(f"json_schema must be a JSON object, got {text[:80]}")
     _check_size("json_schema", text, limits)
     try:
-        # `overrides` beat an x-guidance key of the schema, which could switch checks off
+        # `overrides` take precedence over an x-guidance key of the schema, which could disable checks
         return LLMatcher.grammar_from_json_schema(
             text, overrides={"whitespace_flexible": False, "lenient": False}
         )
@@ -120,7 +120,7 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
 
 
 def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without formats that are not enforced: annotations, by JSON Schema 2020-12."""
+    """Return a schema without formats that are not enforced; JSON Schema 2020-12 makes them annotations."""
     if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
         del schema["format"]
     for _, inner in places(schema):
@@ -149,9 +149,9 @@ def _check_size(name: str, text: str, limits: GrammarLimits) -> None:
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets nest; those in strings count, an escaped one doesn't.
+    """Return how deep brackets are nested; brackets in strings count, escaped ones don't.
 
-    A first check only. What it misses overflows llguidance's own limits or the child's stack.
+    This is only a first check: deeper nesting hits llguidance's own limits or overflows the child's stack.
     """
     depth = deepest = 0
     for bracket in _BRACKET.findall(_ESCAPED.sub("", text)):
@@ -181,7 +181,7 @@ def _check_tree(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
 
 
 def _plain(value: object) -> dict[Any, Any]:
-    """Let json write any Mapping."""
+    """Convert any Mapping for json."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} can't be written as JSON")

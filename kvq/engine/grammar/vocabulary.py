@@ -1,4 +1,4 @@
-"""Grammar vocabulary: a model's tokens for llguidance, and the ids that are tokens."""
+"""Grammar vocabulary: a model's tokens for llguidance, and which ids are tokens."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,25 +15,25 @@ from kvq.models.describe.ends import GENERATION_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Ids of a model's logits: those that are tokens, and those that end a text."""
+    """Ids of a model's logits, with the ids that are tokens and the ids that end a text."""
 
     tokenizer_json: str  # without padding or truncation
     tokenizer: LLTokenizer
-    vocab_size: int  # width of the logits, the tokenizer's ids and what pads them
+    vocab_size: int  # width of the logits: the tokenizer's ids and padding
     eos_ids: tuple[int, ...]
-    known: Tensor  # int32 [ceil(vocab_size / 32)], a bit for each id that is a token
+    known: Tensor  # int32 [ceil(vocab_size / 32)], one bit for each id that is a token
     inner: Tensor  # `known` without the end tokens
 
     def is_known(self, token: int) -> bool:
-        """True if `token` is an id that the tokenizer knows."""
+        """Return True if the tokenizer has `token` among its ids."""
         return 0 <= token < self.vocab_size and bool(int(self.known[token >> 5]) >> (token & 31) & 1)
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
-    """Read a transformers tokenizer. Nothing is fetched.
+    """Read a transformers tokenizer without downloading anything.
 
     Raises:
-        RequestError: it isn't a fast tokenizer, doesn't fit the logits, or lacks every end token.
+        RequestError: it isn't a fast tokenizer, doesn't fit the logits, or has none of the end tokens.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -65,7 +65,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> 
 
 
 def _packed(ids: Iterable[int], vocab_size: int) -> Tensor:
-    """Return one bit an id, the lowest bit of each word first: int32 [ceil(vocab_size / 32)]."""
+    """Return one bit per id, the lowest bit of each word first: int32 [ceil(vocab_size / 32)]."""
     packed = bytearray(-(-vocab_size // 32) * 4)
     for token in ids:
         packed[token >> 3] |= 1 << (token & 7)

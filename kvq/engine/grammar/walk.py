@@ -1,4 +1,4 @@
-"""Grammar walk: tries tokens on a grammar, to find the tokens allowed after drafts."""
+"""Grammar walk: tries tokens on a grammar to find the tokens allowed after drafts."""
 
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:  # llguidance is not needed without a grammar
 
 
 class Walk:
-    """Goes on from where a request stands in its grammar, which stays there.
+    """Trial continuation from a request's position in its grammar, which is unchanged.
 
-    Ends where no token can follow.
+    The walk ends where no token can follow.
     """
 
     def __init__(self, matcher: "Matcher") -> None:
@@ -22,7 +22,7 @@ class Walk:
         self.is_over = False
 
     def mask(self) -> Tensor | None:
-        """Return the allowed next tokens as `Matcher.mask` does; None after the end."""
+        """Return the tokens allowed next, as `Matcher.mask` does; None after the end."""
         if self.is_over:
             return None
         try:
@@ -32,7 +32,7 @@ class Walk:
             return None
 
     def accept(self, token: int) -> None:
-        """Advance by a token; the walk ends at one that isn't allowed or is the last."""
+        """Advance by one token; the walk ends at a token that isn't allowed or completes the text."""
         if self.is_over:
             return
         if self._moved is None:

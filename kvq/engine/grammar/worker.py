@@ -1,9 +1,9 @@
-"""The child process in which grammars are tried, and the compile that both sides run.
+"""The child process in which grammars are tried, and the compilation that both sides run.
 
-Some grammars never finish compiling, or take all memory, or overflow the stack, and a thread can't be
-killed. So each is compiled here first: what passes within the limits is compiled again in the engine's
-process, where it takes the same time and memory. Run as a script, with nothing imported but llguidance;
-one JSON text a line goes each way, and a child whose parent is gone ends itself.
+Some grammars never finish compiling, use all memory or overflow the stack, and a thread can't be killed.
+Each grammar is therefore compiled here first; if it passes within the limits, it is compiled again in the
+engine's process, which takes the same time and memory. This module runs as a script that imports only
+llguidance. Messages are one JSON text per line in both directions, and a child without a parent exits.
 """
 
 import json
@@ -22,17 +22,17 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MAX_SETUP_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is 33 MB of JSON
 MAX_REASON_CHARACTERS = 400
-STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the engine's threads
+STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the engine
 
 
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # whose 0 the conversion loses
-_WAY = " while processing "  # what llguidance says of a reference
-_LOOKS_S = 0.5  # to find the place of an error in a schema
-_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
+_SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # the conversion loses the 0
+_WAY = " while processing "  # llguidance's text before a reference
+_LOOKS_S = 0.5  # time to locate an error in a schema
+_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # keyed by name
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
-_REMEDIES = {  # by what llguidance's reasons hold
+_REMEDIES = {  # by a part of llguidance's reason
     "oneOf": "parts of oneOf may overlap; write anyOf, or give each a property with a const of its own",
     " range: min": "bounds so far from 0 can't be held; leave them out, or stay within 2**53 - 1",
     "Unimplemented keys": "can't be enforced here; leave them out",
@@ -41,10 +41,10 @@ _REMEDIES = {  # by what llguidance's reasons hold
 
 
 def as_lark(text: str) -> str:
-    """Return a grammar whose parts in GBNF, llama.cpp's language, are Lark.
+    """Return the grammar with all parts in GBNF, llama.cpp's language, converted to Lark.
 
     Raises:
-        ValueError: one is no GBNF.
+        ValueError: a part is not valid GBNF.
     """
     if "::=" not in text:
         return text
@@ -54,12 +54,12 @@ def as_lark(text: str) -> str:
     text = _SHORT.sub(lambda m: chr(code) if (code := int(m[1], 16)) > 0x9F else f"\\x{m[1][2:]}", text)
     try:
         return gbnf_to_lark(text) if _GBNF.search(text) else text
-    except Exception as error:  # its own errors have no common class
+    except Exception as error:  # the library's errors have no common base class
         raise ValueError(f"read as GBNF: {error}") from error
 
 
 def parts(text: str) -> list[dict[str, Any]]:
-    """Return the parts of a grammar that is written as JSON; none of another."""
+    """Return the parts of a grammar written as JSON, or an empty list for any other grammar."""
     try:
         found = json.loads(text)["grammars"] if text.startswith('{"grammars"') else []
         return [part for part in found if isinstance(part, dict)]
@@ -79,7 +79,7 @@ def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
-    """Return a refusal with its place in a JSON schema and a remedy, or with the known languages."""
+    """Return a refusal with its place in a JSON schema and a remedy, or with the supported languages."""
     grammars = parts(text)
     schema = next(
         (part["json_schema"] for part in grammars if isinstance(part.get("json_schema"), dict)), None
@@ -107,7 +107,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]
     """Compile `text` and compute its first mask.
 
     Raises:
-        ValueError: why llguidance refuses it, on one line.
+        ValueError: llguidance refuses it; the message is the reason, on one line.
     """
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False, **limits))
     if not matcher.is_error():
@@ -118,7 +118,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Return what went wrong in a matcher, on one line and without its inner state."""
+    """Return a matcher's error on one line, without its internal state."""
     text = " ".join(matcher.get_error().split("<non-verbose/>")[0].split())
     if text.startswith("NoExtension"):
         return "no text can match it"
@@ -126,12 +126,12 @@ def reason(matcher: LLMatcher) -> str:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Read the setup, then try one grammar a line until the parent closes the pipe."""
+    """Read the setup, then try one grammar per line until the parent closes the pipe."""
     setup = json.loads(source.readline(MAX_SETUP_BYTES))
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"])
     _reply(sink, "")
     while line := source.readline(setup["max_line_bytes"]):
-        # A limit of processor time, at which it dies: a busy machine is no fault of the grammar.
+        # The limit, which kills the process, is in processor time: a busy machine is not the grammar's fault.
         signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         limit_memory(setup["memory_bytes"])
         _reply(sink, *_tried(tokenizer, json.loads(line)["grammar"], setup["parser"]))
@@ -139,7 +139,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tuple[str, str]:
-    """Return why a grammar is refused, and the grammar as llguidance reads it."""
+    """Return the reason why a grammar is refused, and the grammar as llguidance reads it."""
     try:
         text = as_lark(text)
         compile_grammar(tokenizer, text, limits)
@@ -149,8 +149,8 @@ def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tupl
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Let the process take `extra_bytes` more address space than it has now; the rest aborts it."""
-    if sys.platform != "linux":  # elsewhere the kernel doesn't keep this limit
+    """Limit the process to `extra_bytes` more address space than it uses now; exceeding this aborts it."""
+    if sys.platform != "linux":  # other kernels don't enforce this limit
         return
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])

@@ -1,4 +1,4 @@
-"""Beam search of one request: chooses the beams that continue, finish and are returned."""
+"""Beam search of one request: selects the beams that continue, finish and are returned."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -10,22 +10,22 @@ from kvq.engine.requests.outputs import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Tokens generated so far; once it is finished, with the end token if one ended it."""
+    """Tokens generated so far, including the end token of a finished beam if there is one."""
 
     parent: int  # index of the beam that it continues
     tokens: tuple[int, ...]
     logprob: float  # of all tokens together
-    finish_reason: FinishReason | None = None  # None: it runs
-    score: float = 0.0  # of a finished one: logprob / len(tokens) ** length_penalty
+    finish_reason: FinishReason | None = None  # None while it is running
+    score: float = 0.0  # of a finished beam: logprob / len(tokens) ** length_penalty
 
 
 class BeamSearch:
     """Decisions of beam search, without a model. Results equal those of Transformers' `generate`.
 
     Each step orders the continuations of all running beams by log-probability. A continuation that ends is
-    kept if it is among the first `width`; the first `width` that do not end run on. Of those that ended the
-    best `width` by score are kept. The search ends when no running beam can beat the worst of
-    them at its present length (with `early_stopping`, as soon as there are `width`), when `max_tokens` are
+    kept if it is among the first `width`; the first `width` that do not end continue. Of all finished beams,
+    the best `width` by score are kept. The search ends when no running beam can beat the worst of these
+    at its current length (with `early_stopping`, as soon as there are `width`), when `max_tokens` is
     reached, or when no beam can continue.
 
     Source: Wu et al. 2016, Google's Neural Machine Translation System, section 7.
@@ -37,26 +37,26 @@ class BeamSearch:
         self._params = params
         self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
-        self._running = [Beam(0, (), 0.0)]  # best first; before the first step the prompt alone
+        self._running = [Beam(0, (), 0.0)]  # best first; before the first step, only the prompt
         self._finished: list[Beam] = []  # best first
         self.is_done = False
 
     @property
     def num_candidates(self) -> int:
-        """Number of likeliest tokens that a step needs per beam, so that `width` are no end tokens."""
+        """Number of most likely tokens that a step needs per beam, so that at least `width` don't end it."""
         return self.width * (1 + max(1, len(self._end_ids)))
 
     @property
     def num_running(self) -> int:
-        """Number of beams that the next step needs candidates of; one before the first step."""
+        """Number of beams for which the next step needs candidates; one before the first step."""
         return len(self._running)
 
     def step(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[int, int]]:
-        """Extend the beams; return those that run on as (parent's index, token), best first.
+        """Extend the beams; return the ones that continue, best first, each as (index of its parent, token).
 
         Arguments:
-            candidates: for each running beam, in the order the last step returned them, its
-                `num_candidates` likeliest tokens as (log-probability, token).
+            candidates: for each running beam, in the order in which the last step returned them, its
+                `num_candidates` most likely tokens as (log-probability, token).
         """
         assert not self.is_done, "the search is done"
         assert len(candidates) == len(self._running), (
@@ -75,7 +75,7 @@ class BeamSearch:
         return self._finished[: self._params.n]
 
     def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[Beam]:
-        """Return the likeliest continuations of all beams, best first."""
+        """Return the most likely continuations of all beams, best first."""
         length = len(self._running[0].tokens) + 1
         barred = self._end_ids if length <= self._params.min_tokens else frozenset[int]()
         scored = [
@@ -84,7 +84,7 @@ class BeamSearch:
             for logprob, token in tokens
             if logprob > -math.inf and token not in barred
         ]
-        scored.sort(key=lambda entry: -entry[0])  # stable: among equals the earlier beam goes first
+        scored.sort(key=lambda entry: -entry[0])  # stable: on ties, the earlier beam comes first
         best = []
         for logprob, parent, token in scored[: self.num_candidates]:
             ends = token in self._end_ids
@@ -105,4 +105,4 @@ class BeamSearch:
 
     def _score(self, logprob: float, length: int) -> float:
         power = self._params.length_penalty * math.log(length)
-        return logprob / math.exp(max(-700.0, min(700.0, power)))  # within what a float holds
+        return logprob / math.exp(max(-700.0, min(700.0, power)))  # within the range of a float

@@ -1,4 +1,4 @@
-"""Sampling defaults: values of a model's generation_config.json for fields that a request leaves out."""
+"""Sampling defaults: values from a model's generation_config.json for fields that a request omits."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from kvq.errors import ConfigError, RequestError
 from kvq.models.describe.checkpoint import read_json
 from kvq.models.describe.ends import GENERATION_FILE
 
-DECLINED = ("none", "kvq", "vllm")  # vLLM calls its own defaults, which equal kvq's, by its name
-_OWN = {  # fields of the file -> fields here
+DECLINED = ("none", "kvq", "vllm")  # `vllm` is vLLM's name for its own defaults, which equal kvq's
+_OWN = {  # fields of the file -> fields of SamplingParams
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "max_new_tokens": "most_tokens",
@@ -23,16 +23,16 @@ _OTHERS = (  # transformers' fields that change the result and that kvq does not
     *("min_new_tokens", "min_length", "num_beams", "guidance_scale", "encoder_repetition_penalty"),
     *("exponential_decay_length_penalty", "penalty_alpha", "diversity_penalty"),
 )
-_NOTHING: tuple[Any, ...] = (None, False, 0, 1, [], {})  # values that change nothing
-_BANNED = -100.0  # as OpenAI's clients ban a token
+_NOTHING: tuple[Any, ...] = (None, False, 0, 1, [], {})  # values without effect
+_BANNED = -100.0  # the value that OpenAI's clients use to ban a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """Fields of `SamplingParams` for requests that leave them out, and ignored fields of the file.
+    """Values for fields of `SamplingParams` that requests omit, and ignored fields of the file.
 
-    `suppress_tokens` become a `logit_bias` of -100, to which a request's own biases are added.
-    `max_new_tokens` limits a request without `max_tokens`, however much room there is.
+    `suppress_tokens` becomes a `logit_bias` of -100, to which a request's own biases are added.
+    `max_new_tokens` limits a request without `max_tokens`, even if there is more room.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class SamplingDefaults:
         return filled
 
     def __str__(self) -> str:
-        """Return a line for the log; empty if the file sets nothing."""
-        names = {ours: theirs for theirs, ours in _OWN.items()}  # as the file has them
+        """Return a line for the log, which is empty if the file sets nothing."""
+        names = {ours: theirs for theirs, ours in _OWN.items()}  # as they are named in the file
         told = [f"{names.get(name, name)} {_shown(value)}" for name, value in self.fields.items()]
         used = f"{', '.join(told)} (what a request says counts; --generation-config none declines)"
         lines = [f"sampling defaults of {self.source}: {used}"] if told else []
@@ -66,13 +66,13 @@ class SamplingDefaults:
 
 
 def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:  # D219
-    """Read the defaults of a model's folder ("auto"), or of the folder `asked`.
+    """Read the defaults from the model's folder ("auto") or from the folder `asked`.
 
-    "none", "kvq" and "vllm" decline them. Values out of range or unknown here are ignored.
+    "none", "kvq" and "vllm" disable them. Unknown values and values out of range are ignored.
 
     Raises:
-        ConfigError: `asked` names a folder without generation_config.json.
-        ModelError: the file holds no JSON object.
+        ConfigError: the folder `asked` has no generation_config.json.
+        ModelError: the file does not contain a JSON object.
     """
     if asked in DECLINED:
         return SamplingDefaults()
@@ -90,11 +90,11 @@ def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:  # D21
 def _read(file: Mapping[str, Any], vocab_size: int, source: str) -> SamplingDefaults:
     found: dict[str, Any] = {}
     passed_over = [f"{name} {_shown(file[name])}" for name in _OTHERS if file.get(name) not in _NOTHING]
-    if file.get("do_sample") is False:  # then transformers takes the likeliest token, whatever else is set
+    if file.get("do_sample") is False:  # transformers then takes the most likely token in any case
         file = {**file, "temperature": 0.0}
     for theirs, ours in _OWN.items():
         value = file.get(theirs)
-        value = None if theirs == "top_k" and value in (0, -1) else value  # which keep all
+        value = None if theirs == "top_k" and value in (0, -1) else value  # both keep all tokens
         if value is None:
             continue
         try:

@@ -1,4 +1,4 @@
-"""Intake: checks a request once, before it waits for anything, and makes its job."""
+"""Intake: checks a request once, before it waits for anything, and creates its job."""
 
 import itertools
 import random
@@ -25,11 +25,11 @@ from kvq.models.parts.fork_guard import Home
 from kvq.models.run.prompts import check_length, longest_token
 from kvq.scheduler import Scheduler
 
-_PROMPT_LOGPROB_BYTES = 64 << 20  # most logits of one step for prompt log-probabilities
+_PROMPT_LOGPROB_BYTES = 64 << 20  # most bytes of logits in one step for prompt log-probabilities
 
 
 class Intake:
-    """Makes the jobs of one engine. May be used from any thread."""
+    """Factory for the jobs of one engine. May be used from any thread."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Intake:
     def new_job(
         self, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS, *, listener: Listener | None = None
     ) -> Job:
-        """Check a request and prepare it; `EngineCore.submit` makes it run.
+        """Check a request and prepare its job; `EngineCore.submit` starts it.
 
         Raises:
-            RequestError: it can't be served, or can never fit.
-            EngineError: this process was forked from the one that made the engine.
+            RequestError: the request can't be served, or can never fit.
+            EngineError: this process was forked from the process that made the engine.
         """
         self._home.check()
         tokens = self._tokens(prompt)
@@ -116,11 +116,11 @@ class Intake:
         return longest_token(self._model.tokenizer)
 
     def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
-        """Return the limits on reuse and chunks of a prompt whose log-probabilities are wanted."""
+        """Return limits on prefix reuse and chunks for a prompt whose log-probabilities are requested."""
         if params.prompt_logprobs is None:
             return {}
         reused = max(
             0, params.prompt_logprobs_start - 1
-        )  # the first token needs the row of the one before it
+        )  # the first token needs the logits of the previous one
         rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
         return {"max_reuse": reused, "max_chunk": rows if num_tokens - reused > rows else None}

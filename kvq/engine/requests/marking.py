@@ -1,4 +1,4 @@
-"""Watermark policy: which texts an engine marks, by its operator's mode and the request's wish."""
+"""Watermark policy: which texts an engine marks, given its operator's mode and the request's choice."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from kvq.watermark.schemes import MODES, Scheme, Tournament, parse_scheme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marking:
-    """Watermark of an engine that marks some texts."""
+    """Watermark of an engine that marks some or all texts."""
 
-    mode: str  # one of MODES, but "off"
+    mode: str  # one of MODES, except "off"
     scheme: Scheme
     key: Key
 
     def is_due(self, params: SamplingParams) -> bool:
-        """True if a request's text is to be marked.
+        """Return True if a request's text must be marked.
 
         Raises:
             RequestError: it declines a mark that every text gets, or its text can't be marked.
@@ -34,7 +34,7 @@ class Marking:
         return not hindrance
 
     def _hindrance(self, params: SamplingParams) -> str:
-        """Return the reason why a text can't be marked; empty if it can."""
+        """Return the reason why a text can't be marked, or an empty string if it can."""
         if params.beam_width is not None:
             return f"beam search can't be watermarked, got beam_width={params.beam_width}; leave it out"
         if isinstance(self.scheme, Tournament) and params.is_greedy:
@@ -46,7 +46,7 @@ class Marking:
 
 
 def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
-    """Raise ConfigError unless these options fit each other."""
+    """Raise ConfigError unless these options are consistent."""
     if mode not in MODES:
         hint = nearest(str(mode), [*MODES]) or ";"
         raise ConfigError(f"watermark must be one of {', '.join(MODES)}, got {mode!r}{hint}")
@@ -64,10 +64,10 @@ def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
 
 
 def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking | None:
-    """Return the watermark of an engine with its key; None if it marks nothing.
+    """Return an engine's watermark with its key; None if the engine marks nothing.
 
     Raises:
-        ConfigError: the key can't be read, is too short, or others may read it.
+        ConfigError: the key can't be read, is too short, or others can read it.
     """
     if key_file is None:
         return None
@@ -75,10 +75,10 @@ def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking
 
 
 def marked(params: SamplingParams, marking: Marking | None) -> SamplingParams:
-    """Return parameters whose `watermark` is True if the text is to be marked; unchanged if not.
+    """Return parameters whose `watermark` is True if the text must be marked, and unchanged ones otherwise.
 
     Raises:
-        RequestError: the request asks for a mark that this engine can't make.
+        RequestError: the request needs a mark that this engine can't make.
     """
     if marking is None:
         if params.watermark:

@@ -1,4 +1,4 @@
-"""Request outputs: pieces while a request runs, results when it ends."""
+"""Request outputs: pieces while a request is running, and results when it ends."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,10 +10,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of a token, and of the likeliest tokens at its place.
+    """Log-probabilities of a token and of the most likely tokens at its position.
 
-    `rank`: 1 is the likeliest; of equally likely tokens the lower id comes first. `top`: the likeliest
-    tokens with their log-probabilities, by rank. Values may be -inf, or NaN if the logits were NaN.
+    `rank`: 1 is the most likely; on ties, the lower id comes first. `top`: the most likely tokens with
+    their log-probabilities, by rank. Values may be -inf, or NaN if the logits were NaN.
     """
 
     token: int
@@ -24,31 +24,31 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """Resources that one request used. Blocks are counted over all layer groups."""
+    """Resources that one request used. Block counts are over all layer groups."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix index
-    pinned_tokens: int  # of the prompt, pinned there for a time
-    generated_tokens: int  # of all results
+    cached_tokens: int  # prompt tokens found in the prefix index
+    pinned_tokens: int  # prompt tokens pinned there for a time
+    generated_tokens: int  # in all results
     recomputed_tokens: int  # computed again after a preemption
-    blocks: int  # taken from the pools
+    blocks: int  # allocated from the pools
     shared_blocks: int  # found in the prefix index or shared between results
     copied_blocks: int  # copied before a write
     swapped_blocks: int  # moved to host memory
     peak_blocks: int  # most that one result held at once
-    peak_bytes: int  # most bytes of the KV pools that one result held at once, scales and padding included
+    peak_bytes: int  # most bytes of the KV pools that one result held at once, with scales and padding
     preemptions: int
     drafted_tokens: int = 0  # by speculation
-    accepted_tokens: int = 0  # of these, those that the model confirmed
+    accepted_tokens: int = 0  # of these, confirmed by the model
 
 
 @dataclass(kw_only=True, slots=True)
 class Timing:
-    """Times of a request in seconds. `itl_s`: between neighbouring steps with tokens."""
+    """Times of a request in seconds. `itl_s`: times between consecutive steps with tokens."""
 
     arrival_s: float  # on the engine's clock; all others are durations
     queue_s: float | None = None  # from arrival until it got blocks
-    prefill_s: float | None = None  # from then to the first token
+    prefill_s: float | None = None  # from then until the first token
     ttft_s: float | None = None  # from arrival to the first token
     e2e_s: float | None = None  # from arrival to the end
     itl_s: list[float] = field(default_factory=list)
@@ -60,10 +60,10 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: list[int]  # generated, the end token included
+    token_ids: list[int]  # generated tokens, including the end token
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    cumulative_logprob: float | None = None  # if log-probabilities were requested, and of beams
+    cumulative_logprob: float | None = None  # if log-probabilities were requested, and for beams
     logprobs: list[TokenLogprobs] | None = None  # per token
 
 
@@ -75,7 +75,7 @@ class RequestOutput:
     prompt: str | None  # None if token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None before the start
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # entries are None before the start
     receipt: Receipt
     timing: Timing
     error: KVQError | None = None
@@ -90,9 +90,9 @@ class PromptUse:
     pinned: int  # of these, pinned there for a time
 
 
-@dataclass(kw_only=True, slots=True)  # one a token: frozen, it would take four times as long to make
+@dataclass(kw_only=True, slots=True)  # one per token: a frozen one would take four times as long to create
 class Piece:  # D239: one per token: neither frozen nor msgspec
-    """Tokens that one step added to one result, and the text that became complete with them.
+    """Tokens that one step added to one result, with the text that they completed.
 
     The last piece of a result has a `finish_reason`; the last piece of `stream` also has the `output`.
     """
@@ -104,7 +104,7 @@ class Piece:  # D239: one per token: neither frozen nor msgspec
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    prompt: PromptUse | None = None  # with the first piece of a request that streams
+    prompt: PromptUse | None = None  # with the first piece of a streaming request
     output: RequestOutput | None = None
 
 
@@ -112,10 +112,10 @@ Event = Piece | RequestOutput  # what a listener receives: pieces, then the outp
 
 
 def as_piece(event: Event) -> Piece:
-    """Return an event as a piece of a stream; the output becomes a last piece without tokens.
+    """Return an event as a piece of a stream; the output becomes a final piece without tokens.
 
     Raises:
-        KVQError: the one that ended the request.
+        KVQError: the error that ended the request.
     """
     if isinstance(event, Piece):
         return event

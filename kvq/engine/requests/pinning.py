@@ -1,4 +1,4 @@
-"""Prefix pinning: prefixes of prompts that stay cached for a time although memory is needed."""
+"""Prefix pinning: prompt prefixes that stay cached for a time even if memory is needed."""
 
 from kvq.blockmgr import BlockManager
 from kvq.engine.params import PrefixPin
@@ -8,15 +8,15 @@ from kvq.scheduler.request import RequestState
 
 
 class Pinning:
-    """Pins prefixes as soon as they are computed.
+    """Pins of prefixes, made once the prefixes are computed.
 
-    A pin that exceeds the room for pins is refused; its request is served all the same.
+    A pin that exceeds the limit for pins is refused, but its request is still served.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-        self._waiting: list[Job] = []  # with prefixes still to be pinned
-        self.num_refused = 0  # pins, since the start
+        self._waiting: list[Job] = []  # jobs with prefixes that are not pinned yet
+        self.num_refused = 0  # number of refused pins since the start
 
     def add(self, job: Job) -> None:
         """Register a job that was queued."""
@@ -24,7 +24,7 @@ class Pinning:
             self._waiting.append(job)
 
     def apply(self, now: float) -> None:
-        """Pin the prefixes that are computed by now."""
+        """Pin the prefixes that have been computed by now."""
         for job in tuple(self._waiting):
             if job.state is not RequestState.ENDED:
                 self._pin_computed(job, now)

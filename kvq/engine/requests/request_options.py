@@ -1,4 +1,4 @@
-"""Prompts, text or token ids, and request options: parameters, owner, priority and pins."""
+"""Prompts as text or token ids, and request options: parameters, owner, priority and pins."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _PROMPT = "a prompt is a text or a list of token ids"
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts of one or many, given as lists, arrays or tensors.
+    """Return a list of prompts from one or many prompts, given as lists, arrays or tensors.
 
     Raises:
-        RequestError: it contains neither prompts nor token ids.
+        RequestError: `prompts` contains neither prompts nor token ids.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -37,9 +37,9 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
     """Return the token ids of a prompt.
 
     Raises:
-        RequestError: it is neither text nor ids, empty, not Unicode, or beyond the vocabulary.
+        RequestError: the prompt is neither text nor ids, is empty, isn't Unicode, or exceeds the vocabulary.
     """
-    if isinstance(prompt, array) and prompt.typecode == "I":  # of the server, which checked every id
+    if isinstance(prompt, array) and prompt.typecode == "I":  # from the server, which has checked every id
         tokens = prompt
     elif isinstance(prompt, str):
         check_unicode(prompt, "the prompt")
@@ -52,7 +52,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
 
 
 def check_known(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError if a prompt has no tokens, or one outside the vocabulary."""
+    """Raise RequestError if a prompt has no tokens, or a token outside the vocabulary."""
     if not tokens:
         raise RequestError("the prompt is empty; give some text to go on from")
     if max(tokens) >= vocab_size:
@@ -63,10 +63,10 @@ def check_known(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def as_priority(priority: str | Priority) -> Priority:
-    """Return the priority of a name.
+    """Return the priority with a given name.
 
     Raises:
-        RequestError: an unknown name.
+        RequestError: the name is unknown.
     """
     if isinstance(priority, Priority):
         return priority
@@ -78,14 +78,14 @@ def as_priority(priority: str | Priority) -> Priority:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """Everything a request comes with beside its prompt; checked here, once.
+    """Everything a request has in addition to its prompt; checked here, once.
 
-    `pins`: prefixes of the prompt that stay cached, for the request's tenant or salt only.
+    `pins`: prefixes of the prompt to keep cached, for the request's tenant or salt only.
     `cache_salt`: 1 to 1,024 characters; the request shares cached prefixes only with requests of its tenant
-    that name the same salt.
+    that have the same salt.
 
     Raises:
-        RequestError: a value of another type, or an unknown priority.
+        RequestError: a value has another type, or the priority is unknown.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)

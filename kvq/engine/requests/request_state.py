@@ -1,4 +1,4 @@
-"""Request state: everything the engine keeps of a request, on top of what the scheduler keeps."""
+"""Request state: everything the engine stores for a request in addition to the scheduler's fields."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ Listener = Callable[[Event], object]
 
 @dataclass(slots=True, eq=False)
 class _Result:
-    """Output of one branch in the making."""
+    """Output of one branch that is still running."""
 
     output: CompletionOutput
     stream: TextStream
@@ -39,7 +39,7 @@ class _Result:
     is_done: bool = False
 
     def end(self, reason: FinishReason, stop_reason: str | int | None = None) -> str:
-        """Finish the text; return the part that was held back."""
+        """Finish the text and return the part that was held back."""
         self.is_done = True
         rest = "" if self.stream.stop is not None else self.stream.finish()
         self.output.finish_reason = reason
@@ -49,7 +49,7 @@ class _Result:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job(Request):
-    """Everything the engine keeps of a request until it ends, on top of the scheduler's fields."""
+    """Everything the engine stores for a request until it ends, in addition to the scheduler's fields."""
 
     params: SamplingParams
     prompt: str | None  # None if token ids were given
@@ -62,41 +62,41 @@ class Job(Request):
     beams: BeamSearch | None = None
     candidates: dict[Branch, list[tuple[float, int]]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    pins: list[PrefixPin] = field(default_factory=list)  # still to be made, shortest first
+    pins: list[PrefixPin] = field(default_factory=list)  # not made yet, shortest first
     pinned_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these
 
     def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
-        """Return how many of a branch's next tokens count: those up to the first that ends it."""
+        """Return how many of a branch's next tokens count, up to and including the first that ends it."""
         for count, token in enumerate(tokens, 1):
             if token in self.end_ids and branch.num_generated + count >= self.params.min_tokens:
                 return count
         return len(tokens)
 
     def must_go_on(self, count: int, mask: Tensor) -> bool:
-        """True if `count` is below `min_tokens` and a grammar's mask allows only end tokens."""
+        """Return True if `count` is below `min_tokens` and a grammar's mask allows only end tokens."""
         if count >= self.params.min_tokens:
             return False
         allowed = int.from_bytes(mask.numpy().tobytes(), "little")
         return not allowed & ~sum(1 << token for token in self.end_ids)
 
     def too_short(self, count: int) -> RequestError:
-        """Return the error of a grammar whose text has to end before `min_tokens`."""
+        """Return the error for a grammar whose text has to end before `min_tokens`."""
         return RequestError(
             f"min_tokens {self.params.min_tokens} is more than the structured output lets through: behind "
             f"{count} tokens nothing but its end can follow; lower min_tokens, or let the text go on"
         )
 
     def prompt_rows(self, start: int, end: int) -> int:
-        """Return how many last rows of the positions [start, end) prompt log-probabilities need."""
+        """Return how many of the last rows of positions [start, end) prompt log-probabilities need."""
         if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.prompt_length:
             return 0
         return max(0, end - max(start, len(self.prompt_logprobs) - 1))
 
     @property
     def streams(self) -> bool:
-        """True if pieces can be shown before the end; False if the best results are chosen at the end."""
+        """True if pieces can be sent before the end; False if the best results are chosen at the end."""
         return self.beams is None and self.params.best_of is None
 
     def index_of(self, branch: Branch) -> int:
@@ -104,7 +104,7 @@ class Job(Request):
         return 0 if len(self.results) == 1 else self.branches.index(branch)
 
     def mark_token(self, now: float) -> None:
-        """Record the time at which the request got tokens."""
+        """Record the time at which the request received tokens."""
         timing = self.timing
         if timing.ttft_s is None:
             timing.ttft_s = now - timing.arrival_s
@@ -117,7 +117,7 @@ class Job(Request):
         self.last_token_s = now
 
     def deliver(self, output: RequestOutput) -> None:
-        """Send the listener the pieces that it has not received, then the output."""
+        """Send the listener the pieces that it has not received yet, then the output."""
         if self.listener is None:
             return
         if not self.streams:
@@ -126,7 +126,7 @@ class Job(Request):
         self.listener(output)
 
     def begin(self, tokenizer: Any, matcher: "Matcher | None") -> None:
-        """Make the results that the branches fill."""
+        """Create the results that the branches fill."""
         stream = TextStream(tokenizer, self.tokens, self.params)
         wants = self.params.logprobs is not None or self.params.best_of is not None
         for index in range(self.params.num_sequences):
@@ -142,7 +142,7 @@ class Job(Request):
             self.results.append(_Result(output, stream.fork(), own))
 
     def accept(self, index: int, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Add a token to a result, tell the listener, and return whether it ended the result.
+        """Add a token to a result, notify the listener, and return whether the token ended the result.
 
         Raises:
             RequestError: the request's grammar doesn't allow the token, or ends before `min_tokens`.
@@ -175,7 +175,7 @@ class Job(Request):
         return result.is_done
 
     def _tell(self, listener: Listener, result: _Result, text: str) -> None:
-        """Send the last token of a result, and the text that became complete with it."""
+        """Send the last token of a result and the text that it completed."""
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:
             text = (self.prompt or "") + text
@@ -227,7 +227,7 @@ class Job(Request):
         )
 
     def _outputs(self, reason: FinishReason | None) -> list[CompletionOutput]:
-        if not self.results:  # it never began
+        if not self.results:  # the request never began
             return [
                 CompletionOutput(index=i, text="", token_ids=[], finish_reason=reason or "error")
                 for i in range(self.params.n)
@@ -287,6 +287,6 @@ def _mean_logprob(output: CompletionOutput) -> float:
 
 
 def as_job(request: Request) -> Job:
-    """Return a request of the engine's scheduler as a job; the engine queues nothing else."""
+    """Return a request from the engine's scheduler as a job; the engine queues nothing else."""
     assert isinstance(request, Job), "the engine queues jobs"
     return request

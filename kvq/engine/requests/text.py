@@ -1,4 +1,4 @@
-"""Text stream: turns the tokens of one branch into text, whole characters up to a stop string."""
+"""Text stream: turns the tokens of one branch into text, in whole characters up to a stop string."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -9,23 +9,23 @@ from typing import Any, Self
 from kvq.engine.params import SamplingParams
 
 _BACKED = ("TokenizersBackend", "PreTrainedTokenizerFast")  # transformers' class over the tokenizers library
-_BROKEN = "\ufffd"  # what decoders show for bytes that are no character, or none yet
-_MAX_OPEN = 3  # a character has 4 bytes at most; byte-fallback decoders show each open byte as one _BROKEN
+_BROKEN = "\ufffd"  # shown by decoders for bytes that are no character, or not yet
+_MAX_OPEN = 3  # a character has at most 4 bytes; byte-fallback decoders show each open byte as one _BROKEN
 _NO_MARKS: Mapping[str, str] = MappingProxyType({})
-_PROMPT_TAIL = 8  # tokens of the prompt that the first new ones are decoded with
-_PROMPT_SEARCHED = 128  # how far back these may be, in tokens, to have visible text
-_MARKS = range(0xD800, 0xE000)  # halves of pairs, which no decoder's text holds
-# A long open stretch of tokens loses its middle. Its first tokens hold the bytes that broke it; among the
-# characters of its last ones are the open one and four before it, where lossy UTF-8 falls into step again.
+_PROMPT_TAIL = 8  # prompt tokens that are decoded together with the first new ones
+_PROMPT_SEARCHED = 128  # how many tokens to go back to find visible text
+_MARKS = range(0xD800, 0xE000)  # surrogates, which never occur in decoded text
+# A long open run of tokens loses its middle. Its first tokens contain the bytes that broke it; its last
+# ones contain the open character and the four before it, where lossy UTF-8 decoding resynchronizes.
 _KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
 
 
 class _Detokenizer:
-    """Turns tokens into text as they come, holding back a character until all its bytes are there.
+    """Converter from tokens to text that holds back each character until all its bytes are there.
 
-    The pieces and the flush join to the text that `tokenizer.decode` adds for these tokens after the prompt,
-    with one exception: some decoders break every character of a stretch of byte tokens once one byte is
-    wrong, but characters that were complete have been shown and stay.
+    Together, the pieces and the flush form the text that `tokenizer.decode` adds for these tokens after the
+    prompt, with one exception: some decoders break all characters in a run of byte tokens if one byte is
+    wrong, but characters that were already complete have been shown and stay.
     Each token costs two decodes of a few tokens. Spaces are not cleaned up, since that would remove text.
     """
 
@@ -37,15 +37,15 @@ class _Detokenizer:
         skip_special_tokens: bool = True,
         kept_ids: Sequence[int] = (),
     ) -> None:
-        """`kept_ids`: special tokens that are shown although others are skipped."""
+        """`kept_ids`: special tokens to show even if others are skipped."""
         self._decode = _decoder(tokenizer, skip_special_tokens, frozenset(kept_ids))
-        self._anchor = self._tail(prompt_ids)  # with visible text, or new tokens would be decoded as a start
-        self._context = self._anchor  # the anchor, and the tokens that were complete last
-        self._held: tuple[int, ...] = ()  # tokens since the text was complete
-        self._shown = self._text(self._context)  # prefix of the text of context and held tokens
+        self._anchor = self._tail(prompt_ids)  # with visible text; else tokens decode as a text's start
+        self._context = self._anchor  # the anchor, and the tokens that were completed last
+        self._held: tuple[int, ...] = ()  # tokens since the text was last complete
+        self._shown = self._text(self._context)  # shown prefix of the text of context and held tokens
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that became complete."""
+        """Add a token and return the text that it completed."""
         self._held += (token_id,)
         text = self._text(self._context + self._held)
         if not text.startswith(self._shown):
@@ -60,20 +60,20 @@ class _Detokenizer:
         return piece + self._cut(fresh[len(piece) :]) if len(self._held) > _MAX_HELD else piece
 
     def flush(self) -> str:
-        """Return what was held back, when the stream ends inside a character."""
+        """Return the text held back when the stream ends inside a character."""
         text = self._text(self._context + self._held)
         fresh, self._shown = text[len(self._shown) :], text
         return fresh
 
     def fork(self) -> Self:
-        """Return an independent copy; costs no decode."""
+        """Return an independent copy, without decoding anything."""
         return copy.copy(self)
 
     def _text(self, ids: tuple[int, ...]) -> str:
         return self._decode(list(ids))
 
     def _tail(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the prompt's last tokens with visible text, cut where the fewest characters break."""
+        """Return the prompt's last tokens with visible text, starting where the fewest characters break."""
         for end in range(len(prompt_ids), max(0, len(prompt_ids) - _PROMPT_SEARCHED), -_PROMPT_TAIL):
             starts = range(max(0, end - _PROMPT_TAIL), max(1, end - _PROMPT_TAIL + 4))
             tails = [tuple(prompt_ids[start:end]) for start in starts]
@@ -83,13 +83,13 @@ class _Detokenizer:
         return tuple(prompt_ids[:_PROMPT_TAIL]) + tuple(prompt_ids[_PROMPT_TAIL:][-_PROMPT_TAIL:])
 
     def _begin_again(self, text: str) -> str:
-        """Return the text to continue from if the newest token changed the start of the text."""
+        """Return the text to continue from if the newest token changed the beginning of the text."""
         whole = self._shown.rstrip(_BROKEN)
-        if whole != self._shown and text.startswith(whole):  # such as a character that the prompt began
+        if whole != self._shown and text.startswith(whole):  # such as a character that began in the prompt
             pairs = enumerate(zip(self._shown, text, strict=False))
             self._shown = self._shown[: next((at for at, (old, new) in pairs if old != new), len(text))]
             return text
-        # A byte joined complete characters into one broken stretch; without them it is open again.
+        # A byte merged complete characters into one broken run; without them, the run is open again.
         self._context, self._shown = (), ""
         return self._text(self._held)
 
@@ -104,7 +104,7 @@ class _Detokenizer:
         self._held = ()
 
     def _cut(self, open_text: str) -> str:
-        """Drop tokens in the middle of a long open stretch; return the text that no token can change."""
+        """Drop tokens in the middle of a long open run; return the text that no later token can change."""
         last = self._held[-_KEPT_LAST:]
         in_step = len(self._text(last)) >= len(open_text) + _STEP
         self._held = self._held[:_KEPT_FIRST] + last
@@ -112,14 +112,14 @@ class _Detokenizer:
         if in_step and text.endswith(open_text):
             self._shown = text[: len(text) - len(open_text)]
             return ""
-        self._shown = text  # tokens without text follow an open character: it has been held long enough
+        self._shown = text  # tokens without text follow an open character: it was held long enough
         return open_text
 
 
 def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callable[[list[int]], str]:
     skips = is_skipping and not kept
     if _decodes_by_backend(tokenizer):
-        # Which takes a quarter of the wrapper's time.
+        # This takes a quarter of the wrapper's time.
         decode = partial(tokenizer._tokenizer.decode, skip_special_tokens=skips)
     else:
         decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
@@ -130,9 +130,9 @@ def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callabl
 
 
 def _decodes_by_backend(tokenizer: Any) -> bool:
-    """True if a tokenizer decodes by its backend alone."""
+    """Return True if a tokenizer decodes with its backend only."""
     kind: Any = type(tokenizer)
-    # By name: importing the class would import torch, which the HTTP process does without.
+    # By name: importing the class would import torch, which the HTTP process avoids.
     own = next((one for one in kind.__mro__ if one.__name__ in _BACKED), None)
     if own is None or not hasattr(getattr(tokenizer, "_tokenizer", None), "decode"):
         return False
@@ -141,7 +141,7 @@ def _decodes_by_backend(tokenizer: Any) -> bool:
 
 
 def _hidden_in(stops: Sequence[str], tokenizer: Any, kept: Sequence[int]) -> dict[int, str]:
-    """Return the texts of special tokens that occur in stop strings, by token."""
+    """Return the texts of special tokens that occur in stop strings, by token id."""
     added = getattr(tokenizer, "added_tokens_decoder", {}) if stops else {}
     special = {i: token.content for i, token in added.items() if token.special and i not in kept}
     return {i: text for i, text in special.items() if text and any(text in stop for stop in stops)}
@@ -154,10 +154,10 @@ class _Stops:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.depth = [0]  # characters of the state
+        self.depth = [0]  # length of the state in characters
         self.found: list[str | None] = [None]  # the longest stop string that ends here
         self._edges: dict[tuple[int, str], int] = {}
-        self._fallback = [0]  # the longest proper suffix that is a state
+        self._fallback = [0]  # longest proper suffix that is also a state
         parents: list[tuple[int, str]] = [(0, "")]
         for stop in stops:
             state = 0
@@ -184,20 +184,20 @@ class _Stops:
         return self._edges.get((state, char), 0)
 
     def unfinished(self, state: int) -> int:
-        """Return the longest suffix of the state that a stop string can still continue."""
+        """Return the state of the longest suffix that a stop string can still continue."""
         while state and state not in self._has_next:
             state = self._fallback[state]
         return state
 
 
 class _StopFinder:
-    """Passes text through up to a stop string, and holds back what may be the beginning of one.
+    """Filter that passes text through up to a stop string, and holds back possible beginnings of one.
 
-    The stop string that is complete first wins; of those complete at the same character, the one that
-    begins first. So the result does not depend on how the text is cut into pieces. With `include_stop` the
-    text ends after the stop string, and nothing needs to be held back.
+    The stop string that is completed first wins; if several are completed by the same character, the one
+    that begins first wins. The result therefore does not depend on how the text is split into pieces. With
+    `include_stop`, the text ends after the stop string, and nothing needs to be held back.
 
-    `marks`: maps hidden texts to characters that stand for them. A hidden text is shown only as part of a
+    `marks`: maps hidden texts to placeholder characters. A hidden text is shown only as part of a
     stop string that is shown.
     """
 
@@ -216,7 +216,7 @@ class _StopFinder:
         self._stop: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the part that is safe to show, and the stop string if one is complete."""
+        """Add text; return the part that is safe to show, and the stop string if one was completed."""
         if self._stop is not None:
             return "", self._stop
         for end, char in enumerate(text, 1):
@@ -237,7 +237,7 @@ class _StopFinder:
         return self._release(text)
 
     def flush(self) -> str:
-        """Return the text still held back, at the end of the text."""
+        """Return the text still held back at the end of the text."""
         held, self._held, self._state = self._held, "", 0
         return held.translate(self._hide)
 
@@ -248,7 +248,7 @@ class _StopFinder:
     def _release(self, text: str) -> str:
         text = self._held + text
         num_safe = len(text) - self._stops.depth[self._state]
-        if self._include_stop:  # hidden texts are shown with their stop string only
+        if self._include_stop:  # hidden texts are shown only with their stop string
             num_safe = next(
                 (at for at in range(max(0, num_safe), len(text)) if ord(text[at]) in self._unhide), len(text)
             )
@@ -257,7 +257,7 @@ class _StopFinder:
 
 
 class TextStream:
-    """The text of one branch of a request, token by token, up to its stop string.
+    """Text of one branch of a request, token by token, up to its stop string.
 
     The search for stop strings starts after the first `min_tokens` tokens. A stop string that is complete
     by then does not end the text; one that begins there and is completed later does. Stop strings that
@@ -274,7 +274,7 @@ class TextStream:
         marks = {text: chr(mark) for text, mark in zip(hidden.values(), _MARKS, strict=False)}
         self._marks = {token: marks[text] for token, text in hidden.items() if text in marks}
         self._finder = _StopFinder(params.stop_strings, params.include_stop, marks)
-        self._num_unsearched = params.min_tokens  # tokens to come that can't complete a stop string
+        self._num_unsearched = params.min_tokens  # upcoming tokens that can't complete a stop string
         self._pieces: list[str] = []
         self.stop: str | None = None  # the stop string that was found; no text follows it
 
@@ -284,9 +284,9 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, token_id: int, *, ends: bool = False) -> str:
-        """Add a token; return the text to show now.
+        """Add a token and return the text to show now.
 
-        A token that ends the text is hidden, unless it is a stop token and stops are shown.
+        A token that ends the text is hidden, unless it is a stop token and `include_stop` is set.
         """
         text = "" if ends and token_id not in self._shown_ends else self._detokenizer.push(token_id)
         piece = self._show(text + self._marks.get(token_id, ""))
@@ -305,7 +305,7 @@ class TextStream:
         other = copy.copy(self)
         other._detokenizer = self._detokenizer.fork()
         other._finder = self._finder.fork()
-        self._pieces = [self.text]  # joined once, however many forks are made
+        self._pieces = [self.text]  # joined once, regardless of the number of forks
         other._pieces = self._pieces.copy()
         return other
 

@@ -1,1 +1,1 @@
-"""Choosing tokens: many rows of logits at once, each with its own parameters and random stream."""
+"""Token choice for many rows of logits at once, each with its own parameters and random stream."""

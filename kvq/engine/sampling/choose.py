@@ -1,4 +1,4 @@
-"""Token choice: from the logits of a step to the next tokens of all its branches."""
+"""Token choice: from a step's logits to the next tokens of all its branches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,54 +23,54 @@ _NO_DRAFTS: Mapping[int, Sequence[Drafted]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
-class _Draw:  # D256: seeded: the seed's tokens, drafts or not
+class _Draw:  # D256: with a seed, tokens are the same with and without drafts
     """One row of logits from which one branch draws a token."""
 
     job: Job
     branch: Branch
     row: int  # of the logits
-    plan_index: int | None  # None: the first token of a fork
-    ahead: Sequence[int] = ()  # drafts before it
-    drafted: Drafted | None = None  # to keep or replace, if it was drawn from a distribution
+    plan_index: int | None  # None for the first token of a fork
+    ahead: Sequence[int] = ()  # drafts before this row
+    drafted: Drafted | None = None  # draft to keep or replace, if it was drawn from a distribution
 
     def follows(self, chosen: list[Token]) -> bool:
-        """True if the drafts before it equal the chosen tokens."""
+        """Return True if the drafts before this row equal the chosen tokens."""
         return len(chosen) == len(self.ahead) and (not chosen or chosen[-1][0] == self.ahead[-1])
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Tokens to choose from a step's logits, as far as that is known without them."""
+    """Tokens to choose from a step's logits, as far as this is known without the logits."""
 
     plan: StepPlan
-    errors: dict[Job, KVQError]  # of requests that can't go on
+    errors: dict[Job, KVQError]  # of requests that can't continue
     draws: list[_Draw] = field(default_factory=list)
-    masks: dict[int, Tensor] = field(default_factory=dict)  # tokens that a grammar allows, by place
+    masks: dict[int, Tensor] = field(default_factory=dict)  # tokens that a grammar allows, by draw index
     beams: list[tuple[Branch, int]] = field(default_factory=list)  # with their rows of logits
     prompts: list[tuple[Job, int, int, int]] = field(default_factory=list)  # job, first row, rows, end
 
 
-@dataclass(slots=True, eq=False)  # one a step
+@dataclass(slots=True, eq=False)  # one per step
 class Choices:
-    """Chosen tokens of a step, on their way to the host until `wait`, and the requests that can't go on."""
+    """Chosen tokens of a step, in transfer to the host until `wait`, and requests that can't continue."""
 
     _plan: StepPlan
     errors: dict[Job, KVQError]
     _bad_tokens: Readback
     _draws: list[_Draw]
     _samples: PendingSamples | None  # of the draws, if there are any
-    # By the plan's indices: accepted drafts, and the token after them
+    # By index in the plan: accepted drafts, and the token after them
     tokens: dict[int, list[Token]] = field(default_factory=dict)
     forks: dict[Job, list[Token]] = field(default_factory=dict)  # one per branch, after the prompt
-    beams: list[Job] = field(default_factory=list)  # whose candidates are complete
+    beams: list[Job] = field(default_factory=list)  # jobs whose candidates are complete
 
     def drew(self, branches: list[int]) -> bool:
-        """True if the plan's branches of these indices drew one token each, and nothing failed."""
+        """Return True if the plan's branches with these indices each drew one token, and nothing failed."""
         places = {draw.plan_index for draw in self._draws}
         return bool(branches) and not self.errors and places.issuperset(branches)
 
     def drawn(self, branches: list[int]) -> Tensor:
-        """Return the tokens that branches drew: int64 [branches], on the device."""
+        """Return the tokens that these branches drew: int64 [branches], on the device."""
         assert self._samples is not None, "some were drawn"
         places = {draw.plan_index: i for i, draw in enumerate(self._draws)}
         drawn, wanted = self._samples.tokens, [places[i] for i in branches]
@@ -79,7 +79,7 @@ class Choices:
         return drawn[upload(wanted, drawn.device)]
 
     def wait(self) -> "Choices":
-        """Wait until all fields are filled; returns itself."""
+        """Wait until all fields are filled, then return this object."""
         if self._samples is not None:
             samples = self._samples.wait()
             for i, draw in enumerate(self._draws):
@@ -98,7 +98,7 @@ class Choices:
 
 
 class Chooser:
-    """Samples for all branches of a step at once, and binds the sampler's rows to branches."""
+    """Sampling for all branches of a step at once, with the sampler's rows bound to branches."""
 
     def __init__(self, sampler: Sampler, max_num_seqs: int) -> None:
         self.sampler = sampler
@@ -111,9 +111,9 @@ class Chooser:
         errors: dict[Job, KVQError],
         drafts: Mapping[int, Sequence[Drafted]] = _NO_DRAFTS,
     ) -> Wanted:
-        """Find the tokens that a step's branches need; its forward pass may still run.
+        """Find the tokens that a step's branches need; its forward pass may still be running.
 
-        Branches of ended requests, and of those in `errors`, need none.
+        Branches of ended requests, and of requests in `errors`, need none.
         """
         wanted = Wanted(plan, errors)
         draws = wanted.draws
@@ -153,16 +153,16 @@ class Chooser:
         return choices
 
     def record(self, branch: Branch, token: int) -> None:
-        """Record an accepted token; penalties count it from now on."""
+        """Record an accepted token, which penalties count from now on."""
         if branch.row is not None and self._bound[branch.row] is branch:
             self.sampler.record(branch.row, token)
 
     def bind(self, job: Job, branch: Branch) -> None:
-        """Bind a branch to its row of the sampler, if it is new or has another row than before."""
+        """Bind a branch to its row of the sampler, if the branch is new or its row has changed."""
         row = _row(branch)
         if self._bound[row] is branch:
             return
-        if branch in self._bound:  # counts of the row that it left would become stale
+        if branch in self._bound:  # the counts in its former row would become stale
             self.forget(self._bound.index(branch))
         self.forget(row)
         self.sampler.add(
@@ -176,7 +176,7 @@ class Chooser:
         self._bound[row] = branch
 
     def forget(self, row: int) -> None:
-        """Unbind a row whose branch ended or moved."""
+        """Unbind a row whose branch has ended or moved."""
         if self._bound[row] is not None:
             self.sampler.remove(row)
             self._bound[row] = None
@@ -209,10 +209,10 @@ def _row(branch: Branch) -> int:
 
 
 def _masked(draws: list[_Draw], errors: dict[Job, KVQError]) -> tuple[list[_Draw], dict[int, Tensor]]:
-    """Return draws without those whose grammars failed, and the masks of the others by place."""
+    """Return the draws without those whose grammars failed, and masks for the others by index."""
     kept: list[_Draw] = []
     masks: dict[int, Tensor] = {}
-    walk: Walk | None = None  # through the drafts of a branch, whose draws are neighbours
+    walk: Walk | None = None  # through the drafts of a branch, whose draws are consecutive
     for draw in draws:
         job = draw.job
         matcher = job.results[job.index_of(draw.branch)].matcher
@@ -223,7 +223,7 @@ def _masked(draws: list[_Draw], errors: dict[Job, KVQError]) -> tuple[list[_Draw
                 assert walk is not None, "the draw before it began one"
                 walk.accept(draw.ahead[-1])
                 mask = walk.mask()
-                if mask is None or job.must_go_on(count, mask):  # nothing can follow that draft
+                if mask is None or job.must_go_on(count, mask):  # nothing can follow this draft
                     continue
             else:
                 walk = Walk(matcher)
@@ -231,7 +231,7 @@ def _masked(draws: list[_Draw], errors: dict[Job, KVQError]) -> tuple[list[_Draw
                     mask = matcher.mask()
                     if job.must_go_on(count, mask):
                         raise job.too_short(count)
-                except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises
+                except Exception as error:  # noqa: BLE001 - any error from a grammar's library
                     errors[job] = as_known(error, "its grammar raised ")
         if job not in errors:
             if mask is not None:
@@ -241,7 +241,7 @@ def _masked(draws: list[_Draw], errors: dict[Job, KVQError]) -> tuple[list[_Draw
 
 
 def _behind(first: _Draw, drafts: Sequence[Drafted]) -> list[_Draw]:
-    """Return the draws of a branch with drafts: one per draft, and one after the last."""
+    """Return the draws for a branch with drafts: one per draft, and one after the last draft."""
     tokens = [draft.token for draft in drafts]
     return [
         replace(first, row=first.row + i, ahead=tokens[:i], drafted=None if draft.masses is None else draft)
@@ -256,7 +256,7 @@ def _not_finite(what: str) -> NumericalError:
 
 
 def _find_bad(plan: StepPlan, flags: list[bool], errors: dict[Job, KVQError]) -> None:
-    """Note an error for each request with a new token whose K or V is not finite."""
+    """Record an error for each request with a new token whose K or V is not finite."""
     if not any(flags):
         return
     at = 0
@@ -267,7 +267,7 @@ def _find_bad(plan: StepPlan, flags: list[bool], errors: dict[Job, KVQError]) ->
 
 
 def _expand(beams: list[tuple[Branch, int]], logits: Tensor, choices: Choices) -> None:
-    """Keep the likeliest tokens of every beam until all beams of its request have theirs."""
+    """Keep the most likely tokens of every beam until all beams of its request have theirs."""
     most = max(job.beams.num_candidates for b, _ in beams if (job := as_job(b.request)).beams is not None)
     rows = logits[upload([row for _, row in beams], logits.device)]
     finite = torch.isfinite(rows).all(dim=-1).tolist()
@@ -285,11 +285,11 @@ def _expand(beams: list[tuple[Branch, int]], logits: Tensor, choices: Choices) -
 
 
 def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
-    """Read the log-probabilities of prompt tokens after the last positions of a chunk ending at `end`."""
+    """Read the log-probabilities of the prompt tokens that follow a chunk's positions up to `end`."""
     assert job.prompt_logprobs is not None, "asked for"
     known = len(job.prompt_logprobs)
     targets = job.tokens[known : end + 1]
-    skipped = known - 1 - (end - len(rows))  # below 0: tokens before the chunk are missing
+    skipped = known - 1 - (end - len(rows))  # negative: tokens before the chunk are missing
     if skipped < 0 or not targets:
         return
     rows = rows[skipped : skipped + len(targets)]
@@ -297,10 +297,10 @@ def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
 
 
 def as_known(error: BaseException, what: str = "") -> KVQError:
-    """Return an error for the user: kvq's own unchanged, any other on one line with its type."""
+    """Return an error for the user: kvq's own errors unchanged, others on one line with their type."""
     return error if isinstance(error, KVQError) else EngineError(what + describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and message of an error on one line."""
+    """Return the type and message of an error, on one line."""
     return f"{type(error).__name__}: {first_lines(error)}"

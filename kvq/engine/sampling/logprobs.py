@@ -1,4 +1,4 @@
-"""Log-probabilities under the model's own distribution, in natural logarithms."""
+"""Log-probabilities under the model's own distribution, as natural logarithms."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,14 +9,14 @@ from kvq.engine.device.transfers import upload
 from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.kernels.draw.reference import likeliest, log_probability, masses, ranked
 
-# Elements. On a CPU the copies of a chunk stay in its cache, which halves the time; elsewhere larger
-# chunks mean fewer launches, and 64 MiB of fp32 bounds what 256 rows over a vocabulary of 128k take.
+# In elements. On a CPU, the copies of a chunk stay in its cache, which halves the time; elsewhere, larger
+# chunks mean fewer launches, and 64 MiB of fp32 limits the memory for 256 rows over a vocabulary of 128k.
 _CPU_ELEMENTS = 1 << 18
 _DEVICE_ELEMENTS = 1 << 24
 
 
 def chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
-    """Split `num_rows` rows into slices whose temporary copies stay small. Rows never affect each other."""
+    """Yield slices of `num_rows` rows whose temporary copies stay small. Rows never affect each other."""
     elements = _CPU_ELEMENTS if device.type == "cpu" else _DEVICE_ELEMENTS
     step = max(1, elements // vocab_size)
     for start in range(0, num_rows, step):
@@ -24,11 +24,11 @@ def chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[sli
 
 
 def measure(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """Return what `read_logprobs` needs of each row, fp64, [rows, 4 + 2 * top], on the device.
+    """Return the numbers that `read_logprobs` needs per row, fp64, [rows, 4 + 2 * top], on the device.
 
-    `logits`: fp32, [rows, vocab]; `tokens`: int64, [rows]; `top` is at most the vocabulary. Columns:
-    highest logit, total mass, the token's logit, its rank, then the top logits and their tokens. All
-    are whole numbers below 2**53 or fp32, so fp64 holds them exactly; the total is rounded.
+    `logits`: fp32, [rows, vocab]; `tokens`: int64, [rows]; `top`: at most the vocabulary size. Columns:
+    highest logit, total mass, the token's logit, its rank, the top logits, and the top tokens. All
+    are whole numbers below 2**53 or fp32, which fp64 represents exactly; only the total is rounded.
     """
     peaks, _ = likeliest(logits)
     totals = masses(logits, peaks).sum(dim=-1)
@@ -42,7 +42,7 @@ def measure(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
 
 
 def read_logprobs(token: int, measured: Sequence[float], top: int) -> TokenLogprobs:
-    """Turn a row of `measure` into numbers for the user; `top` may be lower than what was measured."""
+    """Convert a row of `measure` to log-probabilities; `top` may be lower than the measured number."""
     peak, total, chosen, rank, *ranking = measured
     width = len(ranking) // 2
     pairs = zip(ranking[:top], ranking[width : width + top], strict=True)
@@ -56,10 +56,10 @@ def read_logprobs(token: int, measured: Sequence[float], top: int) -> TokenLogpr
 
 @torch.no_grad()
 def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return how likely the model held each of `targets`, the tokens that followed.
+    """Return the log-probability of each of `targets`, the tokens that followed.
 
-    `logits`: any float type, [rows, vocab]; `targets`: one token a row; `top`: how many of the
-    likeliest tokens to name beside it.
+    `logits`: any float type, [rows, vocab]; `targets`: one token per row; `top`: the number of most
+    likely tokens to return in addition.
     """
     num_rows, vocab_size = logits.shape
     tokens = upload(targets, logits.device)
@@ -72,9 +72,9 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[To
 
 @torch.no_grad()
 def beam_candidates(logits: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Return each row's `count` likeliest tokens: their log-probabilities and their ids, on the host.
+    """Return each row's `count` most likely tokens, as log-probabilities and ids, on the host.
 
-    `logits`: any float type, [beams, vocab]. A vocabulary of fewer tokens gives all of them.
+    `logits`: any float type, [beams, vocab]. A vocabulary smaller than `count` is returned in full.
     """
     num_rows, vocab_size = logits.shape
     width = min(count, vocab_size)

@@ -1,4 +1,4 @@
-"""Logit changes: penalties, and counts of the tokens that these take; biases, bans and grammar masks."""
+"""Changes of logits: penalties with the token counts that they need, biases, bans and grammar masks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from torch import Tensor
 from kvq.engine.device.transfers import upload
 
 _SMALLEST_SPAN = 64  # tokens
-Bias = tuple[Tensor, Tensor]  # tokens of a row, int64, and what is added to their logits, fp32; -inf forbids
+Bias = tuple[Tensor, Tensor]  # tokens of a row, int64, and fp32 amounts to add to their logits; -inf forbids
 
 
 def apply_penalties(
     logits: Tensor, places: Tensor, tokens: Tensor, counts: Tensor, strengths: Tensor
 ) -> None:
-    """Lower the logits of tokens that were there before, in place.
+    """Lower the logits of tokens that occurred before, in place.
 
         logit = logit / r if logit > 0 else logit * r    tokens of the prompt and generated ones
         logit = logit - presence * (count > 0) - frequency * count
 
-    `logits`: fp32, [rows, vocab]; `places`, `tokens`, `counts`: which logits, and how often each token
-    was generated, [tokens]; `strengths`: r, presence and frequency of each of these, fp32, [3, tokens].
+    `logits`: fp32, [rows, vocab]; `places`, `tokens`, `counts`: row and token of each logit, and how often
+    the token was generated, [tokens]; `strengths`: r, presence and frequency for each, fp32, [3, tokens].
     Sources: Keskar et al. 2019 (CTRL), section 4.1; OpenAI's API reference.
     """
     repetition, presence, frequency = strengths
@@ -34,7 +34,7 @@ def apply_penalties(
 
 
 def apply_biases(logits: Tensor, places: Sequence[int], biases: Sequence[Bias]) -> None:
-    """Add `biases[i]` to row `places[i]` of the logits, in place; a row may come more than once."""
+    """Add `biases[i]` to row `places[i]` of the logits, in place; a row may occur more than once."""
     rows = upload(np.repeat(places, [len(tokens) for tokens, _ in biases]), logits.device)
     tokens, amounts = map(torch.cat, zip(*biases, strict=True))
     logits.index_put_((rows, tokens), amounts, accumulate=True)
@@ -75,12 +75,12 @@ class _Span:
 class TokenCounts:
     """Unique tokens of every row with their counts, in one arena on the device.
 
-    arena:  | row 3: 64 | row 0: 256           | row 7: 64 | given back: 128 |
+    arena:  | row 3: 64 | row 0: 256           | row 7: 64 | released: 128 |
 
-    A row's span is a power of two long; a row that fills it moves to one twice as long, and spans given
-    back are taken again by rows of the same length. So memory follows the tokens met, not the
-    vocabulary, and a token is written twice on average. Tokens recorded between two reads reach the
-    device together.
+    The length of a span is a power of two; a row that fills its span moves to one twice as long, and
+    released spans are reused by rows of the same length. Memory is thus proportional to the tokens seen, not
+    to the vocabulary, and a token is written twice on average. Tokens recorded between two reads are sent to
+    the device together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,13 +89,13 @@ class TokenCounts:
         self._spans: dict[int, _Span] = {}
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # capacity -> starts
         self._end = 0
-        self._unwritten: dict[int, tuple[int, int]] = {}  # place in the arena -> token, count
+        self._unwritten: dict[int, tuple[int, int]] = {}  # position in the arena -> token, count
 
     def __contains__(self, row: int) -> bool:
         return row in self._spans
 
     def add(self, row: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """Begin a row; tokens of the prompt count 0 unless they were generated too."""
+        """Begin a row; prompt tokens count 0 unless they were also generated."""
         counts = dict.fromkeys(prompt, 0)
         for token in generated:
             counts[token] = counts.get(token, 0) + 1
@@ -104,7 +104,7 @@ class TokenCounts:
 
     def remove(self, row: int) -> None:
         """Forget a row."""
-        self._flush()  # pending writes must not reach the next owner of the span
+        self._flush()  # pending writes must not reach the span's next owner
         span = self._spans.pop(row)
         self._free[span.capacity].append(span.start)
 
@@ -121,15 +121,15 @@ class TokenCounts:
     def read(
         self, rows: Sequence[int], ahead: Sequence[Sequence[int]] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return every token of `rows`: its place in `rows`, its id and its count. [tokens] each.
+        """Return all tokens of `rows` as their index in `rows`, their id and their count; [tokens] each.
 
-        Places and ids are int64, counts fp32. A row may come several times; `ahead`: by place, tokens that
+        Indices and ids are int64, counts fp32. A row may occur several times; `ahead`: by index, tokens that
         count there as if they had been recorded.
         """
         self._flush()
         device = self._tokens.device
         lengths = [len(self._spans[row].slots) for row in rows]
-        shifts, total = [], 0  # from a token's place in the result to its place in the arena
+        shifts, total = [], 0  # from a token's position in the result to its position in the arena
         for row, length in zip(rows, lengths, strict=True):
             shifts.append(self._spans[row].start - total)
             total += length
@@ -149,7 +149,7 @@ class TokenCounts:
         tokens: Tensor,
         counts: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and counts that include the tokens ahead."""
+        """Return tokens and counts that include the tokens in `ahead`."""
         first, known, new = 0, [], []
         for place, (row, coming) in enumerate(zip(rows, ahead, strict=True)):
             slots = self._spans[row].slots
@@ -183,13 +183,13 @@ class TokenCounts:
         start, self._end = self._end, self._end + capacity
         missing = self._end - len(self._tokens)
         if missing > 0:
-            room = max(missing, len(self._tokens))  # at least double it: amortized
+            room = max(missing, len(self._tokens))  # at least double it, for amortized cost
             self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(room)))
             self._counts = torch.cat((self._counts, self._counts.new_zeros(room)))
         return start
 
     def _write(self, span: _Span) -> _Span:
-        """Put a whole span into the arena."""
+        """Write a whole span to the arena."""
         place = slice(span.start, span.start + len(span.counts))
         self._tokens[place], self._counts[place] = upload(
             [[*span.counts], [*span.counts.values()]], self._tokens.device

@@ -1,4 +1,4 @@
-"""Sampler: the logits of one step in, one token per row out."""
+"""Sampler: turns the logits of one step into one token per row."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +37,13 @@ from kvq.watermark.schemes import Scheme
 _NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
-@dataclass(slots=True)  # one a step: frozen, it would take four times as long to make
+@dataclass(slots=True)  # one per step: a frozen one would take four times as long to create
 class _Samples:
-    """Tokens of one step, one entry per row of its logits.
+    """Tokens of one step, with one entry per row of its logits.
 
-    `finite`: False if the row's logits hold NaN or +inf, or if nothing finite is left to choose from; its
-    token has no meaning then, and its log-probabilities are None. `logprobs`: for rows whose parameters ask
-    for `logprobs`, or for `best_of`, which ranks samples by them.
+    `finite`: False if the row's logits contain NaN or +inf, or if no finite logit is left to choose from; the
+    token is then meaningless, and its log-probabilities are None. `logprobs`: for rows with `logprobs` in
+    their parameters, or with `best_of`, which ranks samples by them.
     """
 
     tokens: list[int]
@@ -53,24 +53,24 @@ class _Samples:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A draft token, and the distribution it was drawn from.
+    """Draft token with the distribution that it was drawn from.
 
     `masses`: int64 [vocab], proportional to the distribution; None if the draft is compared with the token
-    that the row draws anyway, see `repeats` of a row.
+    that the row draws anyway, see `_Row.repeats`.
     """
 
     token: int
     masses: Tensor | None = None
 
 
-# Drafts that precede a row's token, and the draft that it may keep or replace, if drawn from a distribution
+# Drafts before a row's token, and the draft to keep or replace if it was drawn from a distribution
 AfterDrafts = tuple[Sequence[int], Drafted | None]
 _NO_DRAFTS: Mapping[int, AfterDrafts] = MappingProxyType({})
 
 
 @dataclass(slots=True)  # as above
 class PendingSamples:
-    """Samples on their way to the host."""
+    """Samples that are being transferred to the host."""
 
     tokens: Tensor  # int64 [batch], on the device
     _numbers: Readback
@@ -82,11 +82,11 @@ class PendingSamples:
 
 
 class Sampler:
-    """Chooses tokens for many rows at once, each as if it were alone.
+    """Choice of tokens for many rows at once, with the same result for each as if it were alone.
 
-    The token of a row depends, bit for bit, on its own logits, parameters, seed and count; with penalties
-    also on its recorded tokens, and with a watermark on the tokens before it. It never depends on other
-    rows, its place in the batch or its row number.
+    A row's token depends, bit for bit, on the row's logits, parameters, seed and count; with penalties,
+    also on its recorded tokens, and with a watermark, on the tokens before it. It never depends on other
+    rows, its index in the batch or its row number.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Sampler:
         )
         self.has_watermarks = watermark is not None  # rows may be marked
         self._kernel = kernel_for(device)
-        self._demanding: set[int] = set()  # rows that need more than the likeliest token
+        self._demanding: set[int] = set()  # rows that need more than the most likely token
         self._changing: set[int] = set()  # rows whose logits are changed
-        self._measured: set[int] = set()  # rows whose log-probabilities are wanted
+        self._measured: set[int] = set()  # rows that need log-probabilities
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compile the GPU kernels for logits of that dtype, which takes seconds."""
+        """Compile the GPU kernels for logits of this dtype, which takes seconds."""
         if self._kernel is None:
             return
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self._device)
@@ -137,12 +137,12 @@ class Sampler:
     ) -> None:
         """Begin to use a row.
 
-        `prompt`, `generated`: the tokens so far, all within the vocabulary. `seed`: of this branch alone,
-        see `mix_seed`. `stop_ids`: tokens forbidden before `params.min_tokens` tokens. A row whose
-        `params.watermark` is True is marked.
+        `prompt`, `generated`: the tokens so far, all within the vocabulary. `seed`: specific to this branch,
+        see `mix_seed`. `stop_ids`: tokens forbidden before `params.min_tokens` tokens. If
+        `params.watermark` is True, the row is marked.
 
         Raises:
-            RequestError: the parameters name a token beyond the vocabulary. The row is not in use then.
+            RequestError: the parameters name a token beyond the vocabulary. The row is then not in use.
         """
         check_params(params, self.vocab_size)
         if params.watermark:
@@ -159,7 +159,7 @@ class Sampler:
             self._measured.add(row)
 
     def remove(self, row: int) -> None:
-        """End the use of a row."""
+        """Stop using a row."""
         self._table.remove(row)
         if self._watermarks is not None:
             self._watermarks.remove(row)
@@ -169,7 +169,7 @@ class Sampler:
             self._counts.remove(row)
 
     def record(self, row: int, token: int) -> None:
-        """Record that the row goes on with `token`; penalties count it from now on."""
+        """Record that the row continues with `token`, which penalties count from now on."""
         if row in self._counts:
             self._counts.record(row, token)
 
@@ -184,13 +184,13 @@ class Sampler:
         drafts: Mapping[int, AfterDrafts] = _NO_DRAFTS,
         contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> PendingSamples:
-        """Choose a token for each row of logits, with one transfer to the host. The logits are not changed.
+        """Choose a token for each row of logits, with one transfer to the host. The logits are unchanged.
 
         `logits`: any float type, [batch, vocab], -inf for impossible tokens. `rows`, `counts`: [batch], the
-        row of each place in the batch, and its tokens so far. `masks`: by place, the allowed tokens as a
-        bitmask, int32 [ceil(vocab / 32)], bit j of word w for token 32 * w + j; a mask must not allow stop
-        tokens alone before `min_tokens`. `contexts`: by place, all tokens before it, if its row is marked.
-        `drafts`: by place, for rows that occur several times: the drafts before it, which `counts` includes.
+        sampler row of each batch index, and its tokens so far. The other arguments are by batch index.
+        `masks`: allowed tokens as a bitmask, int32 [ceil(vocab / 32)], bit j of word w for token 32 * w + j;
+        a mask must not allow only stop tokens before `min_tokens`. `contexts`: all earlier tokens of a marked
+        row. `drafts`: for rows that occur several times, the drafts before the token, included in `counts`.
         """
         ahead = {place: tokens for place, (tokens, _) in drafts.items()} if drafts else _NONE
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
@@ -214,8 +214,8 @@ class Sampler:
     ) -> list[Drafted]:
         """Propose a token for each row from a draft's logits, with the row's own parameters; see `sample`.
 
-        `ahead`: by place, the drafts before it. A row that repeats its tokens gets the token that it would
-        draw from these logits; any other row gets an independent draw.
+        `ahead`: by batch index, the earlier drafts. A row that repeats its tokens gets the token that it
+        would draw from these logits; any other row gets an independent draw.
         """
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         tokens, _ = self._drawn(scores, rows, counts, None)
@@ -236,7 +236,7 @@ class Sampler:
     def _marked(
         self, scores: Tensor, rows: list[int], contexts: Mapping[int, Sequence[int]] | None
     ) -> Tensor:
-        """Return scores with the watermarks of marked rows."""
+        """Return the scores with the watermarks of marked rows applied."""
         if not contexts:
             return scores
         assert self._watermarks is not None, "rows are marked only with a key"
@@ -245,7 +245,7 @@ class Sampler:
     def _drawn(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, and the numbers for the host."""
+        """Return tokens, and the numbers to send to the host."""
         if self._kernel is None:
             return self._draw(scores.float(), rows, counts, raw)
         tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
@@ -254,7 +254,7 @@ class Sampler:
     def _kept(
         self, scores: Tensor, rows: list[int], counts: list[int], drafted: Mapping[int, Drafted]
     ) -> tuple[Tensor, Tensor]:
-        """Return the places of drafts with a distribution, and the token that keeps or replaces each."""
+        """Return the indices of drafts with a distribution, and the token that keeps or replaces each."""
         places = list(drafted)
         index = upload(places, self._device)
         mine, behind = [rows[place] for place in places], [counts[place] for place in places]
@@ -316,10 +316,10 @@ class Sampler:
     def _draw(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, and the numbers for the host, as the GPU kernel does."""
+        """Return tokens, and the numbers to send to the host, as the GPU kernel does."""
         peaks, tokens = likeliest(scores)
         for kind, chosen, settings, width in self._groups(rows, counts, Purpose.TOKEN):
-            whole = len(chosen) == len(rows)  # selecting all would copy them
+            whole = len(chosen) == len(rows)  # selecting all rows would copy them
             some, tops = (scores, peaks) if whole else (scores[chosen], peaks[chosen])
             tokens[chosen] = (
                 draw_whole(some, tops, settings)
@@ -332,9 +332,9 @@ class Sampler:
     def _groups(
         self, rows: list[int], counts: list[int], purpose: Purpose
     ) -> Iterator[tuple[Kind, Tensor, Settings, int]]:
-        """Yield rows that draw at random, by the kind of draw and in chunks that fit into memory.
+        """Yield rows that draw at random, by the kind of draw, in chunks that fit into memory.
 
-        Each: (kind, places in the batch, what they draw with, how many of the likeliest tokens they need).
+        Each item: (kind, batch indices, settings, how many of the most likely tokens are needed).
         """
         if self._demanding.isdisjoint(rows):
             return
@@ -367,14 +367,14 @@ class Sampler:
 
 
 def _side_by_side(*numbers: Tensor) -> Tensor:
-    """Concatenate int64 and fp32 as fp64; NumPy takes a quarter of torch's time for so few numbers."""
+    """Concatenate int64 and fp32 as fp64; NumPy takes a quarter of torch's time for so little data."""
     if numbers[0].device.type != "cpu":
         return torch.cat([x.double() for x in numbers])
     return torch.from_numpy(np.concatenate([x.numpy() for x in numbers], dtype=np.float64))
 
 
 def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> _Samples:
-    """Read tokens, peaks before and after changes, and the wanted log-probabilities."""
+    """Read tokens, peaks before and after changes, and the requested log-probabilities."""
     tokens = list(map(int, numbers[:batch]))
     before = map(math.isfinite, numbers[batch : 2 * batch])
     finite = list(map(and_, before, map(math.isfinite, numbers[2 * batch : 3 * batch])))

@@ -1,9 +1,9 @@
-"""Random numbers that are a function of a seed and a position, and of nothing else.
+"""Random numbers that depend only on a seed and a position.
 
-A generator that carries state would tie a row's tokens to what was drawn before it, and so to its
-batch. Here number `count` of stream `seed` is a hash of the two: SplitMix64's, which passes
-BigCrush, needs no state to save when a request is preempted, and is a dozen whole-number operations
-for a whole batch at once. (Philox is as good, and several times the work for a single number.)
+A stateful generator would make a row's tokens depend on earlier draws, and thus on its batch.
+Here, number `count` of stream `seed` is a hash of both: SplitMix64's, which passes BigCrush,
+needs no state to save when a request is preempted, and takes a dozen integer operations for a
+whole batch at once. (Philox is as good, but takes several times the work for a single number.)
 
 Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 16.
 """
@@ -20,22 +20,22 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
 
-def mix_seed(seed: int, index: int) -> int:  # D247: one number a token, from seed and position
-    """Return the 64-bit seed of a request's sample number `index`; nearby seeds give unrelated ones."""
+def mix_seed(seed: int, index: int) -> int:  # D247: one number per token, from seed and position
+    """Return the 64-bit seed for sample `index` of a request; nearby seeds give unrelated ones."""
     mixed = _hash(_hash(_words([seed])) + _words([index + 1]) * _GOLDEN)
     return int(mixed[0])
 
 
 def seed_words(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Return what `uniforms` takes: seeds hashed once, so that the streams of n and n + 1 don't overlap."""
+    """Return the argument of `uniforms`: hashed seeds, so that the streams of n and n + 1 don't overlap."""
     return _hash(_words(seeds))
 
 
 class Purpose(IntEnum):
-    """Purpose of a random number; every position has one of each."""
+    """Purpose of a random number; every position has one number for each."""
 
-    TOKEN = 0  # to draw the token
-    DRAFT = 1  # to draw a draft from another model
+    TOKEN = 0  # to sample the token
+    DRAFT = 1  # to sample a draft from another model
     KEEPING = 2  # to decide whether the draft is kept
 
 
@@ -50,12 +50,12 @@ def uniforms(
 
 
 def _words(numbers: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Whole numbers modulo 2**64, so that negative seeds are as good as others."""
+    """Return numbers modulo 2**64, so that negative seeds are as good as others."""
     return np.array([number & _MASK for number in numbers], dtype=np.uint64)
 
 
 def _hash(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finisher: every input bit changes half of the output bits. Wraps, as it should."""
+    """Apply SplitMix64's finalizer: every input bit changes half of the output bits. Overflow wraps."""
     words = (words ^ (words >> np.uint64(30))) * _FIRST
     words = (words ^ (words >> np.uint64(27))) * _SECOND
     return words ^ (words >> np.uint64(31))

@@ -1,6 +1,6 @@
-"""Watermarks: change the scores of a step, so that green tokens gain or a tournament chooses.
+"""Watermarks: change the scores of a step so that green tokens gain or a tournament chooses.
 
-The random words are those of `kvq/watermark/key.py`, in torch.
+The random words are the same as in `kvq/watermark/key.py`, computed in torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from kvq.kernels.draw.reference import kept_masses, likeliest
 from kvq.watermark.key import FIRST, GOLDEN, GREEN_BITS, SECOND, Key, green_bar
 from kvq.watermark.schemes import Green, Scheme, Tournament
 
-_ARRAYS = 4  # of a place's tokens at once, with 8 bytes a token
-_TOTAL = 2.0**52  # of a row's masses in a tournament: what fp64 adds exactly, with room for rounding
+_ARRAYS = 4  # arrays over the vocabulary per row at once, 8 bytes per token
+_TOTAL = 2.0**52  # of a row's masses in a tournament: fp64 adds them exactly, with room for rounding
 
 
 class Watermarks:
-    """Marked rows of a sampler. Keeps no tokens: a mark depends only on the tokens before its place."""
+    """Marked rows of a sampler. It stores no tokens: a mark depends only on the preceding tokens."""
 
     def __init__(
         self, scheme: Scheme, key: Key, *, max_rows: int, vocab_size: int, device: torch.device
@@ -39,10 +39,10 @@ class Watermarks:
         return row in self._starts
 
     def add(self, row: int, params: SamplingParams, *, prompt_length: int) -> SamplingParams:
-        """Begin to mark a row. Returns the parameters that are left for the sampler.
+        """Begin to mark a row and return the parameters that remain for the sampler.
 
-        After a tournament that is nothing but to draw: temperature and filters come before it. A greedy
-        row has none.
+        After a tournament, only drawing is left: temperature and filters are applied before it. A greedy
+        row has no tournament.
         """
         if isinstance(self._scheme, Tournament) and params.is_greedy:
             return params
@@ -53,15 +53,15 @@ class Watermarks:
         return replace(params, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0)
 
     def remove(self, row: int) -> None:
-        """Forget a row, marked or not."""
+        """Forget a row, whether it is marked or not."""
         if self._starts.pop(row, None) is not None and row in self._filters:
             self._filters.remove(row)
 
     def apply(self, scores: Tensor, rows: Sequence[int], contexts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Return scores with the mark, fp32, [batch, vocab]; the given ones are not changed.
+        """Return the scores with the mark, fp32, [batch, vocab]; the argument is unchanged.
 
-        `rows`: which row each belongs to; `contexts`: place in the batch -> all tokens before it, of the
-        prompt and behind it, for every place of a marked row. Others are left as they are.
+        `rows`: the row of each batch index; `contexts`: all earlier tokens, including the prompt's, by batch
+        index, for every marked row. Other rows are returned unmarked.
         """
         marked = scores.to(torch.float32, copy=True)
         places = [place for place in contexts if rows[place] in self._starts]
@@ -78,7 +78,7 @@ class Watermarks:
         return marked
 
     def _word(self, tokens: Sequence[int], start: int) -> int | None:
-        """Return the word of a place's context; None if it has none, or if a tournament used it before."""
+        """Return the word of a context; None if it is too short, or if a tournament has used it before."""
         size = self._scheme.context
         if len(tokens) < size:
             return None
@@ -87,7 +87,7 @@ class Watermarks:
         return self._key.word(self._scheme.tag, tokens[len(tokens) - size :])
 
     def _words(self, words: Sequence[int | None], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return random words of tokens, [places, width], and whether each place has any, [places]."""
+        """Return random words of tokens, [rows, width], and whether each row has any, [rows]."""
         known = np.array([word is not None for word in words])
         seeds = np.array([word or 0 for word in words], dtype=np.uint64).view(np.int64)
         return (token_words(upload(seeds, self._device), tokens), upload(known, self._device, torch.bool))
@@ -103,36 +103,36 @@ class Watermarks:
         won = play(masses, bits, scheme.layers)
         logits = torch.where(known[:, None], won, masses.double()).log_().float()
         logits = torch.full_like(scores, -torch.inf).scatter_(1, tokens.expand_as(logits), logits)
-        return torch.where(peaks.isfinite()[:, None], logits, scores)  # whose masses mean nothing
+        return torch.where(peaks.isfinite()[:, None], logits, scores)  # such masses are meaningless
 
 
 def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
-    """Return the words of tokens after contexts: int64 [rows, width], the bits of `words.token_words`.
+    """Return the words of tokens after contexts: int64 [rows, width], with the bits of `key.token_words`.
 
     `seeds`: int64 [rows], the bits of the contexts' words; `tokens`: int64 [rows or 1, width].
     """
-    words = seeds[:, None] + (tokens + 1) * _signed(GOLDEN)  # wraps, as it should
+    words = seeds[:, None] + (tokens + 1) * _signed(GOLDEN)  # wraps, as intended
     words = (words ^ _shifted(words, 30)) * _signed(FIRST)
     words = (words ^ _shifted(words, 27)) * _signed(SECOND)
     return words ^ _shifted(words, 31)
 
 
 def add_delta(scores: Tensor, words: tuple[Tensor, Tensor], scheme: Green) -> Tensor:
-    """Return scores, fp32 [rows, vocab], with delta added to every green token where a row has words."""
+    """Return scores, fp32 [rows, vocab], with delta added to every green token of rows with words."""
     bits, known = words
     green = (_shifted(bits, 64 - GREEN_BITS) < green_bar(scheme)) & known[:, None]
     return torch.where(green, scores + scheme.delta, scores)
 
 
 def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:  # D266
-    """Return the masses after a tournament of two candidates in each of `layers` rounds: fp64 [rows, width].
+    """Return the masses after a tournament of two candidates in `layers` rounds: fp64 [rows, width].
 
         p = p * (1 + g - sum(p * g))    g: a token's bit in the layer
 
-    is the distribution of the better of two draws from p, either of them where their bits are equal.
-    `masses`: int64 [rows, width], some of each row above 0; `words`: int64 [rows, width]. Masses stay whole
-    numbers whose sum fp64 holds, so that it is the same in any order, and a row the same in any batch. A
-    layer rounds down by 2**-52 of a row's total.
+    is the distribution of the better of two draws from p, or of either draw if their bits are equal.
+    `masses`: int64 [rows, width], not all 0 in any row; `words`: int64 [rows, width]. Masses stay whole
+    numbers whose sum is exact in fp64, so the sum doesn't depend on the order, nor a row on its batch. Each
+    layer rounds down by at most 2**-52 of a row's total.
 
     Source: Dathathri et al. 2024, supplementary B, the vectorized form of two-candidate tournaments.
     """
@@ -145,17 +145,17 @@ def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:  # D266
 
 
 def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:  # D268
-    """True if the last `size` tokens were a context of an earlier one from `start` on."""
+    """Return True if the last `size` tokens were already the context of an earlier token from `start` on."""
     window = np.asarray(tokens)[max(0, start - size) :]
     earlier = len(window) - size
-    same = np.ones(earlier, dtype=bool)  # [contexts that ended before]
+    same = np.ones(earlier, dtype=bool)  # [earlier contexts]
     for i in range(size):
         same &= window[i : i + earlier] == window[earlier + i]
     return bool(same.any())
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Return 64-bit words shifted to the right without their sign."""
+    """Return 64-bit words after a logical shift to the right."""
     return words >> bits & (1 << 64 - bits) - 1 if bits else words
 
 

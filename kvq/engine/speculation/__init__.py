@@ -1,1 +1,1 @@
-"""Drafted tokens: who proposes them, how many are worth it, and what became of them."""
+"""Speculation: proposing drafts, choosing how many pay off, and learning from the results."""

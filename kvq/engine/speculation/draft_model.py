@@ -1,4 +1,4 @@
-"""Draft model: a smaller model with a cache of its own."""
+"""Draft model: a smaller model with its own cache."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from kvq.models.loading.prepared import PreparedModel
 from kvq.models.run.session import Session
 from kvq.scheduler import Branch, StepPlan
 
-_CHUNK = 512  # prompt tokens of one branch that the draft computes in a step
+_CHUNK = 512  # prompt tokens of one branch that the draft model computes in a step
 
 
 def check_draft(target: PreparedModel, draft: PreparedModel, recipe: KVRecipe) -> None:
-    """Raise ConfigError if a model with this KV recipe can't draft for another."""
+    """Raise ConfigError if a model with this KV recipe can't draft for another model."""
     name = draft.source.name
     if draft.geometry.states:
         raise ConfigError(
@@ -47,23 +47,23 @@ def check_draft(target: PreparedModel, draft: PreparedModel, recipe: KVRecipe) -
 
 @dataclass(slots=True, eq=False)
 class _Mirror:
-    """Copy of a branch in the draft's cache."""
+    """Copy of a branch in the draft model's cache."""
 
     sequence: Sequence
-    fed: "array[int]" = field(default_factory=lambda: array("I"))  # the branch's tokens in it
+    fed: "array[int]" = field(default_factory=lambda: array("I"))  # the branch's tokens in the cache
 
 
 class DraftModel(Drafter):
-    """Keeps a sequence of its own for every branch, and catches up with the branch."""
+    """Drafter with a separate sequence for every branch, which catches up with the branch."""
 
     def __init__(self, chooser: Chooser, session: Session) -> None:
         super().__init__(chooser)
         self.session = session
         self._mirrors: dict[Branch, _Mirror] = {}
-        self._gone: set[Branch] = set()  # whose K and V were not finite
+        self._gone: set[Branch] = set()  # branches whose K and V were not finite
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return 0 while the draft is behind by more than a chunk or has no room, else up to `limit`."""
+        """Return 0 while the draft model is more than a chunk behind or has no room, else up to `limit`."""
         if branch in self._gone:
             return 0
         session, tokens = self.session, branch.tokens
@@ -100,7 +100,7 @@ class DraftModel(Drafter):
             self._drop(branch)
 
     def _fed(self, work: "list[tuple[Branch, array[int]]]") -> Tensor:
-        """Return logits after tokens; zeros for branches that get no blocks."""
+        """Return logits after the given tokens; zeros for branches that get no blocks."""
         try:
             return self._feed(work)
         except OutOfBlocks:

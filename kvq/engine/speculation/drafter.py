@@ -1,4 +1,4 @@
-"""Proposer: interface of everything that proposes drafts, and its form for drafts by a model."""
+"""Proposer: interface for everything that proposes drafts, and a base class for drafts by a model."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -16,33 +16,33 @@ from kvq.scheduler import Branch, StepPlan
 
 
 class Proposer(ABC):
-    """Says how many drafts it has for a branch, then proposes them. Drafts may be wrong."""
+    """Source of drafts that first reports how many it has for a branch. Drafts may be wrong."""
 
-    takes_passes: bool  # drafting takes a pass of a model for each further token
+    takes_passes: bool  # each further draft token takes another pass of a model
 
     @abstractmethod
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return how many drafts it can make for a branch now, at most `limit`."""
+        """Return how many drafts can be made for a branch now, at most `limit`."""
 
     @abstractmethod
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
-        """Return exactly `plan.drafts[i]` drafts for each branch with any, by index."""
+        """Return exactly `plan.drafts[i]` drafts for each branch with drafts, by index."""
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:  # noqa: B027 - see below
-        """Follow a step that ran, before its next tokens are known."""
+        """Process a step that has run, before its next tokens are known."""
 
-    def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not every proposer keeps something
-        """Drop what is kept of a branch that ended."""
+    def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not every proposer keeps state
+        """Drop the state of a branch that ended."""
 
     def reset(self) -> None:  # noqa: B027 - see above
-        """Forget what ended requests left behind."""
+        """Drop any state that ended requests left behind."""
 
 
 @dataclass(slots=True, eq=False)
 class Growing:
-    """Drafts of one branch in the making."""
+    """Drafts of one branch while they are being made."""
 
-    index: int  # of the plan
+    index: int  # in the plan
     branch: Branch
     walk: Walk | None  # through the branch's grammar
     is_marked: bool  # the branch has a watermark
@@ -55,9 +55,9 @@ class Growing:
 
 
 class Drafter(Proposer):
-    """Runs a model once per further draft, for all branches that get one.
+    """Proposer that runs a model once per further draft, for all branches that get one.
 
-    Drafts are drawn with each request's own parameters.
+    Drafts are sampled with each request's own parameters.
     """
 
     takes_passes = True
@@ -66,7 +66,7 @@ class Drafter(Proposer):
         self._chooser = chooser
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return `limit`: a model always has a guess."""
+        """Return `limit`, since a model can always draft."""
         return limit
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Drafter(Proposer):
         """Return logits [branches, vocab] after the drafts that each branch has so far."""
 
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
-        """Draft pass by pass. A branch whose grammar has ended gets wrong drafts."""
+        """Draft pass by pass. A branch whose grammar has ended gets drafts that will be rejected."""
         all_growing = []
         for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
             if count:
@@ -95,10 +95,10 @@ class Drafter(Proposer):
                 masks[place] = mask
         missing = (
             self._chooser.sampler.vocab_size - logits.shape[-1]
-        )  # models of one vocabulary may be padded apart
+        )  # models with one vocabulary may be padded differently
         drawn = self._chooser.sampler.draft(
             functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits,
-            [one.branch.row for one in growing],  # type: ignore[misc]  # whoever computes has a row
+            [one.branch.row for one in growing],  # type: ignore[misc]  # branches that compute have a row
             [one.branch.num_generated + len(one.drafts) for one in growing],
             masks=masks or None,
             ahead={place: one.tokens for place, one in enumerate(growing)},

@@ -1,7 +1,7 @@
-"""Head context: K and V of a draft head for one branch, and the model's states that it has still to read.
+"""Head context: a draft head's K and V for one branch, and model states that it has not read yet.
 
-The head reads the model's hidden states one by one. State number p belongs to the token at p and all before
-it; the head reads it together with the token at p + 1. States of tokens from the prefix cache were never
+The head reads the model's hidden states one by one. State p belongs to the token at p and all before it; the
+head reads it together with the token at p + 1. States of tokens from the prefix cache were never
 computed, so a context may begin anywhere, which only makes its drafts worse.
 """
 
@@ -15,16 +15,16 @@ from kvq.blockmgr import Sequence
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Context of one branch: states from `start` on were read, later ones wait."""
+    """Context of one branch: states from `start` on have been read, later states are waiting."""
 
     sequence: Sequence
     start: int
     waiting: list[Tensor] = field(default_factory=list)  # states [rows, hidden_size]
-    newest: Tensor | None = None  # [hidden_size]: the head's own state after the last one that it read
+    newest: Tensor | None = None  # [hidden_size]: the head's own state after the last state that it read
 
     @property
     def read(self) -> int:
-        """Number of the first state that was not read."""
+        """Number of the first state that has not been read."""
         return self.start + self.sequence.length
 
     @property
@@ -33,15 +33,15 @@ class Context:
         return self.read + sum(map(len, self.waiting))
 
     def add(self, states: Tensor, first: int) -> None:
-        """Let states wait from number `first` on, in place of others; `first` is `end` at most."""
+        """Add waiting states from number `first` on, replacing any others; `first` is at most `end`."""
         states = states[max(0, self.read - first) :]
         if not len(states):
             return
         kept = self._first(max(0, first - self.read))
-        self.waiting = [*kept, states.clone()]  # the next step overwrites its memory
+        self.waiting = [*kept, states.clone()]  # the next step overwrites the memory
 
     def take(self, count: int) -> Tensor:
-        """Take out the first `count` waiting states, at least one: [count, hidden_size]."""
+        """Remove and return the first `count` waiting states, at least one: [count, hidden_size]."""
         joined = torch.cat(self.waiting)
         self.waiting = [joined[count:]] if count < len(joined) else []
         return joined[:count]

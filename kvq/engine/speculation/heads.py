@@ -1,8 +1,8 @@
-"""Draft heads: drafts by the multi-token-prediction layer of a checkpoint.
+"""Draft heads: drafts from a checkpoint's multi-token-prediction layer.
 
 The layer reads the model's hidden state of a token together with the next token, and predicts the token after
-that. Further drafts use its own state, as in vLLM and in DeepSeek-V3's own serving. Its K and V lie in blocks
-of its own, in the model's own type.
+that. Further drafts use the layer's own state, as in vLLM and in DeepSeek-V3's own serving. Its K and V have
+separate blocks, in the model's own dtype.
 """
 
 from itertools import accumulate
@@ -26,21 +26,21 @@ from kvq.models.parts.step import PackedStep
 from kvq.models.run.packing import padded, positions_of
 from kvq.scheduler import Branch, StepPlan
 
-_WAITING = 256  # states of a branch that wait for the next draft at most; more are read at once
+_WAITING = 256  # most waiting states of a branch until the next draft; more are read immediately
 _Reading = tuple[
     Context, Tensor, list[int]
-]  # states [rows, hidden_size] that are read, each one's next token
+]  # states [rows, hidden_size] that will be read, and the next token of each
 
 
 class Heads(Drafter):
-    """Follows every branch with a context of its own in the head's cache."""
+    """Drafter that follows every branch with a separate context in the head's cache."""
 
     def __init__(self, chooser: Chooser, head: MtpHead, *, tokens: int) -> None:
-        """`tokens`: room of the head's cache, for all branches together.
+        """`tokens`: capacity of the head's cache, for all branches together.
 
         Raises:
-            ConfigError: attention of the head that kvq doesn't run.
-            OutOfMemory: its K and V don't fit.
+            ConfigError: kvq doesn't support the head's attention.
+            OutOfMemory: the head's K and V don't fit.
         """
         super().__init__(chooser)
         layout = head.layout
@@ -51,11 +51,11 @@ class Heads(Drafter):
         self._hidden_size = head.geometry.hidden_size
         self._dtype, self._device = head.prepared.dtype, head.prepared.device
         self._contexts: dict[Branch, Context] = {}
-        self._newest: dict[Branch, Tensor] = {}  # [hidden_size], of the drafts in the making
+        self._newest: dict[Branch, Tensor] = {}  # [hidden_size], for the drafts in progress
         self._try()
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """Take the states of every branch. Those of prompts are read here, so that few wait."""
+        """Take the states of every branch. States of prompts are read here, so that few have to wait."""
         if output.hidden is None:
             return
         crowded, forking = [], []
@@ -75,7 +75,7 @@ class Heads(Drafter):
             self._share(branch)
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return 0 for a branch whose last state is missing, or without room; else `limit`."""
+        """Return 0 for a branch whose last state is missing or that has no room, else `limit`."""
         context = self._contexts.get(branch)
         if context is None or context.end < len(branch.tokens) - 1:
             return 0
@@ -87,7 +87,7 @@ class Heads(Drafter):
         return limit if self._have_room([(context, rows)]) else 0
 
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
-        """Draft, then drop the states of drafts from the head's cache."""
+        """Draft, then remove the states of drafts from the head's cache."""
         self._newest = {}
         drafting = [branch for branch, count in zip(plan.branches, plan.drafts, strict=True) if count]
         self._read(drafting)
@@ -101,7 +101,7 @@ class Heads(Drafter):
                     self._manager.truncate(context.sequence, lengths[branch])
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Return logits of the head: from the model's state first, then from its own state and the drafts."""
+        """Return the head's logits: first from the model's state, then from its own state and the drafts."""
         drafts = [one for one in growing if one.drafts]
         if drafts:
             self._read_drafts(drafts)
@@ -121,7 +121,7 @@ class Heads(Drafter):
             self._manager.free(context.sequence)
 
     def _context(self, branch: Branch, first: int) -> Context:
-        """Return a branch's context, which has all states before `first`, or a new one that begins there."""
+        """Return a branch's context if it has all states before `first`, or a new one that begins there."""
         context = self._contexts.get(branch)
         if context is not None and context.end < first:
             self._manager.free(context.sequence)
@@ -134,7 +134,7 @@ class Heads(Drafter):
         return Context(self._manager.new_sequence(), start)
 
     def _fork(self, context: Context) -> Context:
-        """Return a copy that shares the blocks."""
+        """Return a copy of a context that shares its blocks."""
         twin = self._manager.fork(context.sequence)
         return Context(twin, context.start, list(context.waiting), context.newest)
 
@@ -163,7 +163,7 @@ class Heads(Drafter):
             self._manager.commit(context.sequence)
 
     def _read_drafts(self, growing: list[Growing]) -> None:
-        """Read the head's last state with the newest draft, of each branch that has both."""
+        """Read the head's last state together with the newest draft, for each branch that has both."""
         rows = {one.branch: 1 for one in growing if one.branch in self._contexts & self._newest.keys()}
         tokens = {one.branch: one.drafts[-1].token for one in growing}
         work = {
@@ -173,7 +173,7 @@ class Heads(Drafter):
         self._newest |= self._run(work)
 
     def _make_room(self, rows: dict[Branch, int]) -> list[Branch]:
-        """Return the branches that can read their states; contexts that get no blocks end."""
+        """Return the branches that can read their states; drop contexts that get no blocks."""
         if self._have_room([(self._contexts[branch], count) for branch, count in rows.items()]):
             return list(rows)
         fitting: list[tuple[Context, int]] = []
@@ -191,7 +191,7 @@ class Heads(Drafter):
         return self._manager.can_append([(context.sequence, rows) for context, rows in work])
 
     def _run(self, work: dict[Branch, _Reading]) -> dict[Branch, Tensor]:
-        """Return the head's state after each branch; contexts with values that are not finite end."""
+        """Return the head's state after each branch; drop contexts with values that are not finite."""
         if not work:
             return {}
         try:
@@ -203,7 +203,7 @@ class Heads(Drafter):
         found = {branch: row for branch, row in zip(work, made, strict=True) if row is not None}
         for branch in work.keys() - found.keys():
             broken = self._contexts.pop(branch).sequence
-            self._manager.scrub(broken)  # its blocks may hold values that are not finite
+            self._manager.scrub(broken)  # its blocks may contain values that are not finite
             self._manager.free(broken)
             self._newest.pop(branch, None)
         return found
@@ -212,7 +212,7 @@ class Heads(Drafter):
     def _state_after(self, work: list[_Reading]) -> list[Tensor | None]:
         """Return the head's state after each reading, [hidden_size]; None if K or V is not finite.
 
-        There has to be room.
+        The caller must have made room.
         """
         sequences, counts = [one.sequence for one, _, _ in work], [len(tokens) for _, _, tokens in work]
         slots = self._manager.append(list(zip(sequences, counts, strict=True)))
@@ -235,7 +235,7 @@ class Heads(Drafter):
         return [None if broken else row for row, broken in zip(last, bad, strict=True)]
 
     def _try(self) -> None:
-        """Raise ConfigError unless kvq's attention runs the head."""
+        """Raise ConfigError unless kvq's attention can run the head."""
         context = self._begin(0)
         states = torch.zeros(3, self._hidden_size, dtype=self._dtype, device=self._device)
         try:
@@ -249,5 +249,5 @@ class Heads(Drafter):
 
 
 def _readable(context: Context, branch: Branch) -> int:
-    """Return how many waiting states have a known next token; those of wrong drafts have none."""
+    """Return how many waiting states have a known next token; states of rejected drafts have none."""
     return max(0, min(context.end, len(branch.tokens) - 1) - context.read)

@@ -1,4 +1,4 @@
-"""Speculator construction: checks the configuration, and loads what drafts."""
+"""Speculator construction: checks the configuration and loads the drafting model or head."""
 
 import logging
 import re
@@ -28,12 +28,12 @@ from kvq.scheduler import Scheduler
 _log = logging.getLogger("kvq")
 
 
-# What drafts, loaded before the pools are sized: a model, this model rounded, a head, or no weights
+# The part that drafts, loaded before the pools are sized: a model, this model rounded, a head, or none
 Helper = Model | LoadedWeights | MtpHead | None
 
 
 def helper_bytes_per_token(helper: Helper) -> float:
-    """Return the bytes per token of a cache of its own."""
+    """Return the bytes per token of the helper's own cache."""
     if isinstance(helper, Model):
         return helper.kv_bytes_per_token
     return helper.layout.kv_bytes_per_token if isinstance(helper, MtpHead) else 0.0
@@ -42,11 +42,11 @@ def helper_bytes_per_token(helper: Helper) -> float:
 def check_speculation(
     config: Speculation | None, model: PreparedModel
 ) -> tuple[PreparedModel, KVRecipe] | None:
-    """Check all that can be checked without weights; return the draft model, if any, and its recipe.
+    """Check everything that needs no weights; return the draft model, if there is one, and its recipe.
 
     Raises:
-        ModelError: a missing, damaged or refused draft model.
-        ConfigError: one that can't draft for this model.
+        ModelError: the draft model is missing, damaged or refused.
+        ConfigError: the draft model can't draft for this model.
     """
     if config is not None and config.method == "self":
         check_self(model, config.weights)
@@ -66,7 +66,7 @@ def check_speculation(
 
 
 def load_helper(config: Speculation | None, model: Model) -> Helper:
-    """Load the helper that drafts for a model, if any; raises as `check_speculation`."""
+    """Load the helper that drafts for a model, if there is one; raises errors like `check_speculation`."""
     found = check_speculation(config, model.prepared)
     if config is not None and config.method == "self":
         _log.info("loading the model once more, rounded, to draft")
@@ -94,7 +94,7 @@ def make_speculator(
     chooser: Chooser,
     clock: Callable[[], float],
 ) -> Speculator | None:
-    """Return the speculator of an engine, or None without a configuration."""
+    """Return an engine's speculator, or None if speculation is not configured."""
     if config is None:
         return None
     proposer: Proposer = Lookup()
@@ -111,12 +111,12 @@ def make_speculator(
     return Speculator(config, proposer, scheduler, clock)
 
 
-_HEAD = re.compile(r"eagle|medusa", re.IGNORECASE)  # in names of classes and kinds
+_HEAD = re.compile(r"eagle|medusa", re.IGNORECASE)  # in names of classes and model types
 _NAMING = ("model_type", "speculators_model_type")
 
 
 def check_is_model(source: ModelSource) -> None:
-    """Raise ConfigError if a draft model is only a head, such as EAGLE, by its config.json.
+    """Raise ConfigError if a draft model's config.json shows that it is only a head, such as EAGLE.
 
     Raises:
         ModelError: config.json is missing or can't be read.

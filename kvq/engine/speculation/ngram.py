@@ -1,4 +1,4 @@
-"""N-gram drafting: proposes the tokens that followed the last ones when they occurred before.
+"""N-gram drafting: proposes the tokens that followed an earlier occurrence of the last ones.
 
 Sources: Saxena 2023, "Prompt Lookup Decoding"; Oliaro et al. 2024, "SuffixDecoding", for outputs of other
 requests.
@@ -13,28 +13,28 @@ from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.drafter import Proposer
 from kvq.scheduler import Branch, StepPlan
 
-_LENGTHS = (8, 4, 3, 2)  # of n-grams, the longest first
-_AT_ONCE = 4096  # tokens that are indexed in a step, so that a long prompt delays no other request
-_MOST_TOKENS = 1 << 14  # of one tenant's outputs; at twice as many the older half is dropped
-_MOST_IN_ALL = 1 << 17  # of all tenants; a token takes some 600 bytes, most of them in the dictionary
+_LENGTHS = (8, 4, 3, 2)  # of n-grams, longest first
+_AT_ONCE = 4096  # tokens to index per step, so that a long prompt does not delay other requests
+_MOST_TOKENS = 1 << 14  # per tenant, of its outputs; at twice as many, the older half is dropped
+_MOST_IN_ALL = 1 << 17  # over all tenants; a token takes about 600 bytes, most of them in the dictionary
 
 
 class NGrams:
-    """A text, and the last place of each of its n-grams. Costs a few dictionary entries a token."""
+    """Text with the last position of each of its n-grams. Costs a few dictionary entries per token."""
 
     def __init__(self) -> None:
         self.tokens = array("I")
-        self._last: dict[bytes, int] = {}  # n-gram -> index after it, where it last occurred before the end
-        self._indexed = 0  # tokens whose n-grams are known
+        self._last: dict[bytes, int] = {}  # n-gram -> index after its last occurrence before the end
+        self._indexed = 0  # tokens whose n-grams are indexed
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         self.tokens.extend(tokens)
 
     def following(self, context: "array[int]", count: int) -> list[int]:
-        """Return up to `count` tokens that followed the longest known suffix of `context`; [] for none.
+        """Return up to `count` tokens that followed the longest known suffix of `context`, or [] if none did.
 
-        A text that ends within them is continued periodically, as if it repeated itself.
+        If the text ends within them, it is continued periodically, as if it repeated itself.
         """
         self._index()
         for length in _LENGTHS if count else ():
@@ -46,7 +46,7 @@ class NGrams:
         return []
 
     def _index(self) -> None:
-        """Index more n-grams that end before the last token, so that the next token is known."""
+        """Index more n-grams that end before the last token, so that their next token is known."""
         tokens, last, first = self.tokens, self._last, max(self._indexed, 1)
         until = min(len(tokens), first + _AT_ONCE)
         for end in range(first, until):
@@ -73,7 +73,7 @@ class Recent:
         self._texts: OrderedDict[tuple[str, str | None], NGrams] = OrderedDict()
 
     def add(self, owner: tuple[str, str | None], tokens: Sequence[int]) -> None:
-        """Keep an output of a tenant's request; the least recently active tenants are forgotten."""
+        """Store an output of a tenant's request; the least recently active tenants are evicted."""
         if not tokens:
             return
         text = self._texts.setdefault(owner, NGrams())
@@ -90,12 +90,12 @@ class Recent:
             self._total -= len(oldest.tokens)
 
     def of(self, owner: tuple[str, str | None]) -> NGrams | None:
-        """Return the outputs that a request of this owner may use."""
+        """Return the outputs that a request of this owner may use, or None."""
         return self._texts.get(owner)
 
 
 class Lookup(Proposer):
-    """Proposes tokens that followed before: in the request's own text, or in recent answers to its tenant."""
+    """Proposer of tokens that followed before, in the request's text or in recent answers to its tenant."""
 
     takes_passes = False
 
@@ -105,7 +105,7 @@ class Lookup(Proposer):
         self._found: dict[Branch, list[int]] = {}
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return how many drafts are found and, under a grammar, allowed."""
+        """Return how many drafts were found and are allowed by any grammar."""
         text = self._texts.setdefault(branch, NGrams())
         text.extend(branch.tokens[len(text.tokens) :])
         found = text.following(branch.tokens, limit)
@@ -136,5 +136,5 @@ class Lookup(Proposer):
         self._recent.add(_owner(job), branch.tokens[job.prompt_length :])
 
 
-def _owner(job: Job) -> tuple[str, str | None]:  # D262: by tenant and salt: time would tell
+def _owner(job: Job) -> tuple[str, str | None]:  # D262: by tenant and salt, since timing would reveal hits
     return job.tenant, job.cache_salt

@@ -1,9 +1,9 @@
 """Self-drafting: the model with rounded weights drafts over the blocks of its own cache.
 
 It reads the K and V that the model itself wrote. Its drafts are written to the slots that the step has for
-them, and the step overwrites them. So it needs no cache, and no prompt is computed twice.
-Source: Zhang et al. 2024, "Draft & Verify", for a draft that is the model itself; Tiwari et al. 2025,
-"QuantSpec", for one whose weights are rounded.
+them, and the step overwrites them. It therefore needs no cache, and no prompt is computed twice.
+Source: Zhang et al. 2024, "Draft & Verify", for a draft model that is the model itself; Tiwari et al. 2025,
+"QuantSpec", for a draft model with rounded weights.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ _LARGEST_GROUP = 128
 
 
 def check_self(prepared: PreparedModel, weights: str | None) -> None:
-    """Raise ConfigError for a model that is stored in codes already, or that keeps recurrent states."""
+    """Raise ConfigError for a model whose weights are already quantized, or that keeps recurrent states."""
     parse_weight_format(weights or _default_weights(prepared))
     if prepared.is_quantized:
         raise ConfigError(
@@ -43,14 +43,14 @@ def check_self(prepared: PreparedModel, weights: str | None) -> None:
 
 
 def _default_weights(prepared: PreparedModel) -> str:
-    """Return INT4 in the largest groups, 128 at most, that divide the inputs of every matrix."""
+    """Return INT4 with the largest group size, at most 128, that divides the inputs of every matrix."""
     widths = [entry.shape[1] for entry in prepared.entries if len(entry.shape) == 2]
     group = gcd(_LARGEST_GROUP, *widths)
     return "int4" if group == _LARGEST_GROUP else f"int4_g{group}"
 
 
 def load_self(model: Model, weights: str | None) -> LoadedWeights:
-    """Return the model's weights rounded further; weights that are not rounded are shared with it."""
+    """Return the model's weights, rounded further; weights that are not rounded are shared with it."""
     rounded = replace(
         model.prepared, rounded_to=parse_weight_format(weights or _default_weights(model.prepared))
     )
@@ -61,7 +61,7 @@ def load_self(model: Model, weights: str | None) -> LoadedWeights:
 
 @torch.no_grad()
 def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
-    """Share parameters that two models have in common, such as embeddings."""
+    """Share parameters that are equal in two models, such as embeddings."""
     known = dict(target.model.named_parameters())
     for name, parameter in draft.model.named_parameters():
         other = known.get(name)
@@ -76,8 +76,8 @@ def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
             replace_linear(draft.model, name, embedding)
 
 
-class SelfDraft(Drafter):  # D260: the model's own blocks, not a cache of its own
-    """Runs a plan's branches token by token with other weights, before the step runs."""
+class SelfDraft(Drafter):  # D260: uses the model's own blocks, no separate cache
+    """Drafter that runs a plan's branches token by token with other weights, before the step runs."""
 
     def __init__(self, chooser: Chooser, runner: Runner, weights: LoadedWeights) -> None:
         super().__init__(chooser)
@@ -90,7 +90,7 @@ class SelfDraft(Drafter):  # D260: the model's own blocks, not a cache of its ow
 
 
 def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:
-    """Return a step of the newest known or drafted token of some branches of a plan."""
+    """Return a step for the newest known or drafted token of some branches of a plan."""
     ends, tokens = [], []
     for one in growing:
         drafts = one.drafts

@@ -12,13 +12,13 @@ from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
 
 _log = logging.getLogger("kvq")
-_MOST_FAILURES = 3  # in a row, of a proposer that raises, before it is left alone
+_MOST_FAILURES = 3  # of a proposer in a row, before it is no longer used
 
-Drafts = dict[int, list[Drafted]]  # by the plan's indices
+Drafts = dict[int, list[Drafted]]  # by index in the plan
 
 
-class Speculator:  # D259: states wait: kept once all drafts are right
-    """Has drafts proposed for decoding branches as far as they pay."""
+class Speculator:  # D259: states wait, and are kept once all drafts are accepted
+    """Speculation of an engine: lets a proposer draft for decoding branches as long as drafts pay off."""
 
     def __init__(
         self,
@@ -28,20 +28,20 @@ class Speculator:  # D259: states wait: kept once all drafts are right
         clock: Callable[[], float],
     ) -> None:
         self._k = config.k
-        self.looked_at = 0  # drafts after right ones only
-        self.right = 0  # of these
+        self.looked_at = 0  # checked drafts: those after accepted ones only
+        self.right = 0  # accepted drafts
         self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
-        self.proposer = proposer  # what makes the drafts
+        self.proposer = proposer  # makes the drafts
         self._scheduler = scheduler
         self._clock = clock
         self._failures = 0
 
     def use(self, *, k: int, adapts: bool) -> None:
-        """Make at most `k` drafts from now on; 0 for none."""
+        """Make at most `k` drafts per sequence and step from now on; 0 for none."""
         self._k, self.depth.adapts = k, adapts
 
     def plan(self) -> int:
-        """Set the number of drafts of each branch in the next step; return their total."""
+        """Set the number of drafts of each branch for the next step and return their total."""
         if not self._k or self._failures >= _MOST_FAILURES:
             return 0
         if self.proposer.takes_passes and self.depth.rests:  # an n-gram may be found at any time
@@ -50,7 +50,7 @@ class Speculator:  # D259: states wait: kept once all drafts are right
         allowed = drafts_allowed(self._scheduler, self._k)
         try:
             most = self._most(allowed)
-        except Exception:  # noqa: BLE001 - whatever a model raises; the step does without
+        except Exception:  # noqa: BLE001 - any error from a model; the step runs without drafts
             self._fail("looking for drafts failed")
             return 0
         chosen = self.depth.choose(most, len(allowed))
@@ -60,16 +60,16 @@ class Speculator:  # D259: states wait: kept once all drafts are right
 
     @property
     def may_draft(self) -> bool:
-        """False if drafts did not pay in a recent step, so that they hardly pay in the next."""
+        """False if drafts did not pay in a recent step, so that they are unlikely to pay in the next."""
         return self._k > 0 and self._failures < _MOST_FAILURES and not self.depth.rests
 
     def skip(self) -> None:
-        """Note a step that was planned without drafts."""
+        """Record a step that was planned without drafts."""
         if self.depth.rests:
             self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Fill in the drafts of a plan whose orders were carried out; if that fails, with wrong ones."""
+        """Fill in the drafts of a plan whose orders were carried out; if drafting fails, draft token 0."""
         if not plan.num_drafts:
             return {}
         began = self._clock()
@@ -86,7 +86,7 @@ class Speculator:  # D259: states wait: kept once all drafts are right
         return drafts
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """Follow a step that ran, before its next tokens are known."""
+        """Process a step that has run, before its next tokens are known."""
         if self._failures >= _MOST_FAILURES:
             return
         try:
@@ -95,7 +95,7 @@ class Speculator:  # D259: states wait: kept once all drafts are right
             self._fail("what drafts could not follow a step")
 
     def _most(self, allowed: dict[Branch, int]) -> dict[Branch, int]:
-        """Return the most drafts of each branch that can have some."""
+        """Return the most drafts for each branch that can have any."""
         most: dict[Branch, int] = {}
         for branch, limit in allowed.items():
             job = as_job(branch.request)
@@ -104,18 +104,18 @@ class Speculator:  # D259: states wait: kept once all drafts are right
         return most
 
     def _fail(self, what: str) -> None:
-        """Report an exception; after several in a row no more drafts are made."""
+        """Log an exception; after several in a row, no more drafts are made."""
         self._failures += 1
         _log.exception("%s%s", what, "; no more are tried" * (self._failures == _MOST_FAILURES))
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:
-        """Learn that the first `right` of a branch's drafts were right."""
+        """Learn that the first `right` of a branch's drafts were accepted."""
         self.looked_at += min(drafted, right + 1)
         self.right += right
         self.depth.learn(branch, drafted, right)
 
     def count(self, job: Job, drafted: int, accepted: int) -> None:
-        """Count the drafts of a job, and those among its tokens, up to the one that ended a result."""
+        """Count the drafts of a job, and those that became tokens of its result."""
         counters = self._scheduler.counters
         counters.drafts += 1
         counters.drafted_tokens += drafted
@@ -124,7 +124,7 @@ class Speculator:  # D259: states wait: kept once all drafts are right
         job.accepted_tokens += accepted
 
     def forget(self, job: Job) -> None:
-        """Drop what is kept of a job that ended."""
+        """Drop the state of a job that ended."""
         for branch in job.branches:
             self.depth.forget(branch)
             self.proposer.forget(branch, job)

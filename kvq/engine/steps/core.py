@@ -1,4 +1,4 @@
-"""Engine core: requests in, tokens out; one step is plan, run, choose, settle."""
+"""Engine core: turns requests into tokens; each step is plan, run, choose, settle."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,15 +37,15 @@ _log = logging.getLogger("kvq")
 
 
 class EngineCore(NotCopyable):
-    """Requests in, tokens out, one step at a time. All calls come from one thread."""
+    """Engine without a loop: takes requests and computes tokens step by step, all in one thread."""
 
     def __init__(
         self, model: Model, config: EngineConfig, *, clock: Callable[[], float] = perf_counter
     ) -> None:
-        """Measure a step of full size, then allocate the pools; nothing is allocated for them later.
+        """Measure a full-size step, then allocate the pools, which never grow later.
 
         Raises:
-            ConfigError: an option out of range, static scales missing, or a watermark's key.
+            ConfigError: an option is out of range, static scales are missing, or a watermark key is invalid.
             OutOfMemory: the pools don't fit.
         """
         check_cache(model.prepared)
@@ -71,7 +71,7 @@ class EngineCore(NotCopyable):
         )
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
-        self._jobs: dict[Job, None] = {}  # begun and not ended, oldest first
+        self._jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self.intake = Intake(model, self.scheduler, marking=marking, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(
@@ -90,17 +90,17 @@ class EngineCore(NotCopyable):
         self._grammars = PendingGrammars(model)
         self._publisher = Publisher(model, self.scheduler)
         self._is_stepping = False
-        self._flight: Flight | None = None  # the step that runs, and between steps the one launched ahead
-        self._finished = 0  # requests, in this step
+        self._flight: Flight | None = None  # the current step, or, between steps, the one launched ahead
+        self._finished = 0  # requests finished in this step
         self._closed = False
 
     def submit(self, job: Job, *, arrival_s: float | None = None) -> None:
-        """Queue a job; one with a grammar waits until that is compiled, while steps run.
+        """Queue a job; a job with a grammar waits until that is compiled, while steps run.
 
-        `arrival_s`: on the engine's clock, if it came while a step ran; TTFT counts from there.
+        `arrival_s`: arrival on the engine's clock, if during a step; TTFT is measured from it.
 
         Raises:
-            RequestError: too many grammars wait to be compiled.
+            RequestError: too many grammars are waiting to be compiled.
             EngineError: the engine was closed.
         """
         if self._closed:
@@ -112,18 +112,18 @@ class EngineCore(NotCopyable):
             self._grammars.add(job)
 
     def refuse(self, job: Job, error: KVQError) -> None:
-        """End a job that was never submitted, and tell its listener why."""
+        """End a job that was never submitted, and send its listener the error."""
         self._complete(job, error, "error")
 
     def cancel(self, job: Job) -> None:
-        """End a job now; nothing happens if it has ended."""
+        """End a job now; does nothing if it has already ended."""
         if self._grammars.remove(job):
             self._complete(job, None, "cancelled")
         elif job in self._jobs:
             self._end(job, None, "cancelled")
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
-        """Call `subscriber` with the stats of every step from now on. Returns a function that ends it."""
+        """Call `subscriber` with the stats of every step from now on; return a function that unsubscribes."""
         return self._publisher.subscribe(subscriber)
 
     @property
@@ -132,14 +132,14 @@ class EngineCore(NotCopyable):
         return bool(self._jobs) or len(self._grammars) > 0
 
     def can_submit(self, job: Job) -> bool:
-        """False while so many grammars wait to be compiled that `submit` might refuse a job for it."""
+        """Return False if `submit` might refuse a job because too many grammars wait to be compiled."""
         return self._grammars.has_room(job)
 
     def step(self) -> bool:
         """Run one step; False if there was nothing to run.
 
         Raises:
-            EngineError: called from a listener, inside a step, or in a forked child.
+            EngineError: it was called from a listener, during a step, or in a forked child process.
         """
         self._home.check()
         if self._is_stepping:
@@ -166,7 +166,7 @@ class EngineCore(NotCopyable):
             choices = self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
             self._launcher.launch_ahead(flight, choices)
             self._settle(flight, choices)
-        except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
+        except BaseException:  # also on an interrupt: the plan's tokens have slots, but were never committed
             self._abandon()
             raise
         self._flight = flight.following
@@ -174,7 +174,7 @@ class EngineCore(NotCopyable):
         return True
 
     def _resume(self, flight: Flight, began: float) -> Flight | None:
-        """Go on with a step that was launched ahead; None if all its branches have ended."""
+        """Continue a step that was launched ahead; None if all its branches have ended."""
         if all(branch.is_done for branch in flight.plan.branches):
             self._forget()
             return None
@@ -187,7 +187,7 @@ class EngineCore(NotCopyable):
         watch.start("scheduling", since=began)
         if self.speculator is not None:
             watch.start("drafting")
-            self.speculator.plan()  # a draft may read what it missed
+            self.speculator.plan()  # a draft model may catch up here
             watch.start("scheduling")
         plan = self.scheduler.schedule(began)
         for request in self.scheduler.take_failed():
@@ -195,7 +195,7 @@ class EngineCore(NotCopyable):
         return None if plan is None else Flight(plan, watch)
 
     def _run(self, flight: Flight) -> None:
-        """Carry a step to its output; what doesn't depend on that is done while it runs."""
+        """Run a step until its output is available; meanwhile, do work that doesn't depend on the output."""
         if flight.phase is Phase.RUNNING:
             self._launcher.plan_next(flight)
             self._prepare_choices(flight)
@@ -209,7 +209,7 @@ class EngineCore(NotCopyable):
         return flight.wanted
 
     def _account(self, flight: Flight) -> None:
-        """Learn what a step cost, and publish its statistics."""
+        """Learn the costs of a step and publish its statistics."""
         plan, watch = flight.plan, flight.watch
         if plan.branches:
             self.scheduler.costs.observe(
@@ -222,10 +222,10 @@ class EngineCore(NotCopyable):
         self._publisher.publish(flight, finished=self._finished)
 
     def close(self, error: KVQError | None = None) -> None:
-        """End every job, with `error` or as cancelled, and give back what lies outside the device."""
+        """End every job, with `error` or as cancelled, and release resources outside the device."""
         reason: FinishReason = "cancelled" if error is None else "error"
         self._closed = True
-        if not self._home.is_here:  # in a forked child, what lies outside is still its parent's
+        if not self._home.is_here:  # in a forked child, these resources still belong to its parent
             return
         self._forget()
         for job in self._grammars.close():
@@ -233,14 +233,14 @@ class EngineCore(NotCopyable):
         for job in list(self._jobs):
             try:
                 self._end(job, error, reason)
-            except Exception:  # noqa: BLE001 - after a breakdown; whoever waits is answered all the same
+            except Exception:  # noqa: BLE001 - after a failure; every waiting caller must still get an answer
                 _log.exception("request %s could not be ended in order", job.id)
                 self._complete(job, error, reason)
         self._publisher.close()
         self.runner.close()
 
     def _abandon(self) -> None:
-        """End everything that runs, after a step broke off: orders may be lost, so blocks say nothing."""
+        """End all jobs after a step failed midway: orders may be lost, so blocks can't be trusted."""
         self._forget()
         for job in list(self._jobs):
             self._end(job, EngineError("a step broke off; send the request again"), "error")
@@ -248,13 +248,13 @@ class EngineCore(NotCopyable):
         self.scheduler.manager.drop_cached()
 
     def _forget(self) -> None:
-        """Drop the steps in flight, and wait for one that runs."""
+        """Drop the steps in flight; wait for a running one."""
         if self._flight is not None:
             self._launcher.forget(self._flight)
         self._flight = None
 
     def _begin_compiled(self) -> None:
-        """Queue the jobs whose grammars are ready, end those whose grammars are refused."""
+        """Queue the jobs whose grammars are ready, and end those whose grammars are refused."""
         for job, found in self._grammars.take_done():
             if isinstance(found, BaseException):
                 self._complete(job, as_known(found), "error")
@@ -264,7 +264,7 @@ class EngineCore(NotCopyable):
     def _begin(self, job: Job, matcher: "Matcher | None") -> None:
         try:
             job.begin(self.model.tokenizer, matcher)
-        except Exception as error:  # noqa: BLE001 - a tokenizer or a grammar: this request's alone
+        except Exception as error:  # noqa: BLE001 - a tokenizer or grammar error affects only this request
             _log.exception("request %s failed", job.id)
             self._complete(job, as_known(error), "error")
             return
@@ -273,7 +273,7 @@ class EngineCore(NotCopyable):
         self.pinning.add(job)
 
     def _settle(self, flight: Flight, choices: Choices) -> None:
-        """Commit a step once its tokens are there, tell all listeners, and end the requests that are done."""
+        """Commit a step once its tokens are available, notify all listeners, and end finished requests."""
         choices.wait()
         plan, now = flight.plan, flight.watch.start("settling")
         bad: set[int] = set()
@@ -293,7 +293,7 @@ class EngineCore(NotCopyable):
                 guessed = (plan.drafts[i], len(chosen) - 1)
                 self._take(job, branch, chosen[: len(tokens[i])], timed, now, guessed)
         for job, picks in choices.forks.items():
-            if job not in self._jobs:  # it failed, or a listener cancelled it
+            if job not in self._jobs:  # the job failed, or a listener cancelled it
                 continue
             self.scheduler.branch_out(job, [(0, token) for token, _ in picks])
             for branch, pick in zip(job.branches, picks, strict=True):
@@ -313,19 +313,19 @@ class EngineCore(NotCopyable):
         now: float,
         guessed: tuple[int, int] = (0, 0),
     ) -> None:
-        """Give one result its tokens, up to the one that ends it; `guessed`: drafts, and right ones."""
+        """Add tokens to one result, up to the one that ends it; `guessed`: (drafts, accepted drafts)."""
         if job not in timed:
             timed.add(job)
             job.mark_token(now)
         used = 0
         try:
-            for used, (token, logprobs) in enumerate(tokens, 1):  # noqa: B007 - it is what is looked for
+            for used, (token, logprobs) in enumerate(tokens, 1):  # noqa: B007 - used after the loop
                 self._chooser.record(branch, token)
                 if ended := job.accept(job.index_of(branch), token, logprobs):
                     break
                 if job not in self._jobs:  # its listener cancelled it
                     return
-        except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
+        except Exception as error:  # noqa: BLE001 - a listener or tokenizer error affects only this request
             if not isinstance(error, KVQError):
                 _log.exception("request %s failed", job.id)
             if job in self._jobs:
@@ -340,7 +340,7 @@ class EngineCore(NotCopyable):
                 self._complete(job, None, None)
 
     def _kept(self, flight: Flight, choices: Choices, index: int) -> list[int]:
-        """The tokens that a branch goes on by: none, one, or accepted drafts and one behind them."""
+        """Return the tokens that continue a branch: none, one, or accepted drafts and one after them."""
         branch, drafts = flight.plan.branches[index], flight.plan.drafts[index]
         chosen = [token for token, _ in choices.tokens.get(index, ())]
         if not drafts or branch.is_done or not chosen:
@@ -353,7 +353,7 @@ class EngineCore(NotCopyable):
         return chosen[: as_job(branch.request).until_end(branch, chosen)]
 
     def _expand(self, job: Job, now: float) -> None:
-        """Let beam search choose which beams go on."""
+        """Let beam search choose which beams continue."""
         assert job.beams is not None, "only beams are expanded"
         job.mark_token(now)
         running = job.branches[: job.beams.num_running]
@@ -365,7 +365,7 @@ class EngineCore(NotCopyable):
             self.scheduler.branch_out(job, picks)
 
     def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
-        """End a job. With an error its values can't be trusted: nothing of it stays cached."""
+        """End a job. With an error, its values can't be trusted, and nothing of it stays cached."""
         for branch in job.live:
             self._release(branch)
         if error is None:
@@ -379,13 +379,13 @@ class EngineCore(NotCopyable):
             self._chooser.forget(branch.row)
 
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
-        """Hand the result over. A listener that raises is reported; its request has ended anyway."""
+        """Deliver the result. A listener that raises an error is logged; its request has ended anyway."""
         self._finished += 1
-        self._jobs.pop(job, None)  # a job that never began is not there
+        self._jobs.pop(job, None)  # a job that never began is not in it
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
         try:
             job.deliver(output)
-        except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
+        except Exception:  # noqa: BLE001 - third-party code must not stop the steps of others
             _log.exception("the listener of request %s failed", job.id)

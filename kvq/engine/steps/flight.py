@@ -1,4 +1,4 @@
-"""Step in flight: a plan, what came of it so far, and the time that each part of it took."""
+"""Step in flight: a plan, its results so far, and the time that each part took."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ Part = Literal["scheduling", "drafting", "forward", "sampling", "settling"]
 _NOTHING: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
 
 
-# D234: two steps are in flight at most, and the second depends on nothing but the tokens of the first.
+# D234: at most two steps are in flight, and the second depends only on the tokens of the first.
 class Phase(Enum):
     """Phase of a step in flight."""
 
-    PLANNED = "planned"  # its slots are taken; tokens of the step before it may be missing
-    READY = "ready"  # its orders are carried out
+    PLANNED = "planned"  # its slots are allocated; tokens of the previous step may be missing
+    READY = "ready"  # its orders have been carried out
     RUNNING = "running"  # its forward pass has begun
-    DONE = "done"  # its output is there
+    DONE = "done"  # its output is available
 
 
 class Stopwatch:
-    """Seconds of one step by part. One part at a time is measured, none while another step has its turn."""
+    """Seconds of one step by part. One part is measured at a time, and none while another step is handled."""
 
     __slots__ = ("_began", "_clock", "_overlapped_s", "_part", "_seconds")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds = _NOTHING.copy()
-        self._part: Part | None = None  # that is measured now
+        self._part: Part | None = None  # the part that is being measured
         self._began = 0.0
         self._overlapped_s = 0.0
 
@@ -44,11 +44,11 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """All parts together, except work that was done while another step ran."""
+        """Total of all parts, except work that was done while another step ran."""
         return sum(self._seconds.values()) - self._overlapped_s
 
     def start(self, part: Part, since: float | None = None) -> float:
-        """Measure a part from now on, or from `since`; the part before it ends there. Returns that time."""
+        """Measure a part from now on, or from `since`; the previous part ends then. Returns that time."""
         now = self._clock() if since is None else since
         if self._part is not None:
             self._seconds[self._part] += now - self._began
@@ -56,9 +56,9 @@ class Stopwatch:
         return now
 
     def stop(self, *, at_least: float = 0.0) -> float:
-        """End the part that is measured, which took `at_least` seconds even if it began before.
+        """End the measured part; it counts as at least `at_least` seconds, even if it began earlier.
 
-        Returns the time.
+        Returns the current time.
         """
         now = self._clock()
         if self._part is not None:
@@ -68,35 +68,35 @@ class Stopwatch:
         return now
 
     def leave_out(self, seconds: float) -> None:
-        """Leave that out of the part that is measured now: another step had its turn."""
+        """Subtract `seconds`, spent on another step, from the part that is being measured."""
         self._began += seconds
 
     def overlap(self) -> None:
-        """Stop, and leave all that was measured so far out of `seconds`: another step ran meanwhile."""
+        """Stop, and exclude everything measured so far from `seconds`, since another step ran meanwhile."""
         self.stop()
         self._overlapped_s = sum(self._seconds.values())
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One step on its way from its plan to its tokens. The next one may start while this one is settled."""
+    """One step, from its plan to its tokens. The next step may start while this one is being settled."""
 
     plan: StepPlan
     watch: Stopwatch
     phase: Phase = Phase.PLANNED
     failed_swaps: list[SwapIn] = field(default_factory=list)
     drafts: Drafts = field(default_factory=dict)
-    output: StepOutput | None = None  # from READY on where the pass can be laid out without its tokens
-    errors: dict[Job, KVQError] = field(default_factory=dict)  # of requests that can't go on
-    wanted: Wanted | None = None  # what is to be chosen from the output
+    output: StepOutput | None = None  # from READY on if the pass can be laid out without its tokens
+    errors: dict[Job, KVQError] = field(default_factory=dict)  # of requests that can't continue
+    wanted: Wanted | None = None  # the tokens to choose from the output
     following: "Flight | None" = None  # the next step, if it was planned ahead
 
     @property
     def runs_concurrently(self) -> bool:
-        """True while its forward pass runs in threads of its own."""
+        """True while its forward pass runs in separate threads."""
         return self.phase is Phase.RUNNING and self.output is not None and self.output.concurrent is not None
 
     def result(self) -> StepOutput:
-        """Return the output of a step that has one."""
+        """Return the output of a step, which must have one."""
         assert self.output is not None, f"a step that is {self.phase.value} has no output"
         return self.output

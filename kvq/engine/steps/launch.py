@@ -1,4 +1,4 @@
-"""Launcher: carries steps from phase to phase on the model, one after the other or one ahead."""
+"""Launcher: takes steps from phase to phase on the model, one after another or one step ahead."""
 
 import logging
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from kvq.errors import EngineError
 from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")
-# Steps not launched ahead after one that found no free threads: its tokens came a step late for nothing.
+# Steps to run without launching ahead after one found no free threads: its tokens came a step late in vain.
 IN_TURNS = 64
 # D114: CPU steps run ahead unless they are long
-LONG_STEP_S = 0.02  # on a CPU: a newcomer would wait for one more such step, to save a little Python time
+LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step, to save little Python time
 
 
 class Launcher:
-    """Runs steps. If a forward pass raises, its branches run one by one, and only the guilty request ends.
+    """Runner of steps. If a forward pass fails, its branches run one by one, and only the failing one ends.
 
-    `runs_ahead`: launch steps while the one before them is settled; None: where it pays.
+    `runs_ahead`: launch steps while the previous one is being settled; None: if it pays off.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Launcher:
         self._clock = clock
         self._runs_ahead = runs_ahead
         self._speculator = speculator
-        self._num_in_turns = 0  # steps to come that are not launched ahead unless that was asked for
+        self._num_in_turns = 0  # upcoming steps that are not launched ahead unless this is configured
 
     def run(self, flight: Flight) -> None:
-        """Carry a step to its end. One that was launched ahead and raised runs again with known tokens."""
+        """Run a step to its end. A step that was launched ahead and failed runs again with known tokens."""
         if flight.phase is Phase.PLANNED:
             self._get_ready(flight)
         if flight.phase is Phase.RUNNING and _has_ended(flight):
@@ -54,7 +54,7 @@ class Launcher:
         flight.phase = Phase.DONE
 
     def forget(self, flight: Flight) -> None:
-        """Drop a step and the one after it. A forward pass is waited for: it writes to blocks of others."""
+        """Drop a step and the next one, after any running forward pass, which writes to blocks of others."""
         if flight.phase is Phase.RUNNING:
             _has_ended(flight)
         if flight.following is not None:
@@ -89,7 +89,7 @@ class Launcher:
         flight.watch.leave_out(following.watch.stop() - began)
 
     def _plan_ahead(self, flight: Flight) -> Flight | None:
-        """Plan the step after `flight`, if it depends on nothing but its tokens and may run ahead."""
+        """Plan the step after `flight` if it depends only on its tokens and may run ahead."""
         if not self._may_run_ahead(flight.plan.num_decodes):
             return None
         watch = Stopwatch(self._clock)
@@ -109,7 +109,7 @@ class Launcher:
         return self._runner.runs_concurrently and self._scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
 
     def _get_ready(self, flight: Flight) -> None:
-        """Carry out the orders of a planned step; draft, or lay out a forward pass that lacks its tokens."""
+        """Carry out a planned step's orders, then draft, or lay out a forward pass that lacks its tokens."""
         plan, began = flight.plan, flight.watch.start("forward")
         flight.failed_swaps = self._runner.prepare(plan)
         if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
@@ -122,12 +122,12 @@ class Launcher:
         else:
             try:
                 flight.output = self._runner.get_ready(plan)
-            except Exception:  # noqa: BLE001 - it is launched the other way, which finds the guilty request
+            except Exception:  # noqa: BLE001 - it is launched the other way, which finds the failing request
                 _log.exception("step %d could not be made ready", plan.number)
         flight.phase = Phase.READY
 
     def _begin(self, flight: Flight, choices: Choices) -> None:
-        """Launch a step that is ready with the tokens drawn on the device."""
+        """Launch a ready step with the tokens drawn on the device."""
         plan, flight.phase = flight.plan, Phase.RUNNING
         assert plan.follows is not None, "planned ahead"
         try:
@@ -136,14 +136,14 @@ class Launcher:
                 flight.output = self._runner.forward(plan, tokens=tokens)
             else:
                 self._num_in_turns = 0 if flight.output.begin(tokens) else IN_TURNS
-        except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
+        except Exception:  # noqa: BLE001 - it runs again once its tokens are known, split if necessary
             _log.exception("step %d failed; running it again", plan.number)
             flight.phase, flight.output = Phase.READY, None
         if self._speculator is not None:
             self._speculator.skip()
 
     def _forward(self, flight: Flight) -> None:
-        """Run the forward pass of a step whose tokens are known; if it raises, of each branch alone."""
+        """Run the forward pass of a step whose tokens are known; if it fails, run each branch alone."""
         plan, rows = flight.plan, {}
         flight.errors = {}
         for i, (branch, count, end) in enumerate(zip(plan.branches, plan.counts, plan.ends, strict=True)):
@@ -153,7 +153,7 @@ class Launcher:
                 rows[i] = wanted
         try:
             flight.output = self._runner.forward(plan, last_rows=rows)
-        except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a hook raises
+        except Exception as error:  # noqa: BLE001 - any error from a model, a kernel or a hook
             _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
             if len(plan.branches) > 1:
                 self._forward_apart(flight, rows)
@@ -162,7 +162,7 @@ class Launcher:
                 flight.errors[as_job(plan.branches[0].request)] = _step_failed(error)
 
     def _forward_apart(self, flight: Flight, rows: dict[int, int]) -> None:
-        """Run the forward pass of each branch alone; those that raise again end."""
+        """Run the forward pass of each branch alone; a request ends if its branch fails again."""
         parts: list[StepOutput] = []
         for i, branch in enumerate(flight.plan.branches):
             part = flight.plan.part(i)
@@ -175,11 +175,11 @@ class Launcher:
 
 
 def _has_ended(flight: Flight) -> bool:
-    """Wait for the end of a forward pass that was begun; False if it raised."""
+    """Wait for the end of a forward pass that was begun; False if it failed."""
     try:
         if flight.output is not None:
             flight.output.wait()
-    except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
+    except Exception:  # noqa: BLE001 - it runs again once its tokens are known, split if necessary
         _log.exception("step %d failed; running it again", flight.plan.number)
         return False
     return True

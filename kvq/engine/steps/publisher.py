@@ -17,25 +17,25 @@ from kvq.weights.install import GatedMLP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats(Snapshot):
-    """One step. Times in seconds; counts of requests and tokens at its end unless said otherwise.
+    """Statistics of one step. Times are in seconds; counts are as of its end unless stated otherwise.
 
-    On a GPU `attention_s` and `linear_s` are None: kernels run while the host goes on.
+    On a GPU, `attention_s` and `linear_s` are None, since kernels run while the host continues.
     """
 
     number: int
     decode_tokens: int
-    draft_tokens: int  # drafts that the step checks
+    draft_tokens: int  # drafts that the step verifies
     prefill_tokens: int
     decode_context: int  # tokens that the decodes attend to, ignoring windows
-    prefill_context: int  # pairs of a prefill token and one that it attends to, ignoring windows
+    prefill_context: int  # pairs of a prefill token and a token that it attends to, ignoring windows
     sampled: int  # sequences that sample a token
     finished: int  # in this step
-    utilization: float | None  # filled slots / slots of live blocks, if that is measured
+    utilization: float | None  # filled slots / slots of live blocks, if measured
     seconds: float  # the whole step
     scheduling_s: float
     forward_s: float
     drafting_s: float  # part of forward_s
-    attention_s: float | None  # part of forward_s: writing to blocks and attending to them
+    attention_s: float | None  # part of forward_s: writing to blocks and attending over them
     linear_s: float | None  # part of forward_s: Linear layers; None before the first subscriber
     sampling_s: float
 
@@ -45,7 +45,7 @@ StepSubscriber = Callable[[StepStats], object]
 
 
 class _LinearTime:
-    """Adds up the time in all Linear layers of a model on a CPU."""
+    """Sum of the time spent in all Linear layers of a model on a CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
@@ -77,7 +77,7 @@ class _LinearTime:
 
 
 class Publisher:
-    """Subscribers to the statistics of an engine's steps; without any, nothing is measured."""
+    """Subscribers to the statistics of an engine's steps; without subscribers, nothing is measured."""
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self._model = model
@@ -88,7 +88,7 @@ class Publisher:
         self._is_closed = False
 
     def subscribe(self, subscriber: StepSubscriber) -> Callable[[], None]:
-        """Call `subscriber` with the stats of every step from now on. Returns a function that ends it."""
+        """Call `subscriber` with the stats of every step from now on; return a function that unsubscribes."""
         if self._is_closed:
             return lambda: None
         self._subscribers.append(subscriber)
@@ -97,7 +97,7 @@ class Publisher:
         return lambda: self._drop(subscriber)
 
     def publish(self, flight: Flight, *, finished: int) -> None:
-        """Send the statistics of a step. A subscriber that raises is reported and dropped."""
+        """Send the statistics of a step. A subscriber that raises an error is logged and removed."""
         if not self._subscribers:
             return
         stats = self._stats(flight, finished)

@@ -1,7 +1,7 @@
-"""Memory reconciliation: planned bytes against held bytes, term by term.
+"""Memory reconciliation: compares planned with held bytes, term by term.
 
-Held bytes are counted from the tensors, and from the layouts that kernels keep. The total of the process, as
-the system or the driver counts it, is reported with them: it shows memory that no plan has.
+Held bytes are computed from the tensors and from the layouts that kernels store. The total of the process, as
+reported by the system or the driver, is logged as well: it shows memory that no plan includes.
 """
 
 import logging
@@ -24,15 +24,15 @@ from kvq.sizing.needs import bytes_of
 from kvq.weights import ROUTERS, PackedExperts, PackedLinear
 
 _log = logging.getLogger("kvq")
-# D271: each term by itself: 1% above 1 MB
-TOLERANCE = 0.01  # of a term
-SMALL = 1_000_000  # bytes; smaller terms are not judged
-WHOLE_TOLERANCE = 0.03  # of the whole process, whose libraries vary
+# D271: each term separately: 1% above 1 MB
+TOLERANCE = 0.01  # relative, per term
+SMALL = 1_000_000  # bytes; smaller terms are not checked
+WHOLE_TOLERANCE = 0.03  # for the whole process, whose libraries vary
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One term, in bytes."""
+    """One term of the comparison, in bytes."""
 
     name: str
     planned: int
@@ -45,7 +45,7 @@ class Line:
 
     @property
     def is_wrong(self) -> bool:
-        """True if it is off by more than the tolerance, and not small."""
+        """True if the term is off by more than the tolerance and not small."""
         return max(self.planned, self.found) > SMALL and abs(self.off) > TOLERANCE
 
 
@@ -58,11 +58,11 @@ class _Reconciliation:
 
     @cached_property
     def wrong(self) -> list[Line]:
-        """Terms that are off."""
+        """Terms that are off by more than the tolerance."""
         return [line for line in self.lines if line.is_wrong]
 
     def report(self) -> None:
-        """Log all terms; a warning if one is off."""
+        """Log all terms, as a warning if any is off."""
         lines = (*self.lines, self.whole)
         told = ", ".join(f"{one.name} {decimal(one.found)} (planned {decimal(one.planned)})" for one in lines)
         if self.wrong:
@@ -73,7 +73,7 @@ class _Reconciliation:
 
 
 def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> _Reconciliation:
-    """Compare the memory of an engine that was just built; `before`: bytes held before."""
+    """Compare the memory of an engine that was just built with its plan; `before`: bytes held earlier."""
     weights, layout = model.weights, model.layout
     spare = [held - planned for held, planned in zip(cache.num_blocks, num_blocks, strict=True)]
     found = found_weights(weights.model)
@@ -88,7 +88,7 @@ def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) 
 
 
 def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
-    """Return planned bytes by term; the found ones for a family without a plan."""
+    """Return planned bytes by term, or `found` for a family without a plan."""
     try:
         return {term.name: term.nbytes for term in planned_weights(model.prepared)}
     except ConfigError:
@@ -96,10 +96,10 @@ def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def found_weights(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of all weights by the terms of a plan."""
+    """Return the bytes of all weights, by the terms of a plan."""
     found = dict.fromkeys((LINEAR_TERM, SCALES_TERM, EXPERTS_TERM, KEPT_TERM), 0)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    seen: set[int] = set()  # addresses of tensors that were counted
+    seen: set[int] = set()  # addresses of counted tensors
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             codes, scales = module.kernel.code_bytes, module.kernel.nbytes - module.kernel.code_bytes
