@@ -178,7 +178,7 @@ def go_on():  # all in a thread that does not fork: libgomp does not survive it 
 other = threading.Thread(target=go_on, daemon=True)
 other.start()
 has_begun.wait()
-for _ in range(5):
+for _ in range(3):
     time.sleep(random.uniform(0.01, 0.03))  # and so wake in the middle of a step
     child = os.fork()
     if not child:
@@ -252,7 +252,7 @@ with neighbours(2 * len(os.sched_getaffinity(0))):
     while not spares():
         assert time.monotonic() < end
         assert tokens() == alone
-    for _ in range(20):
+    for _ in range(5):
         assert tokens() == alone
 print(spares())
 """
