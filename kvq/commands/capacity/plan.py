@@ -119,7 +119,7 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 def _row(
     sizing: SizingOptions, options: PlanOptions, target: "Target", demand: "Demand", gpu: "Gpu", kv: str
 ) -> dict[str, Any]:
-    """Plan one KV format on one GPU; ConfigError if the model doesn't fit, or not one request beside it."""
+    """Plan one KV format on one GPU; raise ConfigError if the model and one request don't fit."""
     from kvq.capacity.plan.plan import make_plan
     from kvq.capacity.plan.vllm import VllmEngine
 

@@ -70,10 +70,10 @@ def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api:
 
 
 def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) -> None:
-    """Set `wins` of each row: True if its routing is the best among rows that differ in routing alone.
+    """Set `wins` of each row: True if its routing is the best among rows that differ only in routing.
 
-    The fewest replicas win, then the most requests that meet the goals, then the lowest median TTFT. None
-    if there is no such other row. `finds_replicas`: the number of replicas was searched for.
+    The fewest replicas win, then the most requests that meet the goals, then the lowest median TTFT. `wins`
+    is None if there is no other such row. `finds_replicas`: the number of replicas was searched for.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
-    """Return the columns of a table of simulations: fields in which rows differ, and events that happened."""
+    """Return the columns of a table of simulations, including fields that differ and events that occurred."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {
