@@ -16,7 +16,7 @@ from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 _TIMEOUT_S = 600.0  # without a byte
 _MAX_BYTES = 1 << 20  # of a non-streamed response, or of one event
 _MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
-_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # by a response, or by a header that can't be sent
+_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # including a header that can't be sent
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
