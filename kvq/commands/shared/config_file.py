@@ -108,9 +108,7 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _wanted(option: click.Option, value: Any) -> str | None:
-    """Return None if a value fits an option, or else a description of values that fit.
-
-    The check is needed because click would turn 80.5 into 80 and true into 1."""
+    """Return None if a value fits, else a description of fitting ones. click takes 80.5 as 80, true as 1."""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
     kind = option.type
