@@ -175,7 +175,7 @@ def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[in
 def offline_shares(
     llm: LLM, speculator: Speculator, plan: SpeculationPlan, texts: list[list[int]]
 ) -> dict[int, float | None]:
-    """Return the acceptance rate for every k, found without drafting; an empty dict for heads.
+    """Return the acceptance rate for every k, found without drafting; an empty dict for drafting heads.
 
     A model's draft is accepted if the most likely token is the same in both models; with a temperature, it is
     accepted with probability sum(min(p, q)). For n-grams, the accepted drafts along these texts are counted.
@@ -221,7 +221,7 @@ def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None: 
 
 
 def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: int) -> Tensor:
-    """Return logits after every token from `first` on but the last, by other weights on the model's KV."""
+    """Return the logits of other weights on the model's KV, after all tokens from `first` on but the last."""
     session = Session(model.weights, model.layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     if first:

@@ -204,7 +204,7 @@ def fixed(context: int, output: int = 0) -> list[Length]:
     """Return one length for all requests: `context` tokens, of which `output` are generated.
 
     Raises:
-        ConfigError: a number that is not positive, or not less output than context.
+        ConfigError: the context is not positive, or the output is negative or not below the context.
     """
     if context < 1 or not 0 <= output < context:
         raise ConfigError(f"a context of {context} tokens with {output} of output is none")

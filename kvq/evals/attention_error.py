@@ -1,6 +1,6 @@
 """Attention error: the error that a KV format adds to every layer's output, on the same inputs.
 
-The model runs over unquantized KV. In every layer, each format stores the same K and V in a separate cache
+The model runs with unquantized KV. In every layer, each format stores the same K and V in a separate cache
 and attends over it with the same Q, so errors of earlier layers do not add up. K and V are also quantized one
 at a time, which shows where the error comes from.
 """
@@ -23,7 +23,7 @@ from kvq.models.check.compared import ComparedCache, Found
 class AttentionRow:
     """Error of one layer's attention output in one format: |a - b| / |b| for each token's output a.
 
-    b is the output over unquantized KV; the norm is over all heads.
+    b is the output with unquantized KV; the norm is over all heads.
     """
 
     kv: str
@@ -65,7 +65,7 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """Return the recipe with V unquantized, then with K unquantized; both leave blocks open if it does."""
+    """Return `recipe` with V and then with K unquantized; both leave blocks open if `recipe` does."""
 
     def half(of_k: bool) -> KVRecipe:
         layers = tuple(

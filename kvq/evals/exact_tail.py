@@ -1,6 +1,6 @@
 """Share of unquantized keys under a staged recipe; if it is large, the divergence means little.
 
-If a recipe keeps a whole window of young tokens in bf16, its divergence is 0 with any formats.
+If a recipe keeps a whole window of young tokens in bf16, its divergence is 0, whatever its formats.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Generation eval: tokens until greedy decoding over quantized KV differs from unquantized KV."""
+"""Generation eval: tokens until greedy decoding with quantized KV differs from that with unquantized KV."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class GenerationPlan:
 
 
 def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[list[int]]:
-    """Return pieces of a text as token ids, evenly spaced; a short text gives fewer than requested.
+    """Return pieces of a text as token ids, evenly spaced; a short text yields fewer than requested.
 
     Raises:
         ConfigError: a cache backend that the engine doesn't support.

@@ -33,7 +33,7 @@ class PerplexityRow:
     tokens: int  # predicted
     perplexity: float
     perplexity_change: float  # relative to the baseline: 0.01 is 1% worse
-    chance_perplexity: float  # of token frequencies; a model that is no better has learnt nothing
+    chance_perplexity: float  # of guesses by frequency; a model that is no better knows nothing
     kl_mean: float  # nats per token, of this format from the baseline
     kl_p999: float
     top1_agreement: float  # share of tokens with the baseline's most likely token

@@ -121,7 +121,7 @@ def quarters(losses: Floats) -> list[Floats]:
 
 
 def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:
-    """Return the fields common to rows about all documents and rows about some documents or columns."""
+    """Return the figures of some documents or columns; rows about all documents have the same fields."""
     nll, base, kl, top1 = (x[part] for x in (figures.nll, baseline.nll, figures.kl, figures.top1))
     intervals = _Intervals(
         perplexity_change=bootstrap.interval(np.expm1, _document_means(nll) - _document_means(base)),

@@ -96,7 +96,8 @@ def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
 
 
 def _even_scales(x: Tensor) -> Tensor:
-    """Return, per head, the scales of rows, [..., rows, 1], that make columns and rows most alike.
+    """Return, per head, the row scales, [..., rows, 1], that best equalize the deviations of rows and
+    columns.
 
     The column scales are absorbed by the rounding scales.
     """

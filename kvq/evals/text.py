@@ -1,4 +1,4 @@
-"""Texts to measure on, and splitting them into windows of tokens.
+"""Texts for measurements, and their division into windows of tokens.
 
 The default texts are the help topics of `pydoc`, which ship with every CPython.
 """
@@ -62,7 +62,7 @@ def decoded(path: Path) -> str:
     """Return the text of a UTF-8 file.
 
     Raises:
-        RequestError: missing, unreadable, not UTF-8, or empty.
+        RequestError: the file is missing, unreadable, not UTF-8, or empty.
     """
     try:
         text = path.read_bytes().decode("utf-8")

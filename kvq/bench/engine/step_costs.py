@@ -13,7 +13,7 @@ from kvq.models import Model
 from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.weights import weight_bytes
 
-_LEAST = 4  # steps near a number of tokens for a separate point
+_LEAST = 4  # minimum steps near a number of tokens for a separate point
 _FEWEST_STEPS = 32
 _ROUNDS = 12
 _NEGLIGIBLE = 0.02  # relative error

@@ -71,7 +71,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """Contender: one way to compute the result. Its row has `name`, `backend` and the keys of `over`."""
+    """Contender: a way to compute the result. Its row has `name`, `backend` and the keys of `over`."""
 
     name: str
     backend: str
@@ -125,7 +125,7 @@ def compete(contenders: Sequence[Contender], repeats: int, progress: Progress) -
 
 
 def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) -> list[dict[str, float]]:
-    """Take `repeats` samples of all stopwatches alternately; return each `ms_median`, `ms_p10`, `ms_p90`."""
+    """Sample all stopwatches `repeats` times, alternately; return `ms_median`, `ms_p10`, `ms_p90` of each."""
     samples: list[list[float]] = [[] for _ in watches]
     for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
         samples[i].append(watches[i].sample())

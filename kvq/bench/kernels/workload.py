@@ -22,7 +22,7 @@ _CHUNK = 8192  # tokens written at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Workload: shape of one layer's step."""
+    """Workload of a benchmark: the shape of one layer's step."""
 
     contexts: tuple[int, ...]  # tokens of every sequence, including the new ones
     new: int  # tokens that every sequence adds
@@ -35,7 +35,7 @@ class Workload:
     backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
-    latent_dim: int | None = None  # in latent attention; `head_dim` is then the rotary part of the KV head
+    latent_dim: int | None = None  # elements of a latent; `head_dim` is then the rotary part of the KV head
     expanded: int | None = None  # elements of a head's V, and of its K without the rotary part
 
     @property
@@ -60,7 +60,7 @@ class Workload:
 
 
 def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
-    """Return every sequence's length from `8192`, or `128-32768` for log-normal lengths within that range.
+    """Parse the lengths of all sequences: `8192`, or `128-32768` for log-normal lengths in that range.
 
     Raises:
         ConfigError: the text is neither a number nor a range.

@@ -20,7 +20,7 @@ from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
 
 Progress = Callable[[int], object]  # receives the number of requests that have arrived
-_OBJECTS = 100_000  # allocated between collections of the young generation
+_OBJECTS = 100_000  # objects allocated between collections of the young generation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,7 +61,7 @@ def percentile(values: list[float], rank: float) -> float:
 
 
 class Fate(IntEnum):
-    """End of a request."""
+    """Outcome of a request."""
 
     OPEN = 0  # it has not ended
     SERVED = 1
@@ -136,8 +136,8 @@ class Gauges:
     restarts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    decodes: int = 0  # times that a sequence advanced by a token and accepted drafts
-    decoded_tokens: int = 0  # tokens from these
+    decodes: int = 0  # times that a sequence advanced, by a token plus accepted drafts
+    decoded_tokens: int = 0  # total tokens of these advances
     gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
 
 

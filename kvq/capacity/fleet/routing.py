@@ -86,7 +86,8 @@ def _affinity(seed: int) -> Router:
     """Return a router to the replicas that got the longest prefix before; if it is short, the least text.
 
     Among several replicas, it chooses the one with the fewest requests. If one replica has over `MOST_AHEAD`
-    requests more than another, or no replica ever got a request, the less loaded of two random ones.
+    requests more than another, or no replica ever got a request, it chooses the less loaded of two random
+    replicas.
 
     Source: `PrefixCacheAffinityRouter` of Ray 2.60.
     """
@@ -124,8 +125,8 @@ class _Node:
 class _PrefixTree:
     """Prefix tree of the prompts that each replica got.
 
-    Prompts are split every `PIECE` tokens, not wherever two texts diverge, as in Ray's tree. Beyond
-    `most_tokens` per replica, the least recently used pieces are evicted, a piece never before its
+    Prompts are split every `PIECE` tokens, while Ray's tree splits wherever two texts diverge. Beyond
+    `most_tokens` per replica, the least recently used pieces are evicted, but never a piece before its
     successors.
     """
 

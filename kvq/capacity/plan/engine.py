@@ -17,7 +17,7 @@ from kvq.sizing.memory import Term, activation_term
 from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks, wanted_blocks
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
-_FRAGMENTS = 0.01  # share of free memory that may be less than a whole block
+_FRAGMENTS = 0.01  # share of free memory that may remain as parts of blocks
 _ROOMY = 0.9  # largest share of a GPU that a suggested split may use; the rest is for KV
 # D274: for hybrid models, as many sequences as fit
 _MOST_SEQUENCES = 1 << 20  # for which a staging area is planned
@@ -140,8 +140,8 @@ class Engine:  # D277: the memory for blocks and the kind of blocks are separate
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
         """Divide the budget among layer groups, as an engine for `sequences` sequences does.
 
-        Staging areas and recurrent states take memory for every concurrent sequence, so with these, by
-        default, there are as many sequences as fit.
+        Staging areas and recurrent states take memory for every concurrent sequence; with them, `sequences`
+        defaults to as many as fit.
         """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)

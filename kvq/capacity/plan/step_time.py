@@ -1,8 +1,8 @@
 """Roofline model of a step's time, from bytes and operations, a GPU's data sheet, and efficiencies.
 
 Linear layers take the time to read the weights once or to multiply for every token, whichever is longer
-(Williams et al., 2009, "Roofline"). Decode attention takes the time to read the KV, prefill attention that of
-its multiplications, and the engine some time per sequence. Efficiencies are assumed or benchmarked.
+(Williams et al., 2009, "Roofline"). Decode attention takes the time to read the KV, and prefill attention the
+time to multiply; the engine adds some time per sequence. Efficiencies are assumed or benchmarked.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -46,7 +46,7 @@ def cache_dtype(kv: str) -> str:
 
 
 def batch_defaults(gpu: Gpu) -> tuple[int, int]:
-    """Return the default max new tokens per step and max concurrent sequences of `vllm serve` on a GPU."""
+    """Return `vllm serve`'s default maximum of new tokens per step, and of concurrent sequences, on a GPU."""
     gib = gpu.memory_bytes / 2**30
     if gib >= 160:
         return 16384, 1024

@@ -1,4 +1,4 @@
-"""`kvq gpus`: the GPUs that kvq plans with."""
+"""`kvq gpus`: the GPUs for which kvq can plan."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""`kvq models`: models that kvq plans for without their files."""
+"""`kvq models`: models for which kvq can plan without their files."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -73,7 +73,7 @@ def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
 
 
 def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> dict[str, Any]:
-    """Plan an engine, start it, and compare; `wrong` lists the terms that are off, or the process."""
+    """Plan an engine, start it, and compare; `wrong` lists what is off: terms or the process."""
     from kvq.engine import LLM
     from kvq.engine.steps.reconcile import WHOLE_TOLERANCE, Line
 

@@ -29,12 +29,12 @@ _PROGRESS_EVERY = 100  # requests
 def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api: PriceOptions) -> None:
     """Simulate a load with the engine's own scheduler and block memory, without a GPU.
 
-    The time of steps comes from a roofline (or --calibrate). Shows latency, throughput, preemptions and
-    cost for every KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the
-    same digest.
+    Step times come from a roofline (or --calibrate). The table shows latency, throughput, preemptions and
+    cost for every KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the same
+    digest.
 
-    With --faults clients disconnect during their answers, steps take 10 to 100 times as long, and engines
-    crash and restart empty, at times that the seed decides.
+    With --faults, clients disconnect during their answers, steps take 10 to 100 times as long, and engines
+    crash and restart empty, at times that the seed determines.
     """
     from kvq.commands.capacity.simulate_fleet import Study
 

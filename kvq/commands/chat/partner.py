@@ -13,7 +13,7 @@ Show = Callable[[str], object]  # receives the text of the answer as it is gener
 
 
 class ContextFull(KVQError):
-    """Error: the conversation leaves no room for an answer."""
+    """Error for a conversation that leaves no room for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

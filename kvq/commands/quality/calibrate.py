@@ -128,7 +128,7 @@ def _check_options(
     texts: "tuple[EvalText, EvalText | None]",
     options: _CalibrateOptions,
 ) -> None:
-    """Raise ConfigError or RequestError for formats or texts that can't be used, before weights load."""
+    """Raise ConfigError or RequestError for unusable formats or texts, before weights are loaded."""
     from kvq.calib.domain import check_length
     from kvq.calib.observe import spread_windows
 

@@ -108,7 +108,7 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _wanted(option: click.Option, value: Any) -> str | None:
-    """Return None if a value fits, else a description of fitting ones. click takes 80.5 as 80, true as 1."""
+    """Describe the values that fit an option; None if `value` does. (click would accept 80.5 as 80.)"""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
     kind = option.type

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvq.evals.report.page import Columns
     from kvq.models.describe.resolve import ModelSource
 
-_SHOWN_DIGITS = 12  # shown of a digest
+_SHOWN_DIGITS = 12  # digits that are shown of a digest
 _WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of text columns
 
 
@@ -64,7 +64,7 @@ def stream(text: str) -> None:
 
 
 def escape_unencodable() -> None:
-    """From now on, print characters that a stream's encoding lacks as Python escapes."""
+    """Make standard streams print characters that their encoding lacks as Python escapes."""
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="backslashreplace")
@@ -91,7 +91,7 @@ _LINES = _Lines()
 
 
 def show_warnings() -> None:
-    """From now on, print warnings from kvq's log."""
+    """Start to print warnings from kvq's log."""
     if _LINES not in _log.handlers:
         _log.addHandler(_LINES)
 

@@ -27,7 +27,7 @@ _REASONS = 3  # maximum number of failure reasons shown
 
 
 class _Stopped(Exception):
-    """Exception: a signal ended the run early."""
+    """Exception for a signal that ended the run early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ Loaded = tuple[str, dict[str, Any]]  # the name, and what lm-eval's TaskManager 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LMEvalPlan:
-    """Options of running tasks."""
+    """Options for running tasks."""
 
     include_path: str | Path | None = None  # a folder with more task files
     limit: int | None = None  # number of samples per task, from the first on

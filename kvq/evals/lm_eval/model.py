@@ -46,14 +46,14 @@ class _Prompting(TypedDict, total=False):
     """Options of `KvqLM` that control how prompts are built and where answers begin."""
 
     add_bos_token: bool | None  # None: the tokenizer's default
-    prefix_token_id: int | None  # before texts without a context; by default BOS, else EOS
+    prefix_token_id: int | None  # put before texts without a context; by default BOS, else EOS
     chat_template_args: Mapping[str, Any] | None
     think_end_token: str | None  # answers begin after it
 
 
-# D40: lm-eval's own tasks, held to its `hf` model
+# D40: lm-eval's own tasks, with the results of its `hf` model
 class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """lm-eval model over a kvq engine. Many requests are in flight at once.
+    """lm-eval model on a kvq engine. Many requests are in flight at once.
 
     A context shared by several continuations is computed once, as far as the prefix cache holds it. Unlike in
     `hf`, penalties in a model's generation_config have no effect unless a task's gen_kwargs set them.

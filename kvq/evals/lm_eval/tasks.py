@@ -131,7 +131,7 @@ def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
 
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
-    """Return rows of one task or group over one format. Every format gets the same examples."""
+    """Return the rows of one task or group with one format. Every format gets the same examples."""
     for task in loaded[1]["tasks"].values():  # as lm-eval's command does: a task's own 0 is kept
         own = task.get_config("num_fewshot")
         if own is None or (plan.num_fewshot is not None and own != 0):

@@ -29,7 +29,7 @@ class NeedlePlan:
     lengths: Sequence[int] | None = None  # tokens, including the answer; None: all LENGTHS that fit
     depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
     trials: int = 10
-    needle: str = SENTENCE  # with {key} and {value}; or "tokens": random ids, for untrained models
+    needle: str = SENTENCE  # with {key} and {value}; or "tokens": random ids, for models without words
     distractors: int = 0  # needles with other keys and values, at random positions
     chunk: int = 512  # tokens per prefill step
     seed: int = 0

@@ -126,7 +126,7 @@ def wilson_interval(hits: int, trials: int) -> Interval:
 
 
 def change_text(change: float, interval: Interval | None, documents: int) -> str:
-    """Format the interval of a relative change, with enough digits to distinguish the bounds."""
+    """Format a relative change as its interval, with enough digits to distinguish the bounds."""
     if interval is None:
         return f"{change:+.2%}; {documents} documents are too few for an interval"
     low, high = interval

@@ -57,7 +57,7 @@ def _kl_panel(axes: Any, rows: list[Row]) -> None:
 
 
 def finish_kl(axes: Any, x: str) -> None:
-    """Make the y axis a logarithmic one of mean KL divergence."""
+    """Set up the y axis as a logarithmic axis of mean KL divergence."""
     axes.set_yscale("log")
     axes.grid(alpha=0.25, which="both")
     finish(axes, x, "mean KL divergence, nats per token")
