@@ -32,7 +32,7 @@ class Chunk:
 
 
 def chunk_size(model: Model, context: int) -> int:
-    """Return the number of tokens (at most `context`) with 64 MiB of logits; the peak is 5 times that."""
+    """Return how many tokens (at most `context`) have 64 MiB of logits; the peak is about five times that."""
     return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
 
 

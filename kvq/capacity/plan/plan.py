@@ -192,8 +192,7 @@ def plan(
     common.
 
     Raises:
-        ConfigError: an unknown name, no lengths, or a model that doesn't fit; the message gives the missing
-            bytes.
+        ConfigError: an unknown name, no lengths, or a model that doesn't fit (with the missing bytes).
     """
     engine = options.get("engine")
     target = make_target(
