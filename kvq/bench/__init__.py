@@ -1,1 +1,1 @@
-"""Benchmarks that `kvq bench` runs; each checks correctness before it measures."""
+"""Benchmarks of `kvq bench`; each checks correctness before it measures."""

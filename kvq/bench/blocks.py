@@ -1,4 +1,4 @@
-"""`kvq bench blocks`: cost of block memory operations with the prefix index on, and how full blocks are."""
+"""`kvq bench blocks`: cost of block memory operations with the prefix index on, and utilization of blocks."""
 
 import random
 from array import array
@@ -13,9 +13,9 @@ from kvq.blockmgr import BlockManager, BlockPool, Match, PrefixQuery, Sequence
 from kvq.evals.watch import UNWATCHED, Progress
 
 T = TypeVar("T")
-_TOKENS = 50_000  # token ids are drawn below this
+_TOKENS = 50_000  # token ids are below this
 _LONG = 100_000  # tokens of the long prompt
-_MORE = 6  # blocks that a sequence may add to those of its prompt
+_MORE = 6  # blocks that a sequence may need beyond its prompt
 
 
 def bench_blocks(
@@ -27,7 +27,7 @@ def bench_blocks(
     seed: int = 0,
     progress: Progress = UNWATCHED.progress,
 ) -> list[dict[str, Any]]:
-    """Measure every operation on `num_sequences` sequences, then on as many as fill `num_blocks`.
+    """Measure every operation on `num_sequences` sequences, then on enough to fill `num_blocks`.
 
     Returns rows with the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `samples` and `per`:
     the time is per block, sequence or prompt.
@@ -49,7 +49,7 @@ def bench_blocks(
 
 
 class _Timings:
-    """Times of operations at one scale in microseconds, each the mean of a batch."""
+    """Times of operations at one scale, in microseconds, each the mean of a batch."""
 
     def __init__(self, scale: str) -> None:
         self._scale = scale
@@ -58,7 +58,7 @@ class _Timings:
     def call(
         self, operation: str, work: Callable[..., T], *given: Any, count: int = 1, per: str = "sequence"
     ) -> T:
-        """Do the work, which is `count` operations, or one on `count` blocks; add its time."""
+        """Run `work(*given)`, which is `count` operations or one on `count` blocks, and record its time."""
         start_ns = perf_counter_ns()
         found = work(*given)
         end_ns = perf_counter_ns()
@@ -66,7 +66,7 @@ class _Timings:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return median and 10th to 90th percentile of each operation, as rows of `kvq bench` results."""
+        """Return the median and 10th and 90th percentiles of each operation, as rows for `kvq bench`."""
         return [
             {
                 "operation": operation,
@@ -94,7 +94,7 @@ def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
 
 
 class _Load:
-    """Sequences with different prompts over one manager."""
+    """Sequences with different prompts in one block manager."""
 
     def __init__(self, rng: random.Random, num_sequences: int, blocks_each: int, block_size: int) -> None:
         self._rng = rng
@@ -109,7 +109,7 @@ class _Load:
         ]
 
     def time_prompts(self) -> None:
-        """Hash, look up, allocate, publish and free whole prompts; then again as hits, and evicting."""
+        """Hash, look up, allocate, publish and free whole prompts; then repeat with hits and eviction."""
         manager, each, timed = self._manager, self._each, self.timed
         blocks = partial(timed.call, count=each, per="block")
         prompts = [manager.prompt(tokens) for tokens in self._prompts]
@@ -139,7 +139,7 @@ class _Load:
         self._time_evicting()
 
     def _time_evicting(self) -> None:
-        """Allocate when every block taken has to leave the prefix index first."""
+        """Allocate blocks that must first be evicted from the prefix index."""
         manager, each = self._manager, self._each
         filler = manager.new_sequence()
         manager.append([(filler, manager.usage()[0].free * self._size)])
@@ -154,7 +154,7 @@ class _Load:
         manager.check_integrity()
 
     def time_decoding(self) -> None:
-        """Decode all sequences at once: append, commit; then fork and write to the fork."""
+        """Decode all sequences at once (append, commit), then fork sequences and append after the fork."""
         manager, timed = self._manager, self.timed
         sequences = [self._filled(manager.prompt(tokens)) for tokens in self._prompts]
         token = [7]
@@ -163,7 +163,7 @@ class _Load:
             for sequence in sequences:
                 manager.commit(sequence, token)
 
-        for _ in range(4 * self._size):  # some tables get a block in every step, all of them within 16 steps
+        for _ in range(4 * self._size):  # each step adds blocks to some tables, 16 steps to all
             work = [(sequence, 1) for sequence in sequences]
             timed.call("append", manager.append, work, count=len(work))
             timed.call("commit", commit, count=len(work))
@@ -179,7 +179,7 @@ class _Load:
         manager.drop_cached()
 
     def _filled(self, prompt: PrefixQuery) -> Sequence:
-        """Return a sequence whose prompt, shortened by a random number of tokens, is computed."""
+        """Return a sequence with its prompt computed except for a random number of tokens."""
         sequence = self._manager.start(prompt)
         count = len(prompt.tokens) - sequence.length - self._rng.randrange(self._size)
         self._manager.append([(sequence, max(1, count))])
@@ -212,7 +212,7 @@ def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dic
 
 
 def _compute(manager: BlockManager, tokens: "array[int] | list[int]") -> None:
-    """Put a prompt into the prefix index."""
+    """Add a prompt to the prefix index."""
     sequence = manager.start(manager.prompt(tokens))
     manager.append([(sequence, len(tokens))])
     manager.commit(sequence)
@@ -225,14 +225,14 @@ _MEDIAN, _SIGMA, _LONGEST = 500, 1.0, 4096  # log-normal lengths: tokens, spread
 def measure_utilization(
     *, block_size: int = 16, num_sequences: int = 200, rounds: int = 400, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure tokens held / token slots allocated while `num_sequences` sequences run.
+    """Measure stored tokens / allocated token slots while `num_sequences` sequences run.
 
-    Each sequence grows to a length of its own and is then replaced. Half of a length is the prompt, the rest
-    is decoded 16 tokens a round. `contiguous_mean` is for one buffer of `longest` tokens a sequence.
+    Each sequence grows to a random length and is then replaced. Half of the length is the prompt; the rest is
+    decoded at 16 tokens per round. `contiguous_mean` is for one buffer of `longest` tokens per sequence.
     """
     rng = random.Random(seed)
     manager = BlockManager(num_blocks=[num_sequences * -(-_LONGEST // block_size)], block_size=block_size)
-    running: dict[Sequence, int] = {}  # final length
+    running: dict[Sequence, int] = {}  # sequence -> final length
     paged, contiguous = [], []
     for at in range(rounds):
         while len(running) < num_sequences:
@@ -241,7 +241,7 @@ def measure_utilization(
             manager.extend([(sequence, max(1, length // 2))])
             manager.commit(sequence)
             running[sequence] = length
-        if at >= rounds // 4:  # lengths have mixed by then
+        if at >= rounds // 4:  # by then, lengths are mixed
             paged.append(manager.utilization())
             held = sum(sequence.length for sequence in running)
             contiguous.append(held / (_LONGEST * len(running)))

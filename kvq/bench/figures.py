@@ -9,7 +9,7 @@ from kvq.sizes import speed
 
 
 def roofline_figure(result: dict[str, Any]) -> Any:
-    """Draw every row's time over the bytes it reads, and the limit of the read bandwidth, on log axes."""
+    """Plot every row's time against the bytes that it reads, and the bandwidth limit, on log axes."""
     rows, bandwidth = result["rows"], result["read_gb_per_s"]
     figure = new_figure(7.0, 4.4)
     axes = figure.subplots()
@@ -42,7 +42,7 @@ _PANELS = (("itl_ms_p50", "time between tokens, ms, median"), ("ttft_ms_p99", "t
 
 
 def engine_figure(result: dict[str, Any]) -> Any:
-    """Draw latency over output tokens/s, a line per server.
+    """Plot latency against output tokens/s, with a line per server.
 
     A ring marks the saturation point, a star the fastest point within the SLO.
     """
@@ -55,7 +55,7 @@ def engine_figure(result: dict[str, Any]) -> Any:
             points = [row for row in line if row[figure_name] is not None]
             _draw(axes, points, figure_name, color)
         finish(axes, "output tokens per second, all requests", label)
-        axes.set_xlim(0, 1.04 * axes.get_xlim()[1])  # points may lie close together, far from zero
+        axes.set_xlim(0, 1.04 * axes.get_xlim()[1])  # points may be close together and far from zero
         axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
         axes.grid(alpha=0.25)
     legend_beside(figure, axes)
@@ -68,7 +68,7 @@ def engine_figure(result: dict[str, Any]) -> Any:
 
 
 def speculation_figure(result: dict[str, Any]) -> Any:
-    """Draw the speedup over the draft depth, a line per format; dashed: expected from the acceptance rate."""
+    """Plot the speedup against the draft depth, with a line per format; dashed: expected from acceptance."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     rows = [row for row in result["rows"] if not row["adapts"]]

@@ -1,4 +1,4 @@
-"""Models of random weights, made on the device: the cost of a step depends on shapes, not on values."""
+"""Models with random weights, created on the device: step costs depend on shapes, not on values."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from kvq.models.prove.proof import prove
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def random_model(  # D153: random weights, made on the device
+def random_model(  # D153: random weights, created on the device
     config: Mapping[str, Any],
     folder: Path,
     device: torch.device,
@@ -31,14 +31,14 @@ def random_model(  # D153: random weights, made on the device
     backend: str = "auto",
     stored: bool = False,
 ) -> Model:
-    """Make a model of the shapes of a config.json's dict, with the embedded model's tokenizer.
+    """Return a model with the shapes in `config` (from a config.json) and the embedded model's tokenizer.
 
-    `folder`: gets the files of a model's folder. Weights are among them if `stored`, for rivals that read
-    them, and always on a CPU, where the engine reads a few of them from there. As with any other model, kvq's
-    way to run it is compared with the model's own code first.
+    The files of a model folder are written to `folder`. They include the weights if `stored`, for rivals that
+    read them, and always on a CPU, where the engine reads a few of them. As with any model, kvq's results are
+    first compared with those of the model's own code.
 
     Raises:
-        ModelError: a family that kvq does not run, or runs wrongly.
+        ModelError: a family that kvq does not run, or runs incorrectly.
     """
     torch.manual_seed(0)
     before = held_bytes(device)

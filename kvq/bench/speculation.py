@@ -1,10 +1,10 @@
 """`kvq bench speculation`: acceptance rate of drafts, tokens per step, and speedup.
 
-With acceptance rate `a` and k drafts a step yields (1 - a^(k + 1)) / (1 - a) tokens on average. If a pass of
-the draft costs r of a decode step, and verification costs nothing, the speedup is that number divided by
-1 + k r (Leviathan et al. 2023, section 3.2). Rows have this expectation beside what was measured. They also
-have the rate found offline, without drafting: the logits of both models over texts that the model wrote tell
-which drafts would be accepted, and a walk along them tells which would be verified.
+With acceptance rate `a` and k drafts, a step yields (1 - a^(k + 1)) / (1 - a) tokens on average. If a draft
+pass takes r times as long as a decode step, and verification costs nothing, the speedup is that number
+divided by 1 + k r (Leviathan et al. 2023, section 3.2). Rows have both expected and measured values. They
+also have the rate found offline, without drafting: the logits of both models on texts that the model
+generated show which drafts would be accepted, and a walk along them shows which would be verified.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ from kvq.models.loading.weights import LoadedWeights
 from kvq.models.run.prompts import num_common
 from kvq.models.run.session import Session
 
-_CHUNK = 512  # tokens of a text in one pass
+_CHUNK = 512  # tokens of a text per pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +41,10 @@ class SpeculationPlan:
     speculation: Speculation
     depths: tuple[int, ...]  # values of k
     prompts: list[list[int]]
-    batch: int  # requests at a time
+    batch: int  # concurrent requests
     output_tokens: int
     temperature: float
-    seed: int | None  # if set, requests get the same tokens with and without drafts
+    seed: int | None  # if set, tokens are the same with and without drafts
     repeats: int
 
     @property
@@ -56,7 +56,7 @@ class SpeculationPlan:
 
 
 def expected_tokens(share: float, k: int) -> float:
-    """Return tokens per step with k drafts, each right with probability `share` if those before it are."""
+    """Return the tokens per step with k drafts, each right with probability `share` if all before it are."""
     return float(k + 1) if share >= 1 else (1 - share ** (k + 1)) / (1 - share)
 
 
@@ -64,7 +64,7 @@ def expected_tokens(share: float, k: int) -> float:
 class _Contender:
     """Depth of drafting, and its measured counts."""
 
-    k: int  # 0: none
+    k: int  # 0: no drafts
     adapts: bool
     rates: list[float] = field(default_factory=list)  # tokens per second
     # generated, drafts, drafted, verified (drafts whose predecessors were right), accepted
@@ -74,9 +74,9 @@ class _Contender:
 def bench_speculation(
     model: Model, formats: Sequence[str], plan: SpeculationPlan, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
-    """Measure each format at each depth; returns their rows.
+    """Measure each format at each depth; return their rows.
 
-    Depth 0 drafts nothing; the last row of a format adapts its depth.
+    Depth 0 is without drafts; in the last row of a format, the engine adapts the depth.
 
     Raises:
         KVQError: a request failed.
@@ -96,7 +96,7 @@ def _bench_format(model: Model, kv: str, plan: SpeculationPlan, progress: Progre
     with LLM(model, kv, speculation=plan.speculation, prefix_caching=False, **options) as llm:
         speculator = llm.core.speculator
         assert speculator is not None, "the engine was built with one"
-        plain, *_ = [_run(llm, one, plan) for one in _contenders(plan)]  # kernels compile, costs are learned
+        plain, *_ = [_run(llm, one, plan) for one in _contenders(plan)]  # compiles kernels, learns costs
         fresh, equal = _contenders(plan), 0
         for done, (_, contender) in enumerate(in_turn(fresh, plan.repeats), 1):
             tokens = _run(llm, contender, plan)
@@ -104,7 +104,7 @@ def _bench_format(model: Model, kv: str, plan: SpeculationPlan, progress: Progre
             progress(done, plan.repeats * len(fresh))
         offline = offline_shares(llm, speculator, plan, plain)
         depth, step = speculator.depth, speculator.depth.costs.decode_s(plan.batch)
-        cost = depth.draft_s(plan.batch) / step if depth.takes_passes and step else 0.0  # of a decode step
+        cost = depth.draft_s(plan.batch) / step if depth.takes_passes and step else 0.0  # in decode steps
     base = percentile(fresh[0].rates, 50)
     repeatable = plan.temperature == 0 or plan.seed is not None
     facts = {
@@ -127,9 +127,9 @@ def _row(
 ) -> dict[str, Any]:
     generated, accepted = one.counts["generated"], one.counts["accepted"]
     share = accepted / one.counts["verified"] if one.counts["verified"] else None
-    steps = generated - accepted  # of sequences
+    steps = generated - accepted  # of single sequences
     expected = None
-    if share is not None and not one.adapts:  # n-grams don't find a draft in every step
+    if share is not None and not one.adapts:  # n-grams don't provide a draft in every step
         expected = 1 + (expected_tokens(share, one.k) - 1) * one.counts["drafts"] / steps
     return {
         "k": one.k,
@@ -148,11 +148,11 @@ def _row(
 
 
 def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[int]]:
-    """Serve all prompts, `batch` at a time, and add to the contender's counts; returns the tokens."""
+    """Serve all prompts, `batch` at a time, and add to the contender's counts; return the tokens."""
     speculator, counters = llm.core.speculator, llm.core.scheduler.counters
     assert speculator is not None, "the engine was built with one"
     speculator.use(k=contender.k, adapts=contender.adapts)
-    speculator.proposer.reset()  # else n-grams would find the answers of the run before
+    speculator.proposer.reset()  # otherwise n-grams would find the answers of the previous run
 
     def counts() -> dict[str, int]:
         drafts = {"drafts": counters.drafts, "drafted": counters.drafted_tokens}
@@ -175,10 +175,10 @@ def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[in
 def offline_shares(
     llm: LLM, speculator: Speculator, plan: SpeculationPlan, texts: list[list[int]]
 ) -> dict[int, float | None]:
-    """Return the acceptance rate for every k, found without drafting; an empty dict for heads.
+    """Return the acceptance rate for every k, found without drafting; an empty dict for drafting heads.
 
-    A model's draft is accepted where both models find the same token likeliest; with a temperature it is
-    accepted with probability sum(min(p, q)). For n-grams, their drafts along these texts are counted.
+    A model's draft is accepted if the most likely token is the same in both models; with a temperature, it is
+    accepted with probability sum(min(p, q)). For n-grams, the accepted drafts along these texts are counted.
     """
     if speculator.proposer.takes_passes is False:
         return {k: _lookup_share(plan, texts, k) for k in plan.depths}
@@ -198,11 +198,11 @@ def offline_shares(
 
 
 def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:  # D263
-    """Return accepted / verified drafts, where the draft of token i is accepted with probability `[i]`.
+    """Return accepted / verified drafts, if the draft of token i is accepted with probability `[i]`.
 
-    This is not the mean of all probabilities: the token after k right drafts is no draft, and tokens in runs
-    of errors are verified more often than those after right drafts. The first token of an output comes from
-    the prompt's pass.
+    This is not the mean of all probabilities: the token after k right drafts is not a draft, and tokens in
+    runs of errors are verified more often than tokens after right drafts. The first token of an output comes
+    from the prompt's pass.
     """
     right = verified = 0.0
     for kept in agreements:
@@ -221,7 +221,7 @@ def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None: 
 
 
 def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: int) -> Tensor:
-    """Return logits after every token from `first` but the last, by other weights over the model's KV."""
+    """Return the logits of other weights on the model's KV, after all tokens from `first` on but the last."""
     session = Session(model.weights, model.layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     if first:
@@ -245,7 +245,7 @@ def _agreement(p: Tensor, q: Tensor, temperature: float) -> Tensor:
 
 
 def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
-    """Return logits after every token, over a fresh cache: fp32 [tokens, vocab]."""
+    """Return the logits after every token with a new cache, fp32 [tokens, vocab]."""
     session = Session(weights, layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     for at in range(0, len(ids), _CHUNK):
@@ -254,7 +254,7 @@ def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
 
 
 def _lookup_share(plan: SpeculationPlan, texts: list[list[int]], k: int) -> float | None:
-    """Return accepted / verified drafts of n-grams along the texts."""
+    """Return accepted / verified n-gram drafts along the texts."""
     right = verified = 0
     answers = NGrams()
     for prompt, text in zip(plan.prompts, texts, strict=True):
@@ -274,7 +274,7 @@ def _lookup_share(plan: SpeculationPlan, texts: list[list[int]], k: int) -> floa
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the conclusion from the rows, a line for each format."""
+    """Return the conclusion from the rows, one line per format."""
     lines = []
     for kv in dict.fromkeys(row["kv"] for row in rows):
         mine = [row for row in rows if row["kv"] == kv and row["k"]]
@@ -298,7 +298,7 @@ def check_depths(text: str, most: int) -> tuple[int, ...]:
     """Parse values of k, separated by commas.
 
     Raises:
-        ConfigError: a value is no whole number from 1 to `most`.
+        ConfigError: a value is not a whole number from 1 to `most`.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() and 1 <= int(part) <= most for part in parts):

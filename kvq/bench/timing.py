@@ -1,4 +1,4 @@
-"""Timing helpers of benchmarks: percentiles, and turns of contenders."""
+"""Timing helpers of benchmarks: percentiles, and the order of contenders."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Yield the number of each repeat with every contender; each repeat begins with the next contender."""
+    """Yield (repeat, contender) for every contender in each repeat, which begins with the next contender."""
     for repeat in range(repeats):
         for i in range(len(contenders)):
             yield repeat, contenders[(i + repeat) % len(contenders)]

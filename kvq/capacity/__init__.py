@@ -1,1 +1,1 @@
-"""Above the engine: how many users fit, what tokens cost, and fleets under loads to come."""
+"""Capacity planning: the number of users that fit, the cost of tokens, and simulated fleets under load."""

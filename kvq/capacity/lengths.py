@@ -1,7 +1,7 @@
-"""Request lengths: drawn at random one by one, all together for a plan, or read from a trace file.
+"""Request lengths: drawn at random, as quantiles for a plan, or read from a trace file.
 
-Traces are JSON lines with `prompt_tokens` and `output_tokens`, maybe `arrival_s`, `session`, `tenant` and
-`priority`; the lines of Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of
+Traces are JSON lines with `prompt_tokens`, `output_tokens` and optional `arrival_s`, `session`, `tenant` and
+`priority`; lines of Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of
 blocks of 512 tokens; Qin et al. 2024, arXiv:2407.00079); or CSV with the columns of Azure's LLM inference
 traces (TIMESTAMP, ContextTokens, GeneratedTokens; Patel et al. 2024, arXiv:2311.18677).
 """
@@ -22,8 +22,8 @@ from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 from kvq.sizes import parse_tokens
 
-HASHED_TOKENS = 512  # that one of `hash_ids` stands for
-_QUANTILES = 1000  # points that stand for a distribution
+HASHED_TOKENS = 512  # per entry of `hash_ids`
+_QUANTILES = 1000  # points that represent a distribution
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _FORMS = (
     "a trace has an object a line, with prompt_tokens and output_tokens (or Mooncake's input_length and "
@@ -45,10 +45,10 @@ class _TraceLine:
 
 
 def read_lines(path: Path) -> Iterator[_TraceLine]:
-    """Yield the requests of a file of any size, one after another.
+    """Yield the requests of a trace file one by one, so that its size does not matter.
 
     Raises:
-        ConfigError: no such file, or a line that is none; with its number.
+        ConfigError: the file does not exist, or a line is invalid; the message has its number.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -102,7 +102,7 @@ def _rows(path: Path, file: Iterator[str]) -> Iterator[_TraceLine]:
     begin: datetime | None = None
     for row in reader:
         try:
-            time = datetime.fromisoformat(row["TIMESTAMP"])  # of its seven decimals Python keeps six
+            time = datetime.fromisoformat(row["TIMESTAMP"])  # Python keeps six of its seven decimals
             begin = begin or time
             yield _TraceLine(
                 prompt_tokens=_count("ContextTokens", int(row["ContextTokens"]), 1),
@@ -128,7 +128,7 @@ def _seconds(value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Token counts: uniform between `low` and `high`, or log-normal around `low` where `sigma` is given."""
+    """Token counts: uniform between `low` and `high`, or log-normal with median `low` if `sigma` is given."""
 
     low: int
     high: int
@@ -142,10 +142,10 @@ class Lengths:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """Read lengths from "128", "16:512" (uniform) or "lognormal:MEDIAN:SIGMA".
+    """Parse lengths such as "128", "16:512" (uniform) or "lognormal:MEDIAN:SIGMA".
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: the text is none of these.
     """
     words = text.split(":")
     try:
@@ -157,7 +157,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
             low, high = parse_tokens(words[0]), parse_tokens(words[-1])
             if 1 <= low <= high:
                 return Lengths(low=low, high=high)
-    except ValueError:  # as ConfigError is
+    except ValueError:  # includes ConfigError
         pass
     raise ConfigError(f"{option} takes tokens such as 128, 8k, 16:512 or lognormal:256:0.7, got {text!r}")
 
@@ -171,17 +171,17 @@ class Length:
 
     @property
     def total(self) -> int:
-        """Tokens at the end of the request."""
+        """Number of tokens at the end of the request."""
         return self.prompt + self.output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Memory demand of requests: their lengths, and their shared prefix."""
+    """Memory demand of requests: their lengths and their shared prefix."""
 
-    lengths: Sequence[Length]  # that stand for all of them
-    slot_tokens: int | None = None  # that an engine without blocks reserves for each; None: for the longest
-    prefix_share: float = 0.0  # of the prompts, what all requests have in common
+    lengths: Sequence[Length]  # that represent all requests
+    slot_tokens: int | None = None  # that an engine without blocks reserves per request; None: the longest
+    prefix_share: float = 0.0  # share of each prompt that all requests have in common
 
     def __post_init__(self) -> None:
         if not 0 <= self.prefix_share < 1:
@@ -191,12 +191,12 @@ class Demand:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
+        """Number of tokens of the longest request."""
         return max(length.total for length in self.lengths)
 
     @property
     def slot(self) -> int:
-        """Tokens that an engine without blocks reserves for each request."""
+        """Number of tokens that an engine without blocks reserves for each request."""
         return self.slot_tokens or self.longest
 
 
@@ -204,7 +204,7 @@ def fixed(context: int, output: int = 0) -> list[Length]:
     """Return one length for all requests: `context` tokens, of which `output` are generated.
 
     Raises:
-        ConfigError: not a positive number, or more output than context.
+        ConfigError: the context is not positive, or the output is negative or not below the context.
     """
     if context < 1 or not 0 <= output < context:
         raise ConfigError(f"a context of {context} tokens with {output} of output is none")
@@ -212,10 +212,10 @@ def fixed(context: int, output: int = 0) -> list[Length]:
 
 
 def lognormal(median: int, sigma: float, *, most: int) -> list[Length]:
-    """Return quantiles of log-normal total lengths, half of them output, cut at the model's context.
+    """Return quantiles of log-normal total lengths, half of it output, clamped to `most` tokens.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number out of range.
     """
     if median < 1 or not 0 < sigma <= 5:
         raise ConfigError(
@@ -234,7 +234,7 @@ def read_trace(path: Path) -> list[Length]:
     """Read the lengths of a trace; see `read_lines`.
 
     Raises:
-        ConfigError: no such file, or a line that is none.
+        ConfigError: the file does not exist, or a line is invalid.
     """
     found = [Length(line.prompt_tokens, line.output_tokens) for line in read_lines(path)]
     if not found:

@@ -1,4 +1,4 @@
-"""Evaluation of the quality cost of KV formats, over the path that serves."""
+"""Evaluation of the quality cost of KV formats, on the code path that serves requests."""
 
 from typing import TYPE_CHECKING
 

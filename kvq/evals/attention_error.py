@@ -1,8 +1,8 @@
 """Attention error: the error that a KV format adds to every layer's output, on the same inputs.
 
-The model runs over unquantized KV. In every layer each format stores the same K and V in a cache of
-its own, and attends from it with the same Q: the error is the layer's own, not what earlier layers
-left. K and V are also quantized one at a time, which says where the error comes from.
+The model runs with unquantized KV. In every layer, each format stores the same K and V in a separate cache
+and attends over it with the same Q, so errors of earlier layers do not add up. K and V are also quantized one
+at a time, which shows where the error comes from.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from kvq.models.check.compared import ComparedCache, Found
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRow:
-    """Error of one layer's attention output in one format: |a - b| / |b| of each token's output.
+    """Error of one layer's attention output in one format: |a - b| / |b| for each token's output a.
 
-    b is the output over unquantized KV; the norm is over all heads.
+    b is the output with unquantized KV; the norm is over all heads.
     """
 
     kv: str
@@ -31,7 +31,7 @@ class AttentionRow:
     tokens: int
     error_mean: float
     error_max: float
-    k_error_mean: float  # with K quantized alone; 0 where K is not
+    k_error_mean: float  # with only K quantized; 0 if the format leaves K unquantized
     v_error_mean: float
 
 
@@ -40,8 +40,8 @@ def measure_attention(
 ) -> list[AttentionRow]:
     """Measure every format but the baseline in every layer, over windows spread over a text.
 
-    The baseline is the first unquantized format, or the weights' own type. Of the plan count its context, and
-    its windows, which are all those of the text if it names none.
+    The baseline is the first unquantized format, or the weights' dtype if there is none. Only `context` and
+    `max_windows` of the plan are used; by default, all windows of the text are measured.
 
     Raises:
         RequestError: text shorter than a window, a context beyond the model's, or K or V that are
@@ -65,7 +65,7 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """Return the recipe with V unquantized, and with K unquantized; both keep open blocks if it does."""
+    """Return `recipe` with V and then with K unquantized; both leave blocks open if `recipe` does."""
 
     def half(of_k: bool) -> KVRecipe:
         layers = tuple(

@@ -13,22 +13,22 @@ from kvq.models.parts.inputs import check_unicode
 HUB = "hf:"
 _JSON = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
-_FIELDS = ("text", "content", "prompt", "messages")  # looked for in this order
-_MOST_CHARACTERS = 64 << 20  # taken of a dataset, which may be larger than any memory
+_FIELDS = ("text", "content", "prompt", "messages")  # tried in this order
+_MOST_CHARACTERS = 64 << 20  # read from a dataset, which may be larger than memory
 
 
 def read_text(source: str | Path, field: str | None = None) -> EvalText:
     """Read a text to measure or calibrate on.
 
-    `source`: a UTF-8 text file; `.jsonl` with one JSON object a line, or `.json` with a list of them;
-    `.parquet`; or `hf:NAME[:CONFIG[:SPLIT]]`, a dataset of the hub or a local folder of one, by
-    default its first configuration's first split. `field`: which field of a row is the text, by default
-    the first there is of text, content, prompt and messages (of a conversation, its turns). Rows are
-    joined by empty lines.
+    `source`: a UTF-8 text file; `.jsonl` with one JSON object per line, or `.json` with a list of objects;
+    `.parquet`; or `hf:NAME[:CONFIG[:SPLIT]]`, a dataset on the hub or in a local folder, by default the first
+    split of its first configuration. `field`: the field of a row that contains the text, by default the first
+    one present of text, content, prompt and messages (the turns of a conversation). Rows are joined by empty
+    lines.
 
     Raises:
-        RequestError: missing, unreadable, not UTF-8, empty, or rows without such a field.
-        ConfigError: a package is missing that reads it.
+        RequestError: the source is missing, unreadable, not UTF-8, empty, or has rows without such a field.
+        ConfigError: the package that reads this kind of source is missing.
     """
     name = str(source)
     if name.startswith(HUB):
@@ -97,7 +97,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{path} is not JSON: {error}") from error
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # a string may hold other ends of lines
+    for number, line in enumerate(text.split("\n"), start=1):  # strings may contain other line separators
         if not line.strip():
             continue
         try:
@@ -121,7 +121,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:  # D41: pyarrow and `datasets`, 
 
 
 def _hub_rows(spec: str) -> Iterator[Any]:
-    """Stream the rows of `NAME[:CONFIG[:SPLIT]]`: only rows that are read are downloaded."""
+    """Stream the rows of `NAME[:CONFIG[:SPLIT]]`; only the rows that are read are downloaded."""
     require(f"hf:{spec}", ("datasets",))
     import datasets
 
@@ -136,7 +136,7 @@ def _hub_rows(spec: str) -> Iterator[Any]:
         yield from found
     except KVQError:
         raise
-    except Exception as error:  # whatever a dataset's files or the network do
+    except Exception as error:  # any error in a dataset's files or the network
         raise RequestError(
             f"can't read the dataset hf:{spec}: {first_lines(error)}; "
             f"is the name right, and the hub within reach?"

@@ -1,6 +1,6 @@
-"""Divergence of KV formats from unquantized KV at every token of a text, over the path that serves.
+"""Divergence of KV formats from unquantized KV at every token of a text, on the path that serves requests.
 
-What stays of a token is a few numbers, never its logits.
+Only a few numbers per token are kept, never its logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,18 +26,18 @@ Figures = npt.NDArray[np.float32]
 
 INSTRUMENT_WINDOW = 64  # tokens
 INSTRUMENT_FORMAT = "int2"
-_TOP = 5  # likeliest tokens compared
+_TOP = 5  # most likely tokens that are compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenPlan:
-    """Windows of a text that formats are run over."""
+    """Windows of a text on which formats are measured."""
 
     context: int = 1024  # tokens per window
     chunk: int | None = None  # tokens per prefill step
     max_windows: int | None = None
-    attention_window: int | None = None  # tokens; shortens attention for all
-    instrument: bool = False  # append two that must look bad if model and text can show damage at all
+    attention_window: int | None = None  # tokens; limits attention in all formats
+    instrument: bool = False  # append two rows that look bad if model and text can show damage
 
     def __post_init__(self) -> None:
         if self.attention_window is not None and self.attention_window < 1:
@@ -46,7 +46,7 @@ class TokenPlan:
             raise RequestError(f"chunk must be at least 1 token, got {self.chunk}")
 
     def windows(self, model: PreparedModel, text: str) -> list[list[int]]:
-        """Return the windows of a text, as token ids; needs no weights.
+        """Return the windows of a text as token ids. The weights need not be loaded.
 
         Raises:
             RequestError: text shorter than a window, or a context beyond the model's.
@@ -61,7 +61,7 @@ class TokenPlan:
         """Return warnings about recipes that leave most keys of a window exact.
 
         Raises:
-            ConfigError: one that leaves all of them so.
+            ConfigError: a recipe that leaves all keys exact.
         """
         longer = "--context" if self.attention_window is None else "--attention-window"
         return check_exact(
@@ -77,19 +77,19 @@ class TokenPlan:
 class TokenFigures:
     """Figures of one format at every predicted token: fp32 [windows, context - 1] each.
 
-    A window is a document. Column i of it was predicted from i + 1 tokens. Arrays are allocated whole: small
-    pieces would fragment the heap.
+    Each window is a document. Column i was predicted from i + 1 tokens. Arrays are allocated in one piece,
+    because small pieces would fragment the heap.
     """
 
     model: Model
     nll: Figures  # nats
     kl: Figures  # nats, of this format from the baseline
-    top1: Figures  # 1 where the likeliest token is the baseline's, else 0
-    top5: Figures  # share of the baseline's five likeliest among this format's five
+    top1: Figures  # 1 where the most likely token is the baseline's, else 0
+    top5: Figures  # share of the baseline's five most likely tokens among this format's
     seconds: float = 0.0  # of the forward passes
-    window_limit: int | None = None  # tokens, when attention was cut short on purpose
-    role: str = ""  # "window" or "int2": the rows that check the instrument
-    chance: float = float("inf")  # of the baseline: the perplexity of a guess over all of the windows
+    window_limit: int | None = None  # tokens, if attention was limited on purpose
+    role: str = ""  # "window" or "int2" in rows that check the instrument
+    chance: float = float("inf")  # in the baseline: perplexity of guessing, over all windows
 
     def first(self, windows: int) -> "TokenFigures":
         """Return the figures of the first `windows` windows."""
@@ -97,7 +97,7 @@ class TokenFigures:
         return replace(self, nll=nll, kl=kl, top1=top1, top5=top5)
 
     def take(self, chunk: Chunk, reference: "Reference", targets: list[int]) -> None:
-        """Keep the figures of a chunk, of as many tokens as there are targets."""
+        """Store the figures of a chunk, for as many tokens as there are targets."""
         self.seconds += chunk.seconds
         if not targets:
             return
@@ -129,11 +129,10 @@ class Reference:
 def measure_tokens(
     model: Model, kv: str | Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[TokenFigures]:
-    """Run formats over a text beside the first unquantized one among them, which comes back first.
-
-    If all are quantized, the weights' own type goes first as the baseline. The plan's `instrument` appends
-    the baseline with a 64-token attention window, and 2-bit KV. After every window `watch` gets a function to
-    make the figures of all windows so far.
+    """Run formats over a text alongside the first unquantized one, the baseline, which is returned first. If
+    all formats are quantized, the weights' dtype is added as the baseline. The plan's `instrument` appends
+    the baseline with a 64-token attention window, and 2-bit KV. After every window, `watch` receives a
+    function that returns the figures of all windows so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
@@ -149,7 +148,7 @@ def measure_tokens(
     per_window = -(-plan.context // size) * len(found)
     chunks = side_by_side([session for session, _ in pairs], windows, size)
     for done, chunk in enumerate(chunks, start=1):
-        targets = windows[chunk.window][chunk.at + 1 : chunk.at + size + 1]  # one less at a window's end
+        targets = windows[chunk.window][chunk.at + 1 : chunk.at + size + 1]  # one fewer at a window's end
         if chunk.session == 0:
             reference = Reference.of(chunk.log_probs[: len(targets)])
         found[chunk.session].take(chunk, reference, targets)
@@ -160,10 +159,10 @@ def measure_tokens(
 
 
 def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Model]:
-    """Return the model in every format, first the baseline: an unquantized one, or the weights' own type.
+    """Return the model in every format, the baseline first: an unquantized format, or the weights' dtype.
 
     Raises:
-        RequestError: no format.
+        RequestError: no format was named.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
     named = [kv] if isinstance(kv, str) else kv
@@ -176,7 +175,7 @@ def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Mode
 
 
 def baseline_first(recipes: list[KVRecipe], model: PreparedModel) -> list[KVRecipe]:
-    """Return the recipes with the first unquantized one in front; if there is none, the weights' type."""
+    """Return the recipes with the baseline first: the first unquantized one, or else the weights' dtype."""
     if all(recipe.is_quantized for recipe in recipes):
         recipes = [model.recipe("auto"), *recipes]
     baseline = next(recipe for recipe in recipes if not recipe.is_quantized)
@@ -208,5 +207,5 @@ def _is_int2(model: Model) -> bool:
 
 
 def _likeliest(log_probs: Tensor) -> Tensor:
-    """Return the likeliest token ids, int64 [tokens, 5], or fewer for a smaller vocabulary."""
+    """Return the most likely token ids, int64 [tokens, 5], or fewer columns for a smaller vocabulary."""
     return log_probs.topk(min(_TOP, log_probs.shape[-1]), dim=-1).indices

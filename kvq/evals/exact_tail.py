@@ -1,6 +1,6 @@
-"""Share of unquantized keys under a staged recipe; if it is large, divergence says little.
+"""Share of unquantized keys under a staged recipe; if it is large, the divergence means little.
 
-A recipe that keeps as many young tokens in bf16 as a window has diverges by nothing, whatever its formats.
+If a recipe keeps a whole window of young tokens in bf16, its divergence is 0, whatever its formats.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,8 @@ from kvq.models.loading.prepared import PreparedModel
 def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:  # D25
     """Return the share of keys that queries at these positions see unquantized, averaged over layers.
 
-    A query sees its own position and those before it, `attention_window` at most. 0 without a staging area.
+    A query sees its own position and earlier ones, at most `attention_window`. Returns 0 without a staging
+    area.
     """
     if not layout.recipe.is_staged:
         return 0.0
@@ -41,11 +42,11 @@ def check_exact(  # D45: windows kept exact as a whole are refused
 ) -> list[str]:
     """Return warnings about quantized recipes that leave most keys exact in any of these sequences.
 
-    `sequences`: the positions of queries whose results are looked at, which a window's last one is not: what
-    it predicts is unknown. `advice`: what else can be given.
+    `sequences`: the positions of the queries that are scored. The last query of a window is not, because the
+    token it predicts is unknown. `advice`: the alternatives to suggest in the message.
 
     Raises:
-        ConfigError: a recipe under which none of them sees anything quantized.
+        ConfigError: a recipe with which no scored query sees a quantized key.
     """
     warnings = []
     for recipe in recipes:

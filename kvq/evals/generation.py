@@ -1,4 +1,4 @@
-"""Generation eval: tokens until greedy decoding over quantized KV differs from unquantized KV."""
+"""Generation eval: tokens until greedy decoding with quantized KV differs from that with unquantized KV."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 
-_SPARE = 1.25  # blocks kept beyond what the prompts need, for what the scheduler holds in reserve
+_SPARE = 1.25  # factor on the blocks that the prompts need; the scheduler holds some in reserve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Intervals:
-    """Bounds at 95% confidence, each [low, high]; None where there are too few prompts."""
+    """Bounds at 95% confidence, each [low, high]; None if there are too few prompts."""
 
     same_tokens_mean: Interval | None
     identical: Interval | None
@@ -35,9 +35,9 @@ class GenerationRow:
     kv: str
     prompts: int
     new_tokens: int  # generated after each prompt
-    same_tokens_mean: float  # before the first that differs; all of them where none does
+    same_tokens_mean: float  # before the first difference; all tokens if there is none
     same_tokens_median: float
-    identical: float  # share of prompts whose continuation is the baseline's to the end
+    identical: float  # share of prompts with exactly the baseline's continuation
     seconds: float
     intervals: _Intervals
 
@@ -59,11 +59,11 @@ class GenerationPlan:
 
 
 def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[list[int]]:
-    """Cut pieces of a text as token ids, evenly over it; fewer than requested from a short text.
+    """Return pieces of a text as token ids, evenly spaced; a short text yields fewer than requested.
 
     Raises:
-        ConfigError: a cache backend that the engine doesn't run over.
-        RequestError: a text shorter than a prompt, or prompts that leave no room to go on.
+        ConfigError: a cache backend that the engine doesn't support.
+        RequestError: a text shorter than a prompt, or prompts that leave no room for new tokens.
     """
     check_cache(model)
     longest = plan.prompt_tokens + plan.new_tokens
@@ -83,9 +83,9 @@ def measure_generation(
     bootstrap: Bootstrap | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[GenerationRow]:
-    """Continue pieces of a text greedily by the engine in every format; the baseline's row is first.
+    """Continue pieces of a text greedily on the engine in every format; the baseline's row is first.
 
-    End tokens are generated past, so that all continuations are equally long.
+    Generation continues past end tokens, so that all continuations are equally long.
 
     Raises:
         RequestError: a text shorter than a prompt, a length beyond the model's context, or K, V or

@@ -1,4 +1,4 @@
-"""Perplexity, KL divergence and top-1 agreement of KV formats, over the path that serves."""
+"""Perplexity, KL divergence and top-1 agreement of KV formats, on the path that serves requests."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.check.verdict import cautions
 
-INSTRUMENT_LIMIT = 0.05  # an instrument that can see must lose this much, relatively
-_LOOK_TOKENS = 256  # over which the mean divergence tells what sees from what does not
-_LOOK_TEXT = 64 * _LOOK_TOKENS  # characters that hold them, of a text that may be long
+INSTRUMENT_LIMIT = 0.05  # relative loss that a sensitive instrument must show
+_LOOK_TOKENS = 256  # enough for the mean divergence to show whether damage can be seen
+_LOOK_TEXT = 64 * _LOOK_TOKENS  # characters that contain these tokens; the text may be long
 _LARGEST_LOSS = 700.0  # nats per token; exp of more overflows
 
 
@@ -27,20 +27,20 @@ class PerplexityRow:
 
     kv: str
     bits_per_element: float  # scales included
-    bits_held: float  # by a sequence of the context's tokens: whole blocks, and what waits unquantized
+    bits_held: float  # for a sequence of `context` tokens: whole blocks, and tokens not yet quantized
     kv_bytes_per_token: float
     compression: float  # bf16 bytes / these bytes
     tokens: int  # predicted
     perplexity: float
     perplexity_change: float  # relative to the baseline: 0.01 is 1% worse
-    chance_perplexity: float  # by counting tokens: a model that is no better knows nothing
+    chance_perplexity: float  # of guesses by frequency; a model that is no better knows nothing
     kl_mean: float  # nats per token, of this format from the baseline
     kl_p999: float
-    top1_agreement: float  # share of tokens with the baseline's likeliest token
-    exact_keys: float  # share of keys that queries saw unquantized, though the format is not
+    top1_agreement: float  # share of tokens with the baseline's most likely token
+    exact_keys: float  # share of keys that queries saw unquantized, with a quantized format
     seconds: float
-    attention_window: int | None = None  # tokens, when attention was cut short on purpose
-    instrument: str = ""  # "window" or "int2": the rows that check the instrument
+    attention_window: int | None = None  # tokens, if attention was limited on purpose
+    instrument: str = ""  # "window" or "int2" in rows that check the instrument
 
 
 def measure_perplexity(
@@ -58,7 +58,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
     """Return one format's figures over the whole text.
 
     Raises:
-        RequestError: a loss that no perplexity can express.
+        RequestError: a loss too large to be expressed as a perplexity.
     """
     kl, context = figures.kl.astype(np.float64).ravel(), figures.nll.shape[1] + 1
     perplexity = _perplexity(figures)
@@ -80,7 +80,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
 
 
 def size_figures(model: Model, context: int) -> dict[str, float]:
-    """Return a format's sizes, also for a sequence of `context` tokens, by keys of `PerplexityRow`."""
+    """Return the sizes of a format, one of them for `context` tokens, by the keys of `PerplexityRow`."""
     nbytes = model.kv_bytes_per_token
     return {
         "bits_per_element": model.bits_per_element,
@@ -91,9 +91,9 @@ def size_figures(model: Model, context: int) -> dict[str, float]:
 
 
 def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
-    """Return whether the model and text of these rows can show damage; see `measure_tokens`.
+    """Check whether the model and text of these rows can show damage; see `measure_tokens`.
 
-    Returns JSON: the relative changes with a short window and with 2-bit KV, the limit, and `passed`.
+    Returns JSON: the relative changes with a short window and with 2-bit KV, the limit and `passed`.
     """
     window = next(r for r in rows if r.instrument == "window")
     int2 = next(r for r in rows if r.instrument == "int2")
@@ -109,23 +109,23 @@ def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
 
 
 def look(model: Model, baseline: str | KVRecipe, text: str, plan: TokenPlan) -> list[dict[str, Any]]:
-    """Return the instrument's two rows over the first 256 tokens of a text, as JSON.
+    """Return the two rows of the instrument check on the first 256 tokens of a text, as JSON.
 
-    Nothing where the plan has the check itself or it can't be had; of short windows 2-bit KV alone.
+    The list is empty if the plan includes the check or it is impossible; short windows give only 2-bit KV.
     """
     short = replace(plan, context=min(plan.context, _LOOK_TOKENS), max_windows=1, instrument=True)
     try:
         rows = [] if plan.instrument else measure_perplexity(model, [baseline], text[:_LOOK_TEXT], short)
-    except (ConfigError, RequestError):  # no 2-bit KV for this model, or losses that can't be expressed
+    except (ConfigError, RequestError):  # no 2-bit KV for this model, or losses too large
         return []
     is_long = min(short.context, plan.attention_window or short.context) >= _LOOK_TOKENS
     return [asdict(r) for r in rows if r.instrument == "int2" or (r.instrument == "window" and is_long)]
 
 
 def instrument_facts(rows: Sequence[PerplexityRow], seen: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON about a result's instrument: `cautions`, and what they are based on.
+    """Return the JSON about the instrument of a result: `cautions`, and the check that they are based on.
 
-    `rows`: all that were measured, the baseline first. `seen`: by `look`.
+    `rows`: all measured rows, the baseline first. `seen`: the rows from `look`.
     """
     has_check = any(row.instrument == "window" for row in rows)
     check = {"instrument": instrument_check(rows)} if has_check else {"look": seen}

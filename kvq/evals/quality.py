@@ -1,4 +1,4 @@
-"""Quality cost of formats: over the text, by context depth, by difficulty, with intervals."""
+"""Quality cost of formats with intervals: over the whole text, by context depth and by difficulty."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +16,12 @@ from kvq.models import Model
 from kvq.models.check.verdict import verdict
 
 QUARTERS = 4
-_SHALLOWEST = 16  # tokens; what has less context than this is one bucket
+_SHALLOWEST = 16  # tokens; all shallower depths share one bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Intervals:
-    """Bounds at 95% confidence, each [low, high]; None where there are too few documents."""
+    """Bounds at 95% confidence, each [low, high]; None if there are too few documents."""
 
     perplexity_change: Interval | None
     kl_mean: Interval | None
@@ -34,13 +34,13 @@ class QualityRow(PerplexityRow):
 
     kl_median: float
     kl_p99: float
-    top5_agreement: float  # share of the baseline's five likeliest tokens among this format's five
+    top5_agreement: float  # share of the baseline's five most likely tokens among this format's
     documents: int
-    verdict: str  # of KL and perplexity together, by `verdict`, and both; perplexity with its interval
+    verdict: str  # from `verdict`, then KL and the perplexity change with its interval
     intervals: _Intervals
-    # Tokens that were predicted from `first_depth` to `last_depth` tokens of context, and their figures
+    # Figures of the tokens that were predicted from `first_depth` to `last_depth` tokens of context
     by_depth: list[dict[str, Any]]
-    # Quarters of the documents, by the baseline's mean loss on them in nats a token, and their figures; 1 is
+    # Figures of the quarters of the documents, by the baseline's mean loss in nats per token; quarter 1 is
     # the easiest. Empty for fewer than four documents.
     by_difficulty: list[dict[str, Any]]
 
@@ -106,7 +106,7 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
 
 
 def depths(columns: int) -> list[tuple[int, int]]:
-    """Return buckets of context depth, first and last: up to 15 tokens, then by powers of two."""
+    """Return buckets of context depth as (first, last) pairs: up to 15 tokens, then by powers of two."""
     firsts = [1] + [
         1 << n for n in range(_SHALLOWEST.bit_length() - 1, columns.bit_length()) if 1 << n <= columns
     ]
@@ -114,14 +114,14 @@ def depths(columns: int) -> list[tuple[int, int]]:
 
 
 def quarters(losses: Floats) -> list[Floats]:
-    """Return document indices by the baseline's loss, easiest quarter first. Ties keep their order."""
+    """Return document indices in quarters by the baseline's loss, easiest first. Ties keep their order."""
     if len(losses) < QUARTERS:
         return []
     return list(np.array_split(np.argsort(losses, kind="stable"), QUARTERS))
 
 
 def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:
-    """Return the fields that rows of some documents or columns share with rows of all."""
+    """Return the figures of some documents or columns; rows about all documents have the same fields."""
     nll, base, kl, top1 = (x[part] for x in (figures.nll, baseline.nll, figures.kl, figures.top1))
     intervals = _Intervals(
         perplexity_change=bootstrap.interval(np.expm1, _document_means(nll) - _document_means(base)),

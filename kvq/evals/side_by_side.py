@@ -1,8 +1,8 @@
-"""Sessions run side by side over the same windows, chunk by chunk, so that all are measured together.
+"""Sessions that run alternately over the same windows, chunk by chunk.
 
-Every window's tokens go through a session's own write-then-read path: quantized into blocks first, attended
-from there. All sessions see the same chunk before any sees the next, so that only one chunk of the first
-one's logits has to be kept, and their times are taken side by side.
+In every session, tokens are first quantized into blocks, then attended to there. All sessions process a chunk
+before any processes the next, so only one chunk of the first session's logits is kept, and slowdowns of the
+machine affect the times of all sessions.
 """
 
 import time
@@ -27,17 +27,17 @@ class Chunk:
     session: int
     window: int
     at: int  # first token of the chunk in its window
-    log_probs: Tensor  # fp32 [tokens, vocab]: after each of its tokens
+    log_probs: Tensor  # fp32 [tokens, vocab], after each token
     seconds: float  # of the forward pass
 
 
 def chunk_size(model: Model, context: int) -> int:
-    """Return tokens whose logits take 64 MiB, at most `context`; some five times that is held at once."""
+    """Return how many tokens (at most `context`) have 64 MiB of logits; the peak is about five times that."""
     return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
 
 
 def side_by_side(sessions: Sequence[Session], windows: Sequence[list[int]], size: int) -> Iterator[Chunk]:
-    """Yield chunks of `size` tokens, of all sessions one after the other, window after window.
+    """Yield the results of chunks of `size` tokens, each chunk in all sessions, window by window.
 
     Raises:
         RequestError: K or V that are not finite.
@@ -65,9 +65,9 @@ def mean_divergences(
 ) -> list[float]:
     """Return recipes' mean KL divergence from unquantized KV, in nats per token of `windows`.
 
-    The baseline is the weights' own type. `firsts`: of all recipes but the first, the layer from which on
-    they differ from it; layers before are run once for several. `progress` hears for how many recipes' worth
-    of time it has run, `keep` the divergences of those that are done.
+    The baseline is the weights' dtype. `firsts`: for each recipe except the first, the first layer that
+    differs from the first recipe; earlier layers are computed once for several recipes. `progress` receives
+    the elapsed work in recipes, and `keep` the divergences of finished recipes.
 
     Raises:
         RequestError: K or V that are not finite.
@@ -78,7 +78,7 @@ def mean_divergences(
     def tell(done: int) -> None:
         progress(min(len(found) + done, len(recipes)))
 
-    again = 1 if firsts else 0  # the first of all goes before those of every run
+    again = 1 if firsts else 0  # every run begins with the first recipe
     for at in range(again, len(recipes), _AT_ONCE):
         some, begins = recipes[at : at + _AT_ONCE], firsts[at - again : at - again + _AT_ONCE]
         costs = _together(model, [*recipes[:again], *some], begins, windows, tell)
@@ -115,7 +115,7 @@ def _together(
 
 
 def one_by_one(session: Session, windows: Sequence[list[int]]) -> Iterator[int]:
-    """Run windows through a session whose cache is watched; yields how many are done.
+    """Run windows through a session with an instrumented cache; yield the number of finished windows.
 
     Raises:
         RequestError: K or V that are not finite.

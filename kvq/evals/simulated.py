@@ -1,7 +1,7 @@
-"""Simulated methods of other papers: their loss at their bytes, measured beside kvq's formats.
+"""Simulated methods of other papers, for comparison with kvq's formats of the same size.
 
-Each is a pair of quantizers of whole blocks that are registered under no name: see `kvq.formats.own`. How
-tokens come in, which queries see which form of them, and everything else is the path that serves.
+Each is a pair of quantizers of whole blocks that are not registered under a name (see `kvq.formats.own`).
+Everything else, such as which queries see tokens quantized, is the code path that serves requests.
 """
 
 import re
@@ -19,8 +19,8 @@ from kvq.layout import MAX_BLOCK_SIZE
 
 NAMES = "kivi-kKvV, kvarn-kKvV (K and V bits: 2 to 8; then -gTOKENS, +sinks=N, +recent=N)"
 _NAME = re.compile(r"(kivi|kvarn)-k([2-8])v([2-8])(?:-g(\d+))?")
-_TOKENS = {"kivi": 32, "kvarn": 128}  # of a block, unless said
-_KIVI_GROUP = 32  # elements of a token's V with one scale
+_TOKENS = {"kivi": 32, "kvarn": 128}  # per block, by default
+_KIVI_GROUP = 32  # elements of a token's V per scale
 _ROUNDS = 16  # of normalization
 _PAIR = 32  # bits of a scale and a minimum
 _SCALE = 16  # bits
@@ -30,7 +30,7 @@ def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:  # D44
     """Return the recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
 
     Raises:
-        ConfigError: another name, or heads of several dimensions.
+        ConfigError: any other name, or heads of several dimensions.
     """
     base, exact = split_exact(name)
     k, v = _formats(base, head_dims)
@@ -67,9 +67,9 @@ def _formats(name: str, head_dims: list[tuple[int, int]]) -> tuple[KVFormat, KVF
 
 
 def _rounded(x: Tensor, *, bits: int, dims: tuple[int, ...]) -> Tensor:
-    """Round to `bits` with one scale and minimum, in fp16, along some dimensions.
+    """Round to `bits` with one scale and one minimum, in fp16, along some dimensions.
 
-    Source: K along tokens, V along elements: Liu et al. 2024, KIVI, section 3.
+    Source: Liu et al. 2024, KIVI, section 3: K along tokens, V along elements.
     """
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
     levels = (1 << bits) - 1
@@ -79,15 +79,16 @@ def _rounded(x: Tensor, *, bits: int, dims: tuple[int, ...]) -> Tensor:
 
 
 def _rounded_groups(x: Tensor, *, bits: int) -> Tensor:
-    """Round by groups of a token's elements."""
+    """Round in groups of a token's elements."""
     groups = x.unflatten(-1, (-1, min(_KIVI_GROUP, x.shape[-1])))
     return _rounded(groups, bits=bits, dims=(-1,)).flatten(-2)
 
 
 def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
-    """Rotate, even out deviations of tokens and elements, round along `dim`, and undo the rest.
+    """Rotate, equalize deviations of tokens and elements, round along `dim`, and undo the first two.
 
-    Source: Muller et al. 2026, KVarN (arXiv 2606.03458): 16 rounds; the most even one is kept.
+    Source: Muller et al. 2026, KVarN (arXiv 2606.03458): 16 rounds; the round with the most even deviations
+    is kept.
     """
     rotated = rotate(x)
     scales = _even_scales(rotated).half().float() if dim == -2 else _even_scales(rotated.mT).half().float().mT
@@ -95,9 +96,10 @@ def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
 
 
 def _even_scales(x: Tensor) -> Tensor:
-    """Return, per head, the scales of rows, [..., rows, 1], that make columns and rows most alike.
+    """Return, per head, the row scales, [..., rows, 1], that best equalize the deviations of rows and
+    columns.
 
-    The scales of columns go into those that are rounded with anyway.
+    The column scales are absorbed by the rounding scales.
     """
     rows, columns = torch.ones_like(x[..., :1]), torch.ones_like(x[..., :1, :])
     moments = x, x.square()
@@ -115,12 +117,12 @@ def _even_scales(x: Tensor) -> Tensor:
 
 
 def _deviations(x: Tensor, squares: Tensor, scales: Tensor) -> Tensor:
-    """Return every row's deviation, [..., rows, 1], of `x` over its columns' scales [..., columns, 1]."""
+    """Return the deviations of the rows of `x` / column `scales` [..., columns, 1], as [..., rows, 1]."""
     count, inverse = x.shape[-1], 1 / scales
     mean, square = x @ inverse / count, squares @ inverse.square() / count
     return ((square - mean.square()) * (count / (count - 1))).clamp(min=1e-6).sqrt()
 
 
 def _spread(deviations: Tensor, dim: int) -> Tensor:
-    """Return the largest over the least value."""
+    """Return the largest value divided by the smallest."""
     return deviations.amax(dim, keepdim=True) / deviations.amin(dim, keepdim=True)

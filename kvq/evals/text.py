@@ -1,6 +1,6 @@
-"""Texts to measure on, and cutting them into windows of tokens.
+"""Texts for measurements, and their division into windows of tokens.
 
-The default texts ship with every CPython: the help topics of `pydoc`.
+The default texts are the help topics of `pydoc`, which ship with every CPython.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _FOLDS = 5  # one topic in five is held out
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalText:
-    """A text, what it is called in reports, and the digest that says which one it was."""
+    """Text with its name in reports and a digest that identifies it."""
 
     name: str
     text: str
@@ -62,7 +62,7 @@ def decoded(path: Path) -> str:
     """Return the text of a UTF-8 file.
 
     Raises:
-        RequestError: missing, unreadable, not UTF-8, or empty.
+        RequestError: the file is missing, unreadable, not UTF-8, or empty.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -78,7 +78,7 @@ def decoded(path: Path) -> str:
 
 
 def shared_lines(text: str, other: str) -> float:
-    """Return the share of `other`'s long lines that are lines of `text` too; 0 if it has none."""
+    """Return the share of `other`'s long lines that also occur in `text`; 0 if it has none."""
     known = set(_long_lines(text))
     lines = _long_lines(other)
     return sum(line in known for line in lines) / len(lines) if lines else 0.0
@@ -97,12 +97,12 @@ def _long_lines(text: str) -> list[str]:
 def token_windows(
     tokenizer: Any, text: str, *, context: int, max_windows: int | None = None
 ) -> list[list[int]]:
-    """Return windows of `context` tokens, neighbours in the text; a shorter rest is left out.
+    """Return consecutive windows of `context` tokens; a shorter remainder is dropped.
 
-    If the tokenizer starts texts with a begin-of-sequence token, every window starts with it.
+    If the tokenizer adds a BOS token, every window starts with one.
 
     Raises:
-        RequestError: the text is shorter than one window, or a size makes no sense.
+        RequestError: the text is shorter than one window, or a size is too small.
     """
     return cut_windows(
         text_ids(tokenizer, text), begin_ids(tokenizer), context=context, max_windows=max_windows
@@ -112,7 +112,7 @@ def token_windows(
 def cut_windows(
     ids: list[int], prefix: list[int], *, context: int, max_windows: int | None = None
 ) -> list[list[int]]:
-    """Cut a text's tokens into windows as `token_windows` does; `prefix` begins every window."""
+    """Split a text's tokens into windows as `token_windows` does; every window begins with `prefix`."""
     if context < 2:
         raise RequestError(f"context must be at least 2 tokens, got {context}; nothing could be predicted")
     if max_windows is not None and max_windows < 1:
@@ -128,7 +128,7 @@ def cut_windows(
 
 
 def spread(windows: list[list[int]], count: int) -> list[list[int]]:
-    """Return at most `count` of the windows, evenly over the text."""
+    """Return at most `count` of the windows, evenly spaced over the text."""
     count = min(count, len(windows))
     return [windows[i * len(windows) // count] for i in range(count)]
 
@@ -137,7 +137,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text, without special ones.
 
     Raises:
-        RequestError: the text is not Unicode that can be encoded.
+        RequestError: the text contains code points that can't be encoded.
     """
     check_unicode(text, "the text")
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
@@ -147,7 +147,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """Return the begin-of-sequence token where the tokenizer starts texts with one, else nothing."""
+    """Return a list of the BOS token if the tokenizer adds one, else an empty list."""
     begin = tokenizer.bos_token_id
     with_special: list[int] = tokenizer("a", return_attention_mask=False)["input_ids"]
     return [begin] if begin is not None and with_special[:1] == [begin] else []

@@ -1,11 +1,11 @@
-"""Watching long measurements: their progress, and how to make the rows of finished parts."""
+"""Callbacks of long measurements: progress, and the rows of finished parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
-Keep = Callable[[Callable[[], Any]], object]  # told how to make what is finished now
+Keep = Callable[[Callable[[], Any]], object]  # receives a function that returns the finished results
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Watch:  # D42: plans are values, one Watch follows progress
     keep: Keep = lambda make: None
 
     def through(self, rows: Callable[[list[Any]], Any]) -> "Watch":
-        """Return the callbacks for a part of the measurement; `rows` makes rows of its results."""
+        """Return the callbacks for one part of the measurement; `rows` converts its results to rows."""
         return replace(self, keep=lambda make: self.keep(lambda: rows(make())))
 
 

@@ -1,1 +1,1 @@
-"""Engine benchmark: kvq's engine under load, beside static and continuous batching of transformers."""
+"""Engine benchmark: kvq's engine under load, compared with transformers' static and continuous batching."""

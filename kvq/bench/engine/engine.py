@@ -1,4 +1,4 @@
-"""`kvq bench engine`: the engine as a service, KV formats and rivals in turn under the same load."""
+"""`kvq bench engine`: the engine under load, with KV formats and rivals alternating under the same load."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from kvq.errors import ConfigError, nearest
 from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 
-_Checks = dict[Server, dict[str, Any]]  # by server, what its check before timing found
+_Checks = dict[Server, dict[str, Any]]  # server -> results of its check before timing
 _Rows = list[dict[str, Any]]
 
 
@@ -22,8 +22,8 @@ _Rows = list[dict[str, Any]]
 class EnginePlan:
     """Plan of one benchmark: a load, the engine's limits, rivals and goals.
 
-    `users`: closed loops of this many users at a time, in rising order; empty: requests come as they arrive.
-    With several `users` a server is no longer measured once its throughput stops growing.
+    `users`: concurrent users of closed loops, in ascending order; if empty, requests are sent at their
+    arrival times. With several `users`, a server is no longer measured once its throughput stops growing.
     """
 
     load: Load
@@ -31,7 +31,7 @@ class EnginePlan:
     users: tuple[int, ...] = ()
     rivals: tuple[str, ...] = ()
     repeats: int = 3
-    step_costs: bool = False  # measure the cost of the parts of kvq's steps, in one more run
+    step_costs: bool = False  # measure the cost of the parts of kvq's steps, in an extra run
     slo_ttft_ms: float | None = None
     slo_itl_ms: float | None = None
 
@@ -52,20 +52,20 @@ class EnginePlan:
 
     @property
     def levels(self) -> tuple[int | None, ...]:
-        """The concurrencies to measure; None for requests that come as they arrive."""
+        """Concurrencies to measure; None if requests are sent at their arrival times."""
         return self.users or (None,)
 
 
 def bench_engine(model: Model, formats: Sequence[str], plan: EnginePlan, watch: Watch = UNWATCHED) -> _Rows:
-    """Check all formats and rivals, then measure them in turn; returns their rows.
+    """Check all formats and rivals, then measure them alternately; return their rows.
 
-    In each repeat all servers run one after another, and each repeat begins with the next server. `watch`
-    gets the rows so far after every run.
+    In each repeat, all servers run one after another, and each repeat begins with the next server. `watch`
+    receives the rows so far after every run.
 
     Raises:
         ConfigError: a format or a limit that can't be used.
         OutOfMemory: a pool doesn't fit.
-        EngineError: a server gives other tokens than it should, or a request fails.
+        EngineError: a server generates wrong tokens, or a request fails.
     """
     with _servers(model, formats, plan) as (checks, refused):
         servers = list(checks)
@@ -88,7 +88,7 @@ def bench_engine(model: Model, formats: Sequence[str], plan: EnginePlan, watch: 
 
 @contextmanager
 def _servers(model: Model, formats: Sequence[str], plan: EnginePlan) -> Iterator[tuple[_Checks, _Rows]]:
-    """Open and check all servers; yields them, and the rows of rivals that can't run here."""
+    """Open and check all servers; yield them with their checks, and rows of rivals that can't run here."""
     requests = plan.load.draw(0)
     few = check_requests(requests)
     checks: _Checks = {}

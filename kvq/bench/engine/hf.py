@@ -1,4 +1,4 @@
-"""Rivals of `kvq bench engine`: transformers' `generate` over static batches, and its continuous batching."""
+"""Rivals of `kvq bench engine`: transformers' `generate` with static batches, and its continuous batching."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _POLL_S = 0.05
 
 
 def load_rival(model: Model) -> Any:
-    """Load the model's checkpoint with transformers in the same dtype; it never ends before the length."""
+    """Load the model's checkpoint with transformers in the same dtype, without end tokens."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -43,14 +43,15 @@ def own_format(rival: Any) -> str:
 
 
 def quiet() -> AbstractContextManager[None]:
-    """Hide loading bars, and warnings about packages that only sizing would use."""
+    """Hide progress bars of loading, and warnings about packages that only sizing would use."""
     return quiet_logs("transformers", "ContinuousBatchingLogger", level=logging.CRITICAL)
 
 
-class StaticBatches:  # D244: the rival: a static batch of `generate`
-    """Static batches of `generate`, left-padded; the next batch is what has arrived when one has ended.
+class StaticBatches:  # D244: the rival is a static batch of `generate`
+    """Static, left-padded batches of `generate`; the next batch has the requests that arrived until one
+    ended.
 
-    Every batch runs as long as its longest request; only requested tokens count.
+    Every batch runs as long as its longest request, and only requested tokens count.
     """
 
     name = "hf-static"
@@ -77,7 +78,7 @@ class StaticBatches:  # D244: the rival: a static batch of `generate`
         return ServedLoad(served=served)
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[list[int]]:
-        """Return greedy tokens of requests in one batch."""
+        """Return the greedy tokens of requests in one batch."""
         served = self._serve([(request, 0.0) for request in requests], perf_counter())
         return [one.tokens for one in served]
 
@@ -112,7 +113,7 @@ class StaticBatches:  # D244: the rival: a static batch of `generate`
 
 
 class _Clock:
-    """Streamer for `generate` that notes when tokens come, on `perf_counter`; the first put is the prompt."""
+    """Streamer for `generate` that records token times on `perf_counter`; the first `put` is the prompt."""
 
     def __init__(self) -> None:
         self.puts_s: list[float] = []
@@ -121,11 +122,11 @@ class _Clock:
         self.puts_s.append(perf_counter())
 
     def end(self) -> None:
-        """Called by `generate`."""
+        """Do nothing; `generate` calls it."""
 
 
 class ContinuousBatching:
-    """Continuous batching of transformers over its paged cache, with a fresh manager for every run."""
+    """Continuous batching of transformers with its paged cache and a new manager for every run."""
 
     name = "hf-continuous"
 
@@ -137,7 +138,7 @@ class ContinuousBatching:
         self._block_size = block_size
 
     def choose_attention(self, requests: Sequence[LoadRequest]) -> None:
-        """Keep the faster of the two attention implementations that need no extra package."""
+        """Choose the faster of the two attention implementations that need no extra package."""
         times = {}
         for name in ("sdpa", "paged|eager"):
             self.attention = name
@@ -148,7 +149,7 @@ class ContinuousBatching:
         """Serve all requests, as they arrive or `users` at a time.
 
         Raises:
-            EngineError: a request failed, or the thread of the manager ended.
+            EngineError: a request failed, or the manager's thread ended.
         """
         with quiet(), self._manager(requests) as manager:
             arrivals = ArrivalQueue(requests, users)
@@ -177,20 +178,20 @@ class ContinuousBatching:
         )
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[list[int]]:
-        """Return greedy tokens of requests that run together."""
+        """Return the greedy tokens of requests that run together."""
         served = {one.request.index: one.tokens for one in self.run(requests, None).served}
         return [served[request.index] for request in requests]
 
     @contextmanager
     def _manager(self, requests: Sequence[LoadRequest]) -> Iterator[Any]:
-        """Yield a manager that has served one request, so that no run pays for its setup."""
+        """Yield a manager that has already served one request, so that runs do not include its setup."""
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         self._rival.set_attn_implementation(self.attention)
         settings: dict[str, Any] = {
             "page_size": _PAGE,
-            "block_size": _PAGE,  # its name until transformers 5.17
+            "block_size": _PAGE,  # the name of page_size until transformers 5.17
             "num_blocks": self._num_pages(requests),
             "max_batch_tokens": self._limits.max_num_batched_tokens,
             "max_requests_per_batch": self._limits.max_num_seqs,
@@ -216,7 +217,7 @@ class ContinuousBatching:
             self._rival.set_attn_implementation("sdpa")
 
     def _num_pages(self, requests: Sequence[LoadRequest]) -> int:
-        """Return the pages that fit in the memory of kvq's pool, at least those of the longest request."""
+        """Return the number of pages in the memory of kvq's pool, at least those of the longest request."""
         limits = self._limits
         longest = -(-max(request.tokens for request in requests) // _PAGE) + 1
         if limits.kv_memory is not None:

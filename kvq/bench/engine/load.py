@@ -1,6 +1,6 @@
-"""Load of an engine benchmark: requests, the queue that hands them out, and the result of serving them.
+"""Load of an engine benchmark: requests, their queue, and the result of serving them.
 
-Its summary are rows of `kvq bench engine`.
+Results are summarized as rows of `kvq bench engine`.
 """
 
 import itertools
@@ -16,16 +16,16 @@ from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError, EngineError
 from kvq.scheduler import Priority
 
-if TYPE_CHECKING:  # a client of a server has no model
+if TYPE_CHECKING:  # clients of a server have no model
     from kvq.models import Model
 
 _median = partial(percentile, percent=50)
-_GROWTH = 1.03  # throughput that grows less from one concurrency to the next is saturated
+_GROWTH = 1.03  # throughput that grows by less from one concurrency to the next is saturated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRequest:
-    """Request of a load."""
+    """One request of a load."""
 
     index: int
     prompt: list[int]
@@ -35,7 +35,7 @@ class LoadRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and output together."""
+        """Number of tokens of prompt and output together."""
         return len(self.prompt) + self.output_tokens
 
 
@@ -53,13 +53,13 @@ def burst(model: "Model", requests: int, prompt: tuple[int, int], output: tuple[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Load to draw requests from. Lengths and arrivals are the same in every repeat, token ids are not."""
+    """Load from which requests are drawn. All repeats have equal lengths and arrivals, but other tokens."""
 
     num_requests: int
     input_lengths: Lengths
     output_lengths: Lengths
     vocab_size: int
-    max_context: int  # tokens; log-normal lengths are cut to it
+    max_context: int  # tokens; log-normal lengths are clamped to it
     rate: float = math.inf  # requests per second, with exponential gaps
     shared_prefix: float = 0.0  # share of each prompt that is the same for all
     priority: Priority = Priority.INTERACTIVE
@@ -101,7 +101,7 @@ class Load:
 
 
 class ArrivalQueue:
-    """Queue of requests: each is due at its arrival time or, with `users`, when one of them is free."""
+    """Queue of requests: each is due at its arrival time or, with `users`, when a user is free."""
 
     def __init__(self, requests: Sequence[LoadRequest], users: int | None) -> None:
         self._requests = requests
@@ -110,13 +110,13 @@ class ArrivalQueue:
 
     @property
     def is_done(self) -> bool:
-        """True if every request was handed out."""
+        """True if every request has been returned."""
         return self._next == len(self._requests)
 
     def due(self, now: float, num_ended: int) -> list[tuple[LoadRequest, float]]:
         """Remove and return the due requests, each with its due time in seconds.
 
-        `num_ended`: requests that have ended so far.
+        `num_ended`: number of requests that have ended so far.
         """
         found = []
         while not self.is_done and self.wait_s(now, num_ended) <= 0:
@@ -126,7 +126,7 @@ class ArrivalQueue:
         return found
 
     def wait_s(self, now: float, num_ended: int) -> float:
-        """Return seconds until the next request is due; infinite if none is left or one has to end first."""
+        """Return the seconds until a request is due; infinite if none is left or one must end first."""
         if self.is_done:
             return math.inf
         if self._users is None:
@@ -143,7 +143,7 @@ class Served:
     """
 
     request: LoadRequest
-    due_s: float  # when it arrived, or its user was free
+    due_s: float  # time at which it arrived, or its user was free
     token_s: list[float]
     tokens: list[int] = field(default_factory=list)
 
@@ -171,7 +171,7 @@ class ServedLoad:
     served: list[Served]
     preemptions: int | None = None
     prefix_hit_rate: float | None = None  # prompt tokens found in the prefix index / prompt tokens
-    peak_blocks: int | None = None  # live, over all layer groups
+    peak_blocks: int | None = None  # live blocks, over all layer groups
     pool_blocks: int | None = None
     pool_utilization: float | None = None  # median over time: filled slots / slots of live blocks
 
@@ -182,17 +182,17 @@ class ServedLoad:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens of all requests over the whole run."""
+        """Generated tokens of all requests per second of the whole run."""
         return sum(one.request.output_tokens for one in self.served) / self.seconds
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Tokens of prompts and outputs, cached prompt tokens included, over the whole run."""
+        """Tokens of prompts (including cached ones) and outputs per second of the whole run."""
         return sum(one.request.tokens for one in self.served) / self.seconds
 
     @property
     def concurrency(self) -> float:
-        """Requests in the system on average."""
+        """Average number of requests in the system."""
         return sum(one.token_s[-1] - one.due_s for one in self.served) / self.seconds
 
 
@@ -223,7 +223,7 @@ def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> di
 
 
 def is_saturated(rows: Sequence[dict[str, Any]]) -> bool:
-    """Return True if the last of one server's rows, in order of concurrency, brought no more throughput."""
+    """Return True if throughput did not grow in the last of a server's rows, in order of concurrency."""
     rates = [row["output_tokens_per_s"] for row in rows]
     return len(rates) > 1 and rates[-1] < _GROWTH * max(rates[:-1])
 
@@ -249,6 +249,6 @@ def _is_within(row: dict[str, Any], name: str, limit_ms: float | None) -> bool:
 
 def _latencies(name: str, seconds: list[float]) -> dict[str, float | None]:
     return {
-        f"{name}_ms_p{p}": 1e3 * percentile(seconds, p) if seconds else None  # outputs of one token: no ITL
+        f"{name}_ms_p{p}": 1e3 * percentile(seconds, p) if seconds else None  # single tokens have no ITL
         for p in (50, 95, 99)
     }

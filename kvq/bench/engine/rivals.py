@@ -1,4 +1,4 @@
-"""Rivals of `kvq bench engine`: opened and checked; the row of one that can't run here says why."""
+"""Rivals of `kvq bench engine`, opened and checked. The row of a rival that can't run has the reason."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -17,11 +17,11 @@ from kvq.models.run.prompts import num_common
 
 Server = KvqServer | StaticBatches | ContinuousBatching
 _REQUESTS, _TOKENS = 4, 16
-NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
+NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # largest gaps between log-probabilities that rounding may invert
 
 
 def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
-    """Return the first few requests, cut to a few output tokens."""
+    """Return the first few requests, limited to a few output tokens."""
     return [
         replace(request, output_tokens=min(_TOKENS, request.output_tokens), arrival_s=0.0)
         for request in requests[:_REQUESTS]
@@ -29,7 +29,7 @@ def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
 
 
 def one_by_one(server: KvqServer, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-    """Generate for one request after another; returns their results."""
+    """Run one request after another; return their results."""
     return [server.generate([request])[0] for request in requests]
 
 
@@ -38,11 +38,11 @@ def compare(
 ) -> dict[str, Any]:
     """Compare token ids with those of requests that ran one by one.
 
-    Batches may differ where rounding can swap the two likeliest tokens. Such a difference is counted with the
-    gap between both log-probabilities; any other difference raises.
+    Batches may differ where rounding can swap the two most likely tokens. Such a difference is counted, with
+    the gap between the two log-probabilities; any other difference raises an error.
 
     Raises:
-        EngineError: tokens differ where they must not.
+        EngineError: tokens differ in a way that rounding does not explain.
     """
     near = NEAR_FP32 if next(model.weights.model.parameters()).dtype == torch.float32 else _NEAR_16_BIT
     gaps = []
@@ -61,7 +61,7 @@ def compare(
     return {
         "check_requests": len(alone),
         "check_equal": len(alone) - len(gaps),
-        "check_largest_gap": max(gaps, default=None),  # where requests that are not equal first differ
+        "check_largest_gap": max(gaps, default=None),  # at the first differing tokens of unequal requests
     }
 
 
@@ -71,7 +71,7 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def _gap(output: CompletionOutput, at: int) -> float:
-    """Return the gap between a step's two largest log-probabilities; infinite behind the output's end."""
+    """Return the gap between a step's two largest log-probabilities; infinite beyond the output's end."""
     if output.logprobs is None or at >= len(output.logprobs):
         return float("inf")
     (_, first), (_, second) = output.logprobs[at].top[:2]
@@ -84,13 +84,13 @@ RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}
 def open_rivals(
     names: Sequence[str], model: Model, limits: EngineLimits, requests: Sequence[LoadRequest]
 ) -> Iterator[tuple[Server | None, dict[str, Any]]]:
-    """Load the model as transformers runs it and compare each rival with kvq over KV of the same type.
+    """Load the model with transformers, and compare each rival with kvq with KV of the same dtype.
 
-    Yields each rival with what its check found, or None and the row of a rival that can't run here.
-    `requests`: a few, to check with.
+    Yields each rival with the results of its check, or None and the row of a rival that can't run here.
+    `requests`: a few requests for the check.
 
     Raises:
-        EngineError: a rival gives tokens that rounding doesn't explain.
+        EngineError: a rival generates tokens that rounding doesn't explain.
     """
     if not names:
         return
@@ -103,7 +103,7 @@ def open_rivals(
             tokens = rival.generate(requests)
             if isinstance(rival, ContinuousBatching):
                 rival.choose_attention(requests)
-        except Exception as error:  # noqa: BLE001 - somebody else's engine; its row says why
+        except Exception as error:  # noqa: BLE001 - a third-party engine; its row has the reason
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             yield None, {"name": name, "kv": own_format(loaded), "reason": reason}
             continue

@@ -13,7 +13,7 @@ from kvq.models import Model
 from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.weights import weight_bytes
 
-_LEAST = 4  # steps near a number of tokens, for a point of its own
+_LEAST = 4  # minimum steps near a number of tokens for a separate point
 _FEWEST_STEPS = 32
 _ROUNDS = 12
 _NEGLIGIBLE = 0.02  # relative error
@@ -22,12 +22,12 @@ _NEGLIGIBLE = 0.02  # relative error
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
     """Fit step costs in the form that `kvq.capacity.plan.step_time` reads; None for too few steps.
 
-    Also returns None for models with sliding windows (their decodes see fewer tokens than are counted here),
-    with experts (a step reads more of them the more tokens it has), and for families whose parameters are not
-    counted.
+    Also returns None for models with sliding windows (decodes see fewer tokens than are counted here) or with
+    experts (steps with more tokens read more of them), and for families whose parameters are not counted.
 
-    The fit has least relative errors and no cost below zero. Linear layers are a line between powers of two
-    tokens; decodes cost by the tokens they see, prefill by its query-key pairs, and each sequence a constant.
+    The fit minimizes relative errors, with no negative costs. The cost of linear layers is linear between
+    powers of two tokens; that of decodes depends on the tokens that they see, that of prefill on query-key
+    pairs, and each sequence adds a constant.
     """
     layout, geometry = model.layout, model.geometry
     parameters = None
@@ -76,7 +76,7 @@ def _knots(rows: Sequence[int]) -> list[int]:
 
 
 def _hats(count: int, knots: Sequence[int]) -> list[float]:
-    """Return the weight of each knot for a number of tokens: linear between knots and beyond the last."""
+    """Return the weight of each knot for a number of tokens, linear between knots and beyond the last."""
     hats = [0.0] * len(knots)
     if len(knots) == 1 or count <= knots[0]:
         hats[0] = 1.0
@@ -91,7 +91,7 @@ def _hats(count: int, knots: Sequence[int]) -> list[float]:
 def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
     """Fit with least absolute errors, by iteratively reweighted least squares.
 
-    A step that waited for a kernel to be compiled, or for another process, must not outweigh many others.
+    This way, a step that waited for a kernel's compilation or another process does not outweigh others.
     """
     weights = torch.ones_like(target)
     costs: list[float] = []
@@ -103,7 +103,7 @@ def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
 
 
 def _without_negatives(features: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """Fit by least squares; negative costs are left out, one after the other."""
+    """Fit by least squares, removing features with negative costs one by one."""
     scale = features.abs().amax(0).clamp(min=1e-300)
     kept = list(range(features.shape[1]))
     while True:

@@ -1,1 +1,1 @@
-"""Kernel benchmarks: attention, writing, Linear layers, and the tuner of tiles."""
+"""Kernel benchmarks: attention, writing, Linear layers and tile tuning."""

@@ -1,4 +1,4 @@
-"""`kvq bench attention`: one layer's attention over quantized blocks beside torch's over dense tensors."""
+"""`kvq bench attention`: one layer's attention over quantized blocks, against torch's over dense tensors."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, Sta
 from kvq.kernels.attend.reference import limit_of, rounded_queries
 from kvq.kernels.gpu import support as gpu
 
-_SLACK = 1e-5  # relative error that is always allowed
+_SLACK = 1e-5  # relative error that is always acceptable
 
 
 def bench_attention(
@@ -36,8 +36,8 @@ def bench_attention(
 ) -> tuple[Rows, float]:
     """Check every contender against fp64, then time them interleaved.
 
-    `rivals`: a folder with a rivals.py; see `_third_parties`. Returns the rows and the memory read bandwidth
-    of the same run in GB/s.
+    `rivals`: a folder with a rivals.py; see `_third_parties`. Returns the rows and the memory read bandwidth,
+    measured in the same run, in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -103,7 +103,7 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
         k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
     truth = exact_attention(q[-1], k[0], v[0], scale)
     ran = cache.backend_of("attend", 0)
-    rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # SDPA in this dtype sets the allowed error
+    rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # SDPA in this dtype determines `allowed`
     mine, keys, values = (x.to(rounding) for x in (q[-1:].transpose(1, 2), k, v))
     same = _sdpa(mine, keys, values, scale, folded=True)[0]
     options = AttentionOptions(scale=scale)
@@ -124,7 +124,7 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
 
 
 def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """Return the contender that attends in one Triton kernel: a captured batch gathers no rows."""
+    """Return the contender that attends in one Triton kernel, because a captured batch gathers no rows."""
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     captured = replace(batch, is_captured=True)
     return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])
@@ -143,7 +143,7 @@ def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: Sequenc
 
 
 def _of_rounding(workload: Workload, cache: KVCache, batch: SequenceBatch, truth: Tensor) -> float:
-    """Return twice the relative error that rounding queries to 8 bits alone causes in the last sequence."""
+    """Return twice the relative error that only rounding queries to 8 bits causes in the last sequence."""
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
     held = rounded_queries(queries(workload)[-1], cache.layer(0).formats.k)
     return 2 * relative_error(exact_attention(held, k[0], v[0], workload.head_dim**-0.5), truth)
@@ -170,14 +170,14 @@ def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: Sequ
 
 
 def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
-    """Yield torch's attention over contiguous K and V, in both forms of grouped queries."""
+    """Yield torch's attention over contiguous K and V, in both forms of grouped-query attention."""
     k, v = (x.to(dtype) for x in dense_kv(workload))
     scale, q = workload.head_dim**-0.5, queries(workload).to(dtype)
     copies = copies_for(workload.device, 2 * k.nbytes)
     ks, vs = ([x.clone() for _ in range(copies)] for x in (k, v))
     truth = exact_attention(q[-1], k[-1], v[-1], scale)
     step = {torch.float32: _SLACK, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    is_flash = workload.device.type == "cuda" and workload.new > 1  # flash attention takes no folded mask
+    is_flash = workload.device.type == "cuda" and workload.new > 1  # flash attention supports no folded mask
     for form in ("enable_gqa",) if is_flash else ("folded", "enable_gqa"):
 
         def attend(copy: int, folded: bool = form == "folded") -> Tensor:
@@ -228,17 +228,17 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
             nbytes=nbytes,
             copies=1,
             truth=truth,
-            allowed=0.5,  # their quantization may cost something; only garbage is refused
+            allowed=0.5,  # their quantization may lose accuracy; only garbage is refused
         )
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:
-    """Run causal attention of the last positions; `q` and the result are [batch, q_heads, new, dim]."""
+    """Compute causal attention for the last positions; `q` and the result are [batch, q_heads, new, dim]."""
     batch, q_heads, new, dim = q.shape
     heads, keys = k.shape[1:3]
     mask: Any = None
     if new > 1 and q.device.type == "cuda" and not folded:
-        mask = causal_lower_right(new, keys)  # flash attention needs no mask tensor for it
+        mask = causal_lower_right(new, keys)  # with it, flash attention needs no mask tensor
     elif new > 1:
         mask = torch.ones(new, keys, dtype=torch.bool, device=q.device).tril_(keys - new)
     if not folded:

@@ -1,8 +1,8 @@
-"""`kvq bench attention --latent-dim`: latent attention over quantized latents, beside torch's.
+"""`kvq bench attention --latent-dim`: latent attention over quantized latents, compared with torch's.
 
-With `--expanded`: latents against K and V of every head, for the same layer. Both contenders get queries of
-heads and latents of the new tokens, as the model's code has them. With latents the projection is absorbed
-into queries and results; with heads the new latents are multiplied out.
+`--expanded` compares latents with K and V of every head, for the same layer. Both contenders get per-head
+queries and the new tokens' latents, as in the model's code. With latents, the projection is absorbed into
+queries and results; with heads, the new latents are expanded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,10 +41,10 @@ _ALLOWED_EXPANDED = _ALLOWED | {torch.float32: 5e-4}
 
 
 def latent_contenders(workload: Workload, formats: Sequence[str], dense: bool) -> Iterator[Contender]:
-    """Yield kvq for every format of latents, and torch's attention. Rotary parts have the dtype of queries.
+    """Yield kvq for every format of latents, and torch's attention. Rotary parts have the queries' dtype.
 
     Raises:
-        ConfigError: more KV heads than one.
+        ConfigError: more than one KV head.
     """
     check_one_head(workload)
     for i, kv in enumerate(formats):
@@ -55,7 +55,7 @@ def latent_contenders(workload: Workload, formats: Sequence[str], dense: bool) -
 
 
 def check_one_head(workload: Workload) -> None:
-    """Raise ConfigError for more KV heads than one."""
+    """Raise ConfigError if there is more than one KV head."""
     if workload.kv_heads != 1:
         raise ConfigError(f"latents are one KV head for all query heads, got --kv-heads {workload.kv_heads}")
 
@@ -91,7 +91,7 @@ def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, 
 
 
 def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor]) -> Contender:
-    """Return torch's attention over the same keys and values, contiguous, with all query heads as rows."""
+    """Return torch's attention over the same keys and values in contiguous form, with query heads as rows."""
     nbytes = stored[0].numel() * workload.dtype.itemsize
     copies = copies_for(workload.device, nbytes)
     keys = [stored[0].to(workload.dtype, copy=True) for _ in range(copies)]
@@ -132,7 +132,7 @@ _Linear = Callable[[Tensor], Tensor]
 def _projection(workload: Workload, each: int) -> tuple[LatentExpansion, _Linear]:
     """Return a projection from latents to heads in two forms: absorbed into attention, and as a Linear layer.
 
-    Its numbers are random ones that bf16 holds, as those of checkpoints are.
+    Its weights are random and exact in bf16, as in checkpoints.
     """
     _, latent = workload.dims
     random = torch.Generator().manual_seed(workload.seed)
@@ -150,7 +150,7 @@ def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iter
     `each`: elements of a head's V, and of its K without the rotary part.
 
     Raises:
-        ConfigError: no latents, or more KV heads than one.
+        ConfigError: no latents, or more than one KV head.
     """
     if workload.latent_dim is None:
         raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
@@ -180,7 +180,7 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
         return expansion.values(out)
 
     k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
-    truth = exact_attention(q[-workload.new :], k, v, options.scale)  # of the last sequence
+    truth = exact_attention(q[-workload.new :], k, v, options.scale)  # for the last sequence
     return _contender("kvq, latents", workload, kv, cache, attend, truth)
 
 
@@ -221,7 +221,7 @@ def _contender(
 def _filled(
     workload: Workload, layout: KVLayout, heads: LatentExpansion | None = None
 ) -> tuple[KVCache, SequenceBatch]:
-    """Return a cache of random latents and rotary keys, or of the heads they expand to, and its step."""
+    """Return a cache of random latents and rotary keys, or of the heads that they expand to, and its step."""
     layout.recipe.check_unstaged("a benchmark of latent attention")
     tables, blocks = shuffled_tables(workload), sum(blocks_of(workload))
     cache = KVCache(layout, num_blocks=[blocks], device=workload.device, backend=workload.backend)
@@ -235,7 +235,7 @@ def _filled(
 
 
 def _head_queries(workload: Workload, expansion: LatentExpansion) -> tuple[Tensor, AttentionOptions]:
-    """Return queries of heads, [tokens, q_heads, k_dim + rotary], and options with their scale."""
+    """Return per-head queries, [tokens, q_heads, k_dim + rotary], and options with their scale."""
     dim = expansion.dims.k_dim + workload.head_dim
     random = torch.Generator().manual_seed(workload.seed + 1)
     q = torch.randn(len(workload.contexts) * workload.new, workload.q_heads, dim, generator=random)

@@ -1,4 +1,4 @@
-"""`kvq bench linear`: a Linear layer over quantized weights beside torch's over plain ones."""
+"""`kvq bench linear`: a Linear layer with quantized weights, compared with torch's and plain weights."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +53,10 @@ def bench_linear(
     repeats: int = 20,
     progress: Progress = UNWATCHED.progress,
 ) -> tuple[Rows, float]:
-    """Check every contender against fp64, then time them interleaved, with weights rotated past the cache.
+    """Check every contender against fp64, then time them interleaved, with weights rotated to be uncached.
 
-    The limit is the time to read the weights; on a GPU also torch's rate of products, doubled for rounded
-    inputs. Returns the rows and the memory read bandwidth of the same run in GB/s.
+    The limit is the time to read the weights and, on a GPU, torch's rate of matrix products, doubled for
+    rounded inputs. Returns the rows and the memory read bandwidth, measured in the same run, in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -82,10 +82,10 @@ def bench_linear(
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Return outputs and inputs of a text such as `4096x11008`.
+    """Parse the numbers of outputs and inputs from a text such as `4096x11008`.
 
     Raises:
-        ConfigError: it is not two positive numbers with an x between them.
+        ConfigError: the text is not two positive numbers with an x between them.
     """
     outputs, _, inputs = text.lower().partition("x")
     if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
@@ -94,7 +94,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def over_codes(workload: LinearWorkload, name: str) -> Contender:
-    """Return kvq's kernel over weights of a format."""
+    """Return kvq's kernel with weights in a format."""
     fmt = parse_weight_format(name)
     is_cpu = workload.device.type == "cpu"
     weight = round_weight(workload.weight(), fmt, dtype=torch.float32 if is_cpu else workload.dtype)
@@ -103,7 +103,7 @@ def over_codes(workload: LinearWorkload, name: str) -> Contender:
     x = workload.inputs().to(workload.dtype)
     allowed = _ALLOWED[workload.dtype]
     if fmt.inputs is not Inputs.FULL and workload.dtype is torch.float32:
-        allowed /= 20  # the reference's inputs are rounded, too
+        allowed /= 20  # because the reference's inputs are rounded, too
     copies = copies_for(workload.device, weight.nbytes)
     layers = [kernel.run(weight) for _ in range(copies)]
     return Contender(
@@ -119,10 +119,10 @@ def over_codes(workload: LinearWorkload, name: str) -> Contender:
 
 
 def _plain(workload: LinearWorkload) -> Iterator[Contender]:
-    """Yield products over unquantized weights: torch's (on CPUs oneDNN over packed weights), and kvq's."""
+    """Yield products with unquantized weights: torch's (on CPUs oneDNN with packed weights) and kvq's."""
     is_cpu = workload.device.type == "cpu"
     if is_cpu and workload.backend != "reference" and not isinstance(load(), str):
-        for dtype in (torch.float32, torch.bfloat16):  # of weights; the product is in fp32
+        for dtype in (torch.float32, torch.bfloat16):  # dtype of weights; the product is in fp32
             yield _unquantized(workload, "kvq", "cpu", dtype, workload.dtype)
     dtypes = filter(is_supported, (torch.float32, torch.bfloat16)) if is_cpu else [workload.dtype]
     for dtype in sorted(dtypes, key=str, reverse=True):
@@ -132,7 +132,7 @@ def _plain(workload: LinearWorkload) -> Iterator[Contender]:
 def _unquantized(
     workload: LinearWorkload, name: str, backend: str, dtype: torch.dtype, inputs: torch.dtype
 ) -> Contender:
-    """Return a product of inputs of one dtype over weights of another."""
+    """Return a product of inputs and weights in the given dtypes."""
     weight = workload.weight().to(dtype)
     x = workload.inputs().to(inputs)
     copies = copies_for(workload.device, weight.nbytes)

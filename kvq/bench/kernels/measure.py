@@ -1,4 +1,4 @@
-"""Measurement of kernels: contenders are checked, then timed in turn, and so is the memory bandwidth."""
+"""Measurement of kernels: contenders are checked, then timed alternately; memory bandwidth is measured."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from kvq.bench.timing import in_turn, percentile, spread
 from kvq.errors import KVQError
 from kvq.evals.watch import Progress
 
-Run = Callable[[int], Tensor]  # one call; the number picks one of several copies of the data
+Run = Callable[[int], Tensor]  # one call; the argument selects one of several copies of the data
 Rows = list[dict[str, Any]]
-_GPU_CALLS = 20  # in one sample, at least
+_GPU_CALLS = 20  # minimum per sample
 _WARM_UP = 3
 _MOST_COPIES = 64
-_PEAK_SIZE = 8192  # rows and columns of the matrices that time products
+_PEAK_SIZE = 8192  # rows and columns of the matrices for timing products
 
 
 class Stopwatch:
-    """Stopwatch of one contender: wall clock on a CPU, a replayed graph between events on a GPU."""
+    """Stopwatch of one contender: wall-clock time on a CPU, a replayed graph between events on a GPU."""
 
     def __init__(self, run: Run, copies: int, device: torch.device) -> None:
         self._run = run
@@ -38,7 +38,7 @@ class Stopwatch:
         self._is_gpu = device.type == "cuda"
 
     def sample(self) -> float:
-        """Return the milliseconds of one call; on a GPU the mean of a batch of calls."""
+        """Return the milliseconds of one call; on a GPU, the mean over a batch of calls."""
         if not self._is_gpu:
             begin = perf_counter()
             self._run(self._next)
@@ -63,7 +63,7 @@ class Stopwatch:
             with torch.cuda.graph(graph):
                 for i in range(self._calls):
                     self._run(i % self._copies)
-        except RuntimeError:  # what CUDA raises for an operation that can't be captured
+        except RuntimeError:  # CUDA's error for an operation that can't be captured
             torch.cuda.synchronize()
             return None
         return graph
@@ -71,13 +71,13 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """Contender: one way to compute the result. Its row has `name`, `backend` and the keys of `over`."""
+    """Contender: a way to compute the result. Its row has `name`, `backend` and the keys of `over`."""
 
     name: str
     backend: str
     over: dict[str, str]  # kv or weights -> format
     run: Run
-    nbytes: int  # that one call reads from one copy of the data
+    nbytes: int  # read by one call from one copy of the data
     copies: int
     truth: Tensor  # fp64, the last rows that `run` should return
     allowed: float  # relative error
@@ -86,7 +86,7 @@ class Contender:
         """Return the relative error.
 
         Raises:
-            KVQError: it is too large.
+            KVQError: the error is too large.
         """
         error = relative_error(self.run(0)[-len(self.truth) :], self.truth)
         if not error <= self.allowed:
@@ -100,7 +100,7 @@ class Contender:
 def compete(contenders: Sequence[Contender], repeats: int, progress: Progress) -> tuple[Rows, float]:
     """Check every contender, then time them interleaved.
 
-    Returns a row for each, and the memory read bandwidth of the same run in GB/s.
+    Returns a row for each, and the memory read bandwidth, measured in the same run, in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -125,7 +125,7 @@ def compete(contenders: Sequence[Contender], repeats: int, progress: Progress) -
 
 
 def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) -> list[dict[str, float]]:
-    """Take `repeats` samples of each stopwatch in turn; returns `ms_median`, `ms_p10`, `ms_p90` of each."""
+    """Sample all stopwatches `repeats` times, alternately; return `ms_median`, `ms_p10`, `ms_p90` of each."""
     samples: list[list[float]] = [[] for _ in watches]
     for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
         samples[i].append(watches[i].sample())
@@ -136,7 +136,7 @@ def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) 
 
 
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
-    """Return the GB/s that a sum over data much larger than any cache reads, the median of several runs."""
+    """Return the GB/s at which a sum reads data much larger than any cache, as the median of several runs."""
     nbytes = nbytes or (1 << 32 if device.type == "cuda" else 1 << 29)
     x = torch.ones(nbytes // 4, device=device)
     watch = Stopwatch(lambda _: x.sum(), 1, device)
@@ -145,22 +145,22 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second of torch's product of two large matrices, the median of several."""
+    """Return the operations per second of torch's product of two large matrices, as the median of several."""
     a, b = (torch.randn(_PEAK_SIZE, _PEAK_SIZE, device=device, dtype=dtype) for _ in range(2))
     watch = Stopwatch(lambda _: a @ b, 1, device)
     return 2e3 * _PEAK_SIZE**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the last-level cache; data should be several times as large, or be rotated."""
+    """Return the size of the last-level cache in bytes; data should be several times as large, or rotated."""
     if device.type == "cuda":
         size: int = torch.cuda.get_device_properties(device).L2_cache_size
         return size
-    return 32 << 20  # a usual size; virtual machines seldom know theirs
+    return 32 << 20  # a typical size; virtual machines rarely report theirs
 
 
 def copies_for(device: torch.device, nbytes: int) -> int:
-    """Return how many copies of `nbytes` fill four times the last-level cache; at most 64."""
+    """Return the number of copies of `nbytes` that fill four times the last-level cache, at most 64."""
     return max(1, min(_MOST_COPIES, -(-4 * cache_bytes(device) // max(1, nbytes))))
 
 

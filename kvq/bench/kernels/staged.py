@@ -30,7 +30,7 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
     """Return a filled cache of a staged recipe, the step that reads it, and its number of layers.
 
     Raises:
-        ConfigError: more than one new token a sequence; each would see other keys as recent.
+        ConfigError: more than one new token per sequence, because each would see other keys as recent.
     """
     if workload.new > 1:
         raise ConfigError(f"{kv} is staged, which is timed in decode only; leave out --new {workload.new}")
@@ -60,14 +60,14 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
 
 
 def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
-    """Return the steps to time, by the name of their rows.
+    """Return the steps to time, by the names of their rows.
 
-    In "kvq" contexts are as given, or one token shorter, so that the new token seals no block. In "kvq,
-    sealing a block each" they are up to a block shorter, so that it seals a block of every sequence, as it
-    does once in `block_size` steps.
+    In "kvq", contexts have the given lengths, or one token less, so that the new token seals no block. In
+    "kvq, sealing a block each", they are up to a block shorter, so that the new token seals a block of every
+    sequence, which normally happens once in `block_size` steps.
     """
     recent, size = layout_of(workload, kv).exact.recent, workload.block_size
-    late = [(n - recent) % size for n in workload.contexts]  # tokens since it sealed one
+    late = [(n - recent) % size for n in workload.contexts]  # tokens since it sealed a block
     quiet = tuple(max(1, n - (over == 0)) for n, over in zip(workload.contexts, late, strict=True))
     steps = {"kvq": replace(workload, contexts=quiet)}
     sealing = tuple(n - over for n, over in zip(workload.contexts, late, strict=True))
@@ -93,7 +93,7 @@ def _staged(cache: KVCache, layer: int) -> StagedStore:
 
 
 def visible_kv(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
-    """Return K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
+    """Return the K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
     kv, last = _staged(cache, 0).kv, batch.sealed.context_lens[-1]
     rows = cache.gather(0, batch.sealed.tables[-1:], 0, last, unrotate=True)
     first, edge = _old(cache.layout, last)
@@ -106,7 +106,7 @@ def visible_kv(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
 
 
 def read_bytes(layout: KVLayout, context: int) -> float:
-    """Return the bytes that one query reads over all layers: sealed tokens quantized, others unquantized."""
+    """Return the bytes that one query reads in all layers, for sealed tokens quantized and others not."""
     first, edge = _old(layout, context)
     plain = layout.staging_of(0).block_bytes / layout.block_size
     return layout.kv_bytes_per_token * (edge - first) + plain * (context - edge + first)
@@ -120,6 +120,6 @@ def _old(layout: KVLayout, context: int) -> tuple[int, int]:
 
 
 def _plain(rows: PagedRows, table: Tensor, start: int, end: int, size: int) -> Tensor:
-    """Return unquantized rows of positions, [kv_heads, tokens, dim]."""
+    """Return the unquantized rows of positions `start` to `end` - 1, [kv_heads, tokens, dim]."""
     position = torch.arange(start, end, device=table.device)
     return rows.codes[table[position // size].long(), :, position % size].transpose(0, 1).float()

@@ -1,4 +1,4 @@
-"""`kvq bench tune`: search for the fastest tiles of attention on this GPU, compiling few."""
+"""`kvq bench tune`: search for the fastest attention tiles on this GPU, compiling only a few."""
 
 import itertools
 import json
@@ -23,15 +23,15 @@ Change = dict[str, int | None]
 Cost = tuple[float, ...]  # the lowest is the best
 Costs = dict[TileShape, Cost | None]  # None: it does not compile, or is wrong
 _DECODE = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))  # keys, warps
-# Left out after their instructions were counted: 64 keys of one warp and 128 of two spill registers, and of
-# 8 warps only one program runs.
+# By their instruction counts, tiles with 64 keys per warp spill registers, and with 8 warps only one program
+# runs, so they are left out
 _EXTEND = ((64, 4), (64, 8), (128, 8))  # rows, warps
-_REGISTERS = (None, 168, 128)  # for 8, 12 and 16 warps on a multiprocessor
-STAGES = range(2, 8)  # two stages hold one more tile, since rows wait for their table's entry
+_REGISTERS = (None, 168, 128)  # for 8, 12 and 16 warps per multiprocessor
+STAGES = range(2, 8)  # two stages need one more tile, since rows wait for their table entry
 
 
 def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
-    """Return the axes of the search, to "decode" or to "extend": the tile, its registers, its stages."""
+    """Return the axes of the search for "decode" or "extend": the tile, its registers, its stages."""
     decode = [(DECODE_ROWS, *cut) for cut in _DECODE]
     extend = [(rows, keys, warps) for rows, warps in _EXTEND for keys in (32, 64)]
     tiles: list[Change] = [
@@ -44,7 +44,7 @@ def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
 def search(
     ways: Sequence[Sequence[Change]], start: TileShape, cost: Callable[[TileShape], Cost | None]
 ) -> Costs:
-    """Search along one axis after another from the best tile so far; returns all tried, with costs."""
+    """Search along one axis after another from the best tile so far; return all tried tiles with costs."""
     found = {start: cost(start)}
     for axis in ways:
         own = cheapest(found) or start
@@ -56,7 +56,7 @@ def search(
 
 
 def cheapest(found: Costs) -> TileShape | None:
-    """Return the first tile of the lowest cost; None if all were refused."""
+    """Return the first tile with the lowest cost; None if all were refused."""
     had = {tile: cost for tile, cost in found.items() if cost is not None}
     return min(had, key=lambda tile: had[tile], default=None)
 
@@ -64,12 +64,12 @@ def cheapest(found: Costs) -> TileShape | None:
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
 _TIMED_IN_TURN = 6  # tiles
-_LOOKS = 3  # samples of each tile before that
+_LOOKS = 3  # samples of each tile in the first look
 _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def kind_of(workload: Workload) -> str:
-    """Return the kind of tiles for the workload's query rows of a KV head: "decode" or "extend"."""
+    """Return the kind of tiles for the workload's query rows per KV head: "decode" or "extend"."""
     height = workload.new * workload.q_heads // workload.kv_heads
     return "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
 
@@ -77,14 +77,14 @@ def kind_of(workload: Workload) -> str:
 def tune(
     workload: Workload, kv: str, *, repeats: int = 9, progress: Progress = UNWATCHED.progress
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
-    """Time tiles of attention; returns their key, the best tile, and the rows of those timed in turn.
+    """Time attention tiles; return their key, the best tile, and the rows of the tiles in the final round.
 
-    A first look at each tile alone finds those that compile and are right; the fastest `_TIMED_IN_TURN` are
-    then timed in turn. The tiles of a staged format are those of its sealed blocks, timed with all that its
-    steps read.
+    A first look at each tile alone finds the tiles that compile and are correct; the fastest `_TIMED_IN_TURN`
+    are then timed alternately. The tiles of a staged format are those for its sealed blocks, timed with
+    everything that its steps read.
 
     Raises:
-        KVQError: no tile compiles and is right.
+        KVQError: no tile compiles and is correct.
     """
     kind = kind_of(workload)
     own, cache, batch = over_blocks(workload, kv)
@@ -114,10 +114,10 @@ def tune(
 def fastest(
     own: Contender, key: str, found: Sequence[_Tile], *, repeats: int
 ) -> tuple[_Tile, list[dict[str, Any]]]:
-    """Time tiles in turn; returns the best, and the rows of all that run and are right.
+    """Time tiles alternately; return the best, and the rows of all tiles that run and are correct.
 
     Raises:
-        KVQError: there is none.
+        KVQError: no tile runs and is correct.
     """
     watches: dict[_Tile, Stopwatch] = {}
     for tile in found:
@@ -142,7 +142,7 @@ def _is_right(own: Contender) -> bool:
 def write_table(
     found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE, *, origin: str = "timed"
 ) -> None:
-    """Put tiles into the checked-in table. Other entries stay, and timed ones unless `origin` is "timed"."""
+    """Write tiles into the table. Other entries are kept, as are timed ones unless `origin` is "timed"."""
     entries: dict[str, Any] = json.loads(path.read_text())["shapes"] if path.exists() else {}
     for key, shape in found:
         if origin == "timed" or entries.get(key, {}).get(shapes.ORIGIN) != "timed":

@@ -1,4 +1,4 @@
-"""Workload of attention benchmarks: its shape, random rows in shuffled blocks, and dense copies."""
+"""Workload of attention benchmarks: shape, random rows in shuffled blocks, and dense copies."""
 
 import math
 import random
@@ -22,7 +22,7 @@ _CHUNK = 8192  # tokens written at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Workload: the shape of one layer's step."""
+    """Workload of a benchmark: the shape of one layer's step."""
 
     contexts: tuple[int, ...]  # tokens of every sequence, including the new ones
     new: int  # tokens that every sequence adds
@@ -35,35 +35,35 @@ class Workload:
     backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
-    latent_dim: int | None = None  # of latent attention; `head_dim` is then the KV head's rotary part
-    expanded: int | None = None  # elements of a head's V, and of K's part from latents; see `against_heads`
+    latent_dim: int | None = None  # elements of a latent; `head_dim` is then the rotary part of the KV head
+    expanded: int | None = None  # elements of a head's V, and of its K without the rotary part
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Elements of a token's K and V."""
+        """Numbers of elements of a token's K and V in a head."""
         return self.head_dim, self.head_dim if self.latent_dim is None else self.latent_dim
 
     @property
     def query_dim(self) -> int:
-        """Elements of a query; both parts of latent attention."""
+        """Number of elements of a query, including both parts in latent attention."""
         return self.head_dim + (self.latent_dim or 0)
 
     @property
     def is_even(self) -> bool:
-        """True if all sequences are of one length."""
+        """True if all sequences have the same length."""
         return len(set(self.contexts)) == 1
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Total number of tokens of all sequences."""
         return sum(self.contexts)
 
 
 def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
-    """Return the tokens of every sequence: `8192`, or `128-32768` for log-normal lengths within that range.
+    """Parse the lengths of all sequences: `8192`, or `128-32768` for log-normal lengths in that range.
 
     Raises:
-        ConfigError: neither a number nor a range.
+        ConfigError: the text is neither a number nor a range.
     """
     try:
         low, *others = [parse_tokens(end) for end in context.split("-")]
@@ -98,7 +98,7 @@ def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
 def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, int]:
     """Return a cache with random rows in shuffled blocks, the step that reads it, and its number of layers.
 
-    Every layer holds a copy; together they are several times the last-level cache of the CPU or GPU.
+    Every layer stores a copy; together, the copies are several times as large as the last-level cache.
     """
     layout, needs = layout_of(workload, kv), blocks_of(workload)
     layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
@@ -115,7 +115,7 @@ def blocks_of(workload: Workload) -> list[int]:
 def filled(
     workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
 ) -> SequenceBatch:
-    """Write the same random rows to shuffled blocks of all layers; returns the step that reads them."""
+    """Write the same random rows to shuffled blocks of all layers; return the step that reads them."""
     tables = shuffled_tables(workload)
     for i, position, k, v in random_rows(workload, _CHUNK):
         slots = slots_of(tables[i], position, workload.block_size)
@@ -125,7 +125,7 @@ def filled(
 
 
 def shuffled_tables(workload: Workload) -> Tensor:
-    """Return every sequence's blocks, int32 [sequences, most blocks]."""
+    """Return the block table of every sequence, int32 [sequences, max blocks]."""
     needs = blocks_of(workload)
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
@@ -135,7 +135,7 @@ def shuffled_tables(workload: Workload) -> Tensor:
 
 
 def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield sequence, positions, and their K and V [tokens, kv_heads, dim], `chunk` tokens at a time."""
+    """Yield (sequence, positions, K, V) with K and V [tokens, kv_heads, dim], `chunk` tokens at a time."""
     source = torch.Generator(device=workload.device).manual_seed(workload.seed)
     for i, context in enumerate(workload.contexts):
         for at in range(0, context, chunk):
@@ -146,7 +146,7 @@ def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, T
 
 
 def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
-    """Return the step over blocks whose new tokens are the last ones."""
+    """Return the step that reads the blocks in `tables`, whose new tokens are the last ones."""
     return SequenceBatch(
         query_lens=(workload.new,) * len(workload.contexts),
         context_lens=workload.contexts,
@@ -161,9 +161,9 @@ def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
 
 
 def layout_of(workload: Workload, kv: str) -> KVLayout:
-    """Return a layout of equal layers that together are several times the last-level cache.
+    """Return a layout of equal layers that together are several times as large as the last-level cache.
 
-    Bare names of formats are timed without staging; staged blocks are timed if the name asks for them.
+    Bare format names are timed without staging; staged blocks are timed if the name requests them.
     """
     one = _plan(workload, kv, layers=1)
     return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))
@@ -183,7 +183,7 @@ def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
         max_context=max(workload.contexts),
     )
     recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
-    if recipe.is_static:  # random rows of deviation 1 stay within 6
+    if recipe.is_static:  # random rows with standard deviation 1 stay within 6
         maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
         recipe = recipe.with_scales(
             StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)

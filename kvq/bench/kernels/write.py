@@ -1,4 +1,4 @@
-"""`kvq bench write`: quantizing one step's K and V into their blocks."""
+"""`kvq bench write`: quantization of one step's K and V into their blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def bench_write(
     repeats: int = 20,
     progress: Progress = UNWATCHED.progress,
 ) -> list[dict[str, Any]]:
-    """Write the last `new` tokens of every sequence once more, as a decode step would.
+    """Time writing the last `new` tokens of every sequence, as a decode step does.
 
     Raises:
         KVQError: bytes differ from the reference's; nothing was timed.
@@ -57,7 +57,7 @@ def bench_write(
 
 
 def _check(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: str) -> None:
-    """Raise KVQError unless the pool's bytes are those that the reference writes."""
+    """Raise KVQError unless the bytes in the pool equal those of the reference."""
     cache.write(0, k, v, slots)
     mine = cache.pool(0).clone()
     reference(k, v, cache.layer(0), slots)

@@ -1,4 +1,4 @@
-"""Measuring client of an OpenAI-compatible server."""
+"""Client that measures an OpenAI-compatible server."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ _TIMEOUT_S = 600.0
 _LINE = 1 << 22  # bytes
 _MAX_HEADERS = 200
 _MAX_BODY = 1 << 30  # bytes
-_MAX_DIGITS = 16  # of a size
+_MAX_DIGITS = 16  # in a size
 
-# How a client leaves after its first token, instead of reading to the end
+# Disconnects a client after its first token, instead of reading to the end
 Leave = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -37,7 +37,7 @@ class Endpoint:
         """Return the endpoint of a URL such as http://127.0.0.1:8000.
 
         Raises:
-            ConfigError: it is no http URL with a host.
+            ConfigError: the URL is not an HTTP URL with a host.
         """
         address = read_address(url, ("http",))
         return cls(host=address.hostname or "", port=address.port or 80, model="", key=key)
@@ -45,26 +45,26 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Sent:
-    """Request that was sent, and its outcome; times in seconds on this process's clock."""
+    """Request that was sent, and its outcome; times are in seconds on this process's clock."""
 
     request: LoadRequest
     due_s: float
-    leave: Leave | None = None  # None: it reads to the end
+    leave: Leave | None = None  # None: the client reads to the end
     status: int = 0  # 0: the connection broke before a response
     token_s: list[float] = field(default_factory=list)
     text: str = ""
     end_s: float = 0.0
     is_complete: bool = False  # every token and the end of the stream arrived
-    error: str | None = None  # the error object's message
+    error: str | None = None  # message of the error object
 
 
 async def send(target: Endpoint, request: LoadRequest, due_s: float, leave: Leave | None = None) -> Sent:
-    """Request a streamed completion; errors of the server are recorded, never raised."""
+    """Request a streamed completion; server errors are recorded, never raised."""
     sent = Sent(request, due_s, leave)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await _exchange(target, sent)
-    except EngineError as error:  # the server's words
+    except EngineError as error:  # with the server's message
         sent.error = str(error)
     except (OSError, EOFError, ValueError, TimeoutError) as error:
         sent.error = f"{type(error).__name__}: {error}"
@@ -73,10 +73,10 @@ async def send(target: Endpoint, request: LoadRequest, due_s: float, leave: Leav
 
 
 async def get(target: Endpoint, path: str, *, timeout_s: float = 10.0) -> tuple[int, bytes]:
-    """Send a GET; returns its status and body.
+    """Send a GET request; return the status and body of the response.
 
     Raises:
-        OSError: no connection; TimeoutError: no response in time; EOFError, ValueError: not an HTTP response.
+        OSError: no connection; TimeoutError: no response in time; EOFError, ValueError: an invalid response.
     """
     async with asyncio.timeout(timeout_s):
         reader, writer = await _connect(target)
@@ -92,8 +92,8 @@ async def first_model(target: Endpoint) -> dict[str, Any]:
     """Return the first model that `/v1/models` lists; its `id` is a string.
 
     Raises:
-        OSError, TimeoutError, EOFError, ValueError: as for `get`.
-        EngineError: the server lists none.
+        OSError, TimeoutError, EOFError, ValueError: as in `get`.
+        EngineError: the server lists no models.
     """
     status, body = await get(target, "/v1/models")
     if status != 200:
@@ -182,7 +182,7 @@ def _size(digits: str, base: int) -> int:
 
 
 def _take(sent: Sent, part: bytes) -> None:
-    """Record one or more whole events."""
+    """Record one or more complete events."""
     now = perf_counter()
     for event in part.split(b"\n\n"):
         if event == b"data: [DONE]":

@@ -1,4 +1,4 @@
-"""Server process: starts a `kvq serve`, pins it to cores, and ends it."""
+"""Server process: `kvq serve`, started, pinned to cores, and ended."""
 
 import asyncio
 import os
@@ -20,17 +20,17 @@ from typing import Any, Self
 from kvq.bench.serve.client import Endpoint, first_model, get
 from kvq.errors import EngineError
 
-_POLL_S = 0.1  # polling takes processor time from the start
-_ENGINE = b"kvq.server.engine.worker"  # in its command line
+_POLL_S = 0.1  # polling takes processor time from the startup
+_ENGINE = b"kvq.server.engine.worker"  # part of the engine's command line
 _END_S = 90.0
-_PORTS = range(20_000, 32_000)  # below the ephemeral ports of systems
+_PORTS = range(20_000, 32_000)  # below the ephemeral ports of operating systems
 
 
 def free_port() -> int:
-    """Return a free port of this machine that is no ephemeral one, for a server to be started next.
+    """Return a free, non-ephemeral port of this machine, for a server that is started next.
 
     Raises:
-        EngineError: none was found.
+        EngineError: no free port was found.
     """
     for port in random.sample(_PORTS, 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -39,9 +39,9 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """Server on a free port of this machine, with its own engine process.
+    """Server on a free port of this machine, with a separate engine process.
 
-    With `pin` the HTTP process shares the first core with this process, and the engine has the others.
+    With `pin`, the HTTP process shares the first core with this process, and the engine has the others.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ServerProcess:
         key: str = "none",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Start the server. `options`: of `kvq serve`, without a port. `tls`: for clients, if it is on."""
+        """Start the server. `options`: of `kvq serve`, without a port. `tls`: for clients, if HTTPS is on."""
         port = free_port()
         self.target = Endpoint(host="127.0.0.1", port=port, model="", key=key, tls=tls)
-        self.model: dict[str, Any] = {}  # as /v1/models lists it
+        self.model: dict[str, Any] = {}  # entry in /v1/models
         self._cores = sorted(os.sched_getaffinity(0)) if pin else []
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server runs
         plain = ("--generation-config", "none")  # loads set their own sampling
         command = [sys.executable, "-m", "kvq", "serve", "--port", str(port), *plain, *options]
         environment = {name: value for name, value in os.environ.items() if name != "KVQ_API_KEY"}
@@ -69,7 +69,7 @@ class ServerProcess:
         try:
             await self.wait_ready(300)
             self.model = await first_model(self.target)
-        except BaseException as error:  # __aexit__ isn't called for a start that is interrupted
+        except BaseException as error:  # __aexit__ isn't called if the start is interrupted
             await self.__aexit__(type(error), error, None)
             raise
         self.target = replace(self.target, model=self.model["id"])
@@ -90,7 +90,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """Output of the server so far."""
+        """Output of the server so far, as text."""
         return os.pread(self._log.fileno(), 1 << 26, 0).decode(errors="replace")
 
     @property
@@ -98,7 +98,7 @@ class ServerProcess:
         """Process id of the engine.
 
         Raises:
-            EngineError: there is none now.
+            EngineError: there is no engine process now.
         """
         pid = self.process.pid
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
@@ -109,10 +109,10 @@ class ServerProcess:
         return int(engines[0])
 
     async def wait_ready(self, timeout_s: float) -> float:
-        """Wait until the server takes requests; returns the seconds that took.
+        """Wait until the server accepts requests; return the waiting time in seconds.
 
         Raises:
-            EngineError: it ended, or took longer.
+            EngineError: the server ended, or took longer than `timeout_s`.
         """
         began = perf_counter()
         while await self.status("/health/ready") != 200:
@@ -123,7 +123,7 @@ class ServerProcess:
         return perf_counter() - began
 
     async def status(self, path: str) -> int:
-        """Return the status of a GET; 0 if there is no response."""
+        """Return the status of a GET request, or 0 without a response."""
         try:
             return (await get(self.target, path))[0]
         except (OSError, EOFError, ValueError, TimeoutError):

@@ -1,6 +1,6 @@
-"""`kvq bench serve`: servers under load over HTTP, in turn.
+"""`kvq bench serve`: servers under load over HTTP, alternately.
 
-Each request is sent at its time, or a fixed number of users send one after another.
+Each request is sent at its arrival time, or a fixed number of users send one request after another.
 """
 
 import asyncio
@@ -30,9 +30,10 @@ async def run_load(
     leave: Callable[[LoadRequest], Leave | None] = lambda request: None,
     step: Callable[[], object] = lambda: None,
 ) -> list[Sent]:
-    """Send all requests, as they arrive or `users` at a time; returns results in the order of `requests`.
+    """Send all requests as they arrive, or `users` at a time; return results in the order of `requests`.
 
-    `leave`: how a request's client leaves early; None: it reads to the end. `step` is called after each.
+    `leave`: returns a function that disconnects a request's client early, or None. `step` is called after
+    each request.
     """
     began = perf_counter()
 
@@ -59,7 +60,7 @@ async def run_load(
 
 
 def as_served(sent: Sequence[Sent]) -> ServedLoad:
-    """Return the complete requests in the form of `kvq bench engine`."""
+    """Return the completed requests in the form that `kvq bench engine` uses."""
     begin = min(one.due_s for one in sent)
     return ServedLoad(
         served=[
@@ -75,7 +76,7 @@ def as_served(sent: Sequence[Sent]) -> ServedLoad:
 
 
 def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
-    """Count how requests ended, with the latency of refusals."""
+    """Return counts of the outcomes of requests, and the latency of refusals."""
     refused = [one for one in sent if one.status in (429, 503)]
     waits = [one.end_s - one.due_s for one in refused]
     polite_ones = [one for one in sent if one.leave is None]
@@ -93,7 +94,7 @@ def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Server:
-    """Server that is measured, as rows name it."""
+    """Server to measure, with its name in rows."""
 
     name: str
     kv: str
@@ -101,11 +102,11 @@ class _Server:
 
 
 async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]) -> _Rows:
-    """Measure a server that runs already; returns its row. `measure`: see `measure_servers`.
+    """Measure a running server; return its row. `measure`: see `measure_servers`.
 
     Raises:
-        ConfigError: no kvq server answers there.
-        EngineError: not one request was completed.
+        ConfigError: no kvq server responds at the URL.
+        EngineError: no request was completed.
     """
     target = Endpoint.from_url(url, key=key)
     try:
@@ -123,13 +124,13 @@ async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]
 async def bench_serve(
     formats: Sequence[str], options: Sequence[str], measure: Callable[..., Awaitable[_Rows]], *, pin: bool
 ) -> _Rows:
-    """Start a server for each format and measure them in turn; `options` are those of `kvq serve`.
+    """Start a server for each format and measure them alternately; `options` are those of `kvq serve`.
 
-    `measure`: see `measure_servers`. With `pin` this process and the HTTP processes share one core, and the
+    `measure`: see `measure_servers`. With `pin`, this process and the HTTP processes share one core, and the
     engines have the others.
 
     Raises:
-        EngineError: a server does not start, or not one request was completed.
+        EngineError: a server does not start, or no request was completed.
     """
     async with AsyncExitStack() as stack:
         processes = [
@@ -154,7 +155,7 @@ async def measure_servers(
     repeats: int,
     watch: Watch,
 ) -> _Rows:
-    """Measure servers of a model in turn. `users`: clients at a time; None: requests come as they arrive."""
+    """Measure a model's servers alternately. `users`: concurrent clients; None: send at arrival times."""
     load = make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
     done, total = itertools.count(1), len(servers) * repeats * load.num_requests
     sent: dict[_Server, list[list[Sent]]] = {server: [] for server in servers}
@@ -181,7 +182,7 @@ async def measure_servers(
 
 
 async def _send_alone(target: Endpoint, load: Load) -> Sent:
-    """Send the first request by itself, whose text must be the same under load; EngineError if it fails."""
+    """Send the first request alone, for comparison with its text under load; raise EngineError on failure."""
     sent = await send(target, load.draw(0)[0], perf_counter())
     if not sent.is_complete:
         raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")

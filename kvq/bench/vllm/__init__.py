@@ -1,1 +1,1 @@
-"""vLLM benchmark: kvq's formats inside vLLM beside vLLM's own cache."""
+"""vLLM benchmark: kvq's formats inside vLLM, compared with vLLM's own cache."""

@@ -1,4 +1,4 @@
-"""Loads of `kvq bench vllm`: a burst of requests, and decode steps at a depth; and their model."""
+"""Loads of `kvq bench vllm`: a burst of requests, decode steps at a depth, and the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from kvq.models import Model
 from kvq.models.loading.prepared import prepare
 from kvq.models.model import load_prepared
 
-RANDOM: dict[str, Any] = {  # a Llama with few heads of 128 elements
+RANDOM: dict[str, Any] = {  # a Llama with a few heads of 128 elements
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
@@ -31,9 +31,9 @@ RANDOM: dict[str, Any] = {  # a Llama with few heads of 128 elements
     "eos_token_id": None,
 }
 WARM_UP = 4  # steps
-CLOCKED = 8  # steps whose parts are timed, in a pass of their own
+CLOCKED = 8  # steps whose parts are timed, in a separate pass
 _VLLM_BLOCK = 128  # tokens, on CPUs
-_FEW, _FEW_TOKENS = 4, 8  # requests, and their output tokens, that are compared before timing
+_FEW, _FEW_TOKENS = 4, 8  # requests and output tokens that are compared before timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class VllmLoad:
     """Load of equal requests that all arrive at once.
 
     With `steps`, prompts are computed first, and a sample is that many steps, each with a token for every
-    request. Without, a sample is the whole load including prompts.
+    request. Otherwise, a sample is the whole load, including prompts.
     """
 
     requests: int
@@ -58,7 +58,8 @@ class VllmLoad:
 
     @property
     def lasting_tokens(self) -> int:
-        """Output tokens that a request needs to last until all prompts are computed and all steps measured.
+        """Number of output tokens with which a request lasts until all prompts are computed and steps
+        measured.
 
         The first requests get tokens while the last prompts are computed.
         """
@@ -67,17 +68,17 @@ class VllmLoad:
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a request when it ends."""
+        """Maximum number of tokens of a request at its end."""
         return self.prompt_tokens + self.lasting_tokens
 
     @property
     def sample_tokens(self) -> int:
-        """Output tokens of a sample."""
+        """Number of output tokens in a sample."""
         return self.requests * (self.output_tokens if self.steps is None else self.steps)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that all requests hold when they end, in whole blocks and with a spare block for each."""
+        """Number of tokens of all requests at their end, in whole blocks and with a spare block each."""
         return self.requests * (-(-self.tokens // _VLLM_BLOCK) + 1) * _VLLM_BLOCK
 
     def draw(self, model: Model, repeat: int = 0) -> list[LoadRequest]:
@@ -90,7 +91,7 @@ class VllmLoad:
         return burst(model, self.requests, prompt, output).draw(repeat)
 
     def lasting(self, model: Model) -> list[LoadRequest]:
-        """Return the load's requests with enough output tokens to last while steps are measured."""
+        """Return the load's requests, with enough output tokens to last while steps are measured."""
         return [replace(one, output_tokens=self.lasting_tokens) for one in self.draw(model)]
 
     def few(self, model: Model) -> list[LoadRequest]:
@@ -102,7 +103,7 @@ class VllmLoad:
 def make_loads(burst: Sequence[int], deep: Sequence[int], repeats: int) -> tuple[VllmLoad, VllmLoad]:
     """Return the burst, then the load at a depth, which lasts for all repeats.
 
-    `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps of a sample.
+    `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps per sample.
 
     Raises:
         ConfigError: an empty load.
@@ -119,7 +120,7 @@ def make_loads(burst: Sequence[int], deep: Sequence[int], repeats: int) -> tuple
 
 
 def require_context(loads: Sequence[VllmLoad], most: int) -> None:
-    """Raise ConfigError for requests that end with more than `most` tokens."""
+    """Raise ConfigError if requests would end with more than `most` tokens."""
     for load in loads:
         if load.tokens > most:
             option = "--burst" if load.steps is None else "--deep"
@@ -130,17 +131,17 @@ def require_context(loads: Sequence[VllmLoad], most: int) -> None:
 
 
 def make_model(folder: Path, dtype: str) -> Model:
-    """Make a model of random weights, written to `folder`, where vLLM reads it."""
+    """Return a model with random weights, written to `folder` for vLLM."""
     random_model(RANDOM, folder, torch.device("cpu"), stored=True)
     return read_model(folder, dtype)
 
 
 def read_model(folder: str | Path, dtype: str) -> Model:
-    """Load a model from files, where vLLM reads it, too.
+    """Load a model from files that vLLM reads, too.
 
     Raises:
-        ModelError: missing, damaged or refused.
-        ConfigError: no such dtype.
+        ModelError: a missing, damaged or refused model.
+        ConfigError: an unknown dtype.
     """
     prepared = prepare(folder, dtype=dtype)
     return load_prepared(prepared, prepared.recipe("auto"))

@@ -1,4 +1,4 @@
-"""`kvq bench vllm`: kvq's formats inside vLLM beside vLLM's own KV cache, in turn within one process."""
+"""`kvq bench vllm`: kvq's formats inside vLLM and vLLM's own KV cache, alternating in one process."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -19,26 +19,26 @@ from kvq.models import Model
 
 @dataclass(slots=True)
 class _Entrant:
-    """Engine with its figures under each load, by the load's name."""
+    """Engine with its figures for each load, by the load's name."""
 
     engine: VllmServer
     alone: dict[str, list[CompletionOutput]]  # results of kvq's own engine, one by one
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of samples
-    parts: dict[str, dict[str, float]] = field(default_factory=dict)  # ms of a decode step
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # per sample
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)  # ms per decode step
 
 
 def bench_vllm(
     model: Model, formats: Sequence[str], loads: Sequence[VllmLoad], repeats: int, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
-    """Measure vLLM's own cache and all formats under each load; returns their rows.
+    """Measure vLLM's own cache and all formats under each load; return their rows.
 
-    Greedy tokens are first compared with those of kvq's own engine over the same format. All engines are
-    loaded and take turns, so that other work of the machine affects them alike.
+    Greedy tokens are first compared with those of kvq's own engine with the same format. All engines stay
+    loaded and alternate, so that other work on the machine affects them equally.
 
     Raises:
         ConfigError: a load's requests outgrow the model's context.
-        EngineError: vLLM refuses a format, or gives other tokens than rounding explains.
+        EngineError: vLLM refuses a format, or generates tokens that rounding doesn't explain.
     """
     require_context(loads, model.geometry.max_context)
     total = len(loads) * (1 + len(formats)) * (repeats + 1)
@@ -58,7 +58,7 @@ def bench_vllm(
 
 @contextmanager
 def _entrants(model: Model, formats: Sequence[str], loads: Sequence[VllmLoad]) -> Iterator[list[_Entrant]]:
-    """Yield all engines. kvq's own runs before vLLM is started, which binds the threads of its process."""
+    """Yield all engines. kvq's own engine runs before vLLM starts, as vLLM binds the process's threads."""
     names = [OWN, *formats]
     few = {shape.name: shape.few(model) for shape in loads}
     alone = [
@@ -82,11 +82,11 @@ def kvq_outputs(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[
 
 
 def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
-    """Return limits of every engine, by vLLM's names, with room for the unquantized KV of each load."""
+    """Return the limits of all engines, by vLLM's names, with room for the unquantized KV of each load."""
     dtype = model.prepared.dtype
     tokens = max(shape.cache_tokens for shape in loads)
     return {
-        "dtype": str(dtype).removeprefix("torch."),  # of weights and activations
+        "dtype": str(dtype).removeprefix("torch."),  # dtype of weights and activations
         "kv_cache_memory_bytes": tokens * model.geometry.elements_per_token * dtype.itemsize,
         "max_model_len": max(shape.tokens for shape in loads),
         "max_num_seqs": max(shape.requests for shape in loads),
@@ -95,7 +95,7 @@ def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
 
 
 def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeats: int) -> Iterator[None]:
-    """Check and warm up every engine, then sample them in turn, then time the parts of steps."""
+    """Check and warm up every engine, then sample them alternately, then time the parts of steps."""
     running: dict[int, list[str]] = {}
     for i, one in enumerate(entrants):
         few = shape.few(model)
@@ -118,7 +118,7 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeat
         yield
     for i, one in enumerate(entrants):
         names = running.get(i) or _running(one.engine, model, shape)
-        with one.engine.clocks() as spent:  # which cost a little themselves
+        with one.engine.clocks() as spent:  # the clocks themselves cost a little
             total = one.engine.steps_s(CLOCKED, shape.requests)
         spent = spent | {"other": total - sum(spent.values())}
         one.parts[shape.name] = {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
@@ -126,7 +126,7 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeat
 
 
 def _running(engine: VllmServer, model: Model, shape: VllmLoad) -> list[str]:
-    """Start requests and run until their prompts are computed and warm-up steps are done."""
+    """Start requests, and run until their prompts are computed and the warm-up steps are done."""
     names = engine.fill(shape.lasting(model))
     engine.steps_s(WARM_UP, shape.requests)
     return names
@@ -139,7 +139,7 @@ def _burst_s(engine: VllmServer, requests: Sequence[LoadRequest]) -> float:
 
 
 def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
-    """Return the rows of engines that were sampled under a load; rates and speedups are medians."""
+    """Return the rows of all engines sampled under a load; rates and speedups are medians."""
     first = entrants[0].seconds.get(shape.name, [])
     rows = []
     for one in entrants:

@@ -1,1 +1,1 @@
-"""A fleet of engines under a load to come: the real scheduler and blocks, steps that take modelled time."""
+"""Simulated fleet of engines under load, with the real scheduler and blocks and modelled step times."""

@@ -13,32 +13,32 @@ from kvq.capacity.plan.gpus import check_positive
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
-_MULTIPLIER = 2_654_435_761  # Knuth's, for spreading numbers
-_ANSWERS = 1 << 31  # first tokens that answers may have
+_MULTIPLIER = 2_654_435_761  # Knuth's multiplicative hash
+_ANSWERS = 1 << 31  # number of first tokens that answers may have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """One request to come. Only the simulation knows the length of its output."""
+    """One future request. Only the simulation knows the length of its output."""
 
     number: int  # by arrival
     arrival_s: float
     prompt: "array[int]"  # token ids
     output_tokens: int  # at least 1
-    kept_tokens: int | None = None  # of these; then its client leaves; None: it stays to the end
-    whole: "Call | None" = None  # the full request, if this is only its prompt and first token
-    is_cut: bool = False  # it was longer than the context
-    session: str = ""  # its requests go to one replica under session routing
+    kept_tokens: int | None = None  # of these, until its client disconnects; None: it never does
+    whole: "Call | None" = None  # the full request, if this one is only its prompt and first token
+    is_cut: bool = False  # it was truncated to the context
+    session: str = ""  # session routing sends its requests to one replica
     tenant: str = ""
     priority: Priority = Priority.INTERACTIVE
 
     @property
     def tokens_taken(self) -> int:
-        """Number of output tokens that are generated before its client leaves."""
+        """Number of output tokens that are generated before the client disconnects."""
         return self.output_tokens if self.kept_tokens is None else self.kept_tokens
 
     def answer(self, first: int, count: int) -> "array[int]":
-        """Return `count` output tokens from `first` on: made up, the same every time."""
+        """Return `count` output tokens from `first` on: invented, but always the same."""
         begin = self.number * _MULTIPLIER % _ANSWERS + first
         return array("I", range(begin, begin + count))
 
@@ -47,19 +47,19 @@ class Call:
 class Arrivals:
     """Requests with exponential gaps, alone or as turns of conversations.
 
-    A conversation's next prompt is the last one, its answer, and as many new tokens as are drawn. Its
-    user sends it a while after the last one, whether or not that is answered by then.
+    The next prompt of a conversation is the previous prompt, its answer, and a random number of new tokens.
+    It is sent some time after the previous one, whether or not that has been answered.
     """
 
-    rate: float  # requests a second
+    rate: float  # requests per second
     input_lengths: Lengths
     output_lengths: Lengths
-    max_context: int  # tokens, to which requests are cut
-    shared_prefix: float = 0.0  # of each prompt, what `num_prefixes` groups of users have in common
+    max_context: int  # tokens; longer requests are truncated
+    shared_prefix: float = 0.0  # share of a prompt that is one of `num_prefixes` common prefixes
     num_prefixes: int = 1
-    turns: int = 1  # of a conversation
+    turns: int = 1  # per conversation
     think_s: float = 30.0  # between its turns, on average
-    batch_share: float = 0.0  # of the requests that are in no hurry
+    batch_share: float = 0.0  # share of requests with batch priority
     num_tenants: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Arrivals:
         check_positive("the time between turns", self.think_s)
 
     def calls(self, number: int, seed: int) -> Iterator[Call]:
-        """Yield `number` requests in order of arrival, the same for the same seed."""
+        """Yield `number` requests in order of arrival, deterministic for a seed."""
         rng = random.Random(seed)
         starts = self._conversations(rng)
         due: list[tuple[float, int, _Conversation]] = []  # heap of next turns
@@ -126,13 +126,13 @@ class Arrivals:
 
 
 def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> Iterator[Call]:
-    """Yield the requests of a trace, cut to the context as a client would cut them.
+    """Yield the requests of a trace, truncated to the context as a client would truncate them.
 
-    `rate`: requests a second with exponential gaps, instead of the trace's times. Prompts with equal
-    `hash_ids` begin alike, all others are random.
+    `rate`: requests per second with exponential gaps, instead of the trace's times. Prompts with equal
+    `hash_ids` have equal prefixes; all other tokens are random.
 
     Raises:
-        ConfigError: a line that is none, or that says no time where no rate is given.
+        ConfigError: an invalid line, or a line without a time although no rate is given.
     """
     if rate is not None:
         check_positive("the rate", rate)

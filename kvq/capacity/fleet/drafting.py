@@ -1,4 +1,4 @@
-"""Speculative drafts in a simulated engine: their number, their time, and how many are accepted."""
+"""Speculative drafts in a simulated engine: their number, their time and their acceptance."""
 
 import random
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ _SPELLING = "k=4,acceptance=0.8,draft=0.1, where acceptance alone is needed, and
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drafting:  # D286: the engine's rule; the share of right drafts is given
-    """Assumptions about drafts, and the seed that decides which of them are right."""
+class Drafting:  # D286: the engine's own rule, with a given acceptance rate
+    """Assumptions about drafts, and the seed that decides which drafts are accepted."""
 
-    k: int = 4  # most drafts of a sequence in a step
-    acceptance: float  # how probably a draft is right, given that those before it were
-    draft: float = 0.0  # one pass of the draft, of a decode step of the same sequences; 0: looked up
-    adapts: bool = True  # False: k drafts always, whatever they cost
+    k: int = 4  # maximum drafts of a sequence per step
+    acceptance: float  # probability of accepting a draft if all before it were accepted
+    draft: float = 0.0  # time of one draft pass, relative to a decode step; 0: prompt lookup
+    adapts: bool = True  # False: always k drafts, whatever they cost
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -34,10 +34,10 @@ class Drafting:  # D286: the engine's rule; the share of right drafts is given
 
 
 def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | None:
-    """Read `k=4,acceptance=0.8,draft=0.1`; None, "" and "off" are no drafts.
+    """Parse a text such as `k=4,acceptance=0.8,draft=0.1`; None, "" and "off" mean no drafts.
 
     Raises:
-        ConfigError: an unknown or missing name, or a value out of range, in the words of `option`.
+        ConfigError: an unknown or missing name, or a value out of range; the message names `option`.
     """
     if text is None or text.strip() in ("", "off"):
         return None
@@ -59,7 +59,7 @@ def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | N
 
 
 def _value(name: str, text: str) -> Any:
-    """Return a value in its type, or the text, which is then refused."""
+    """Convert a value to its type; return text that can't be converted, which is then refused."""
     if name == "adapts":
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
@@ -69,7 +69,7 @@ def _value(name: str, text: str) -> Any:
 
 
 class Guesser:
-    """Drafts of one engine, as `kvq.engine.speculation` has them made; which of them are right is drawn."""
+    """Drafts of one engine, by the rules of `kvq.engine.speculation`, with random acceptance."""
 
     def __init__(self, drafting: Drafting, scheduler: Scheduler, time: StepTime, rng: random.Random) -> None:
         self._drafting = drafting
@@ -79,9 +79,9 @@ class Guesser:
         self.depth = Depth(scheduler.costs, drafting.draft > 0, adapts=drafting.adapts)
 
     def plan(self, *, is_steady: bool) -> None:
-        """Set how many drafts each branch has in the step that is planned next.
+        """Set the number of drafts of each branch in the step that is planned next.
 
-        `is_steady`: it will be as the last one was, so that it need not be asked about each time.
+        `is_steady`: the step will equal the last one, so the number need not be chosen again each time.
         """
         if is_steady and self.depth.rests:
             self.depth.rest()
@@ -92,7 +92,7 @@ class Guesser:
             branch.num_drafts = count
 
     def drafting_s(self, plan: StepPlan) -> float:
-        """Return the seconds of a plan's drafts: a pass for each draft of the deepest branch."""
+        """Return the seconds that a plan's drafts take: one pass for each draft of the deepest branch."""
         if not plan.num_drafts or not self.depth.takes_passes:
             return 0.0
         seconds, passes = 0.0, max(plan.drafts)
@@ -104,7 +104,7 @@ class Guesser:
         return seconds
 
     def right(self, branch: Branch, drafts: int) -> int:
-        """Draw how many of a branch's drafts are right, and learn of it."""
+        """Draw the number of a branch's drafts that are accepted, and learn from it."""
         count = 0
         while count < drafts and self._rng.random() < self._drafting.acceptance:
             count += 1

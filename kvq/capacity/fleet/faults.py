@@ -1,4 +1,4 @@
-"""Fault injection at moments that a seed decides: clients that leave, slow steps, engines that die."""
+"""Fault injection, timed by a seed: clients that disconnect, slow steps, engines that crash."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -14,13 +14,13 @@ class Faults:
     """Rates of faults, and the seed that decides when they happen."""
 
     seed: int = 0
-    leaving: float = 0.05  # of the requests, whose clients leave in the middle of the answer
-    slow_steps: float = 1e-3  # of the steps, which take 10 to 100 times as long
-    life_s: float = 300.0  # of a replica's engine until it dies, on average; all that it holds is lost
-    restart_s: float = 30.0  # until the next one is ready
+    leaving: float = 0.05  # share of requests whose clients disconnect during the answer
+    slow_steps: float = 1e-3  # share of steps that take 10 to 100 times as long
+    life_s: float = 300.0  # mean time until a replica's engine crashes and loses all requests
+    restart_s: float = 30.0  # until its next engine is ready
 
     def visit(self, calls: Iterable[Call]) -> Iterator[Call]:
-        """Yield the requests; the clients of some will leave."""
+        """Yield the requests; some of their clients will disconnect."""
         rng = random.Random(f"clients/{self.seed}")
         for call in calls:
             leaves = rng.random() < self.leaving and call.output_tokens > 1
@@ -30,8 +30,8 @@ class Faults:
 NONE = Faults(leaving=0.0, slow_steps=0.0, life_s=inf)
 
 
-class Trouble:  # D284: engines die; what they held is not sent again
-    """Next faults of one replica."""
+class Trouble:  # D284: engines crash; their requests are not sent again
+    """Upcoming faults of one replica."""
 
     def __init__(self, faults: Faults, index: int) -> None:
         self._faults = faults
@@ -40,12 +40,12 @@ class Trouble:  # D284: engines die; what they held is not sent again
         self.death_s = self._draw_life()
 
     def slowness(self) -> float:
-        """Return the factor of the slow step's time, and draw the next slow step."""
+        """Return the factor by which a slow step takes longer, and draw the next slow step."""
         self.slow_step += 1 + self._draw_steps()
         return self._rng.uniform(10, 100)
 
     def die(self, now: float) -> float:
-        """Return when the next engine is ready, and draw when that one dies."""
+        """Return the time at which the next engine is ready, and draw the time of its crash."""
         ready_s = now + self._faults.restart_s
         self.death_s = ready_s + self._draw_life()
         return ready_s

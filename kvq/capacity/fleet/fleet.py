@@ -1,6 +1,6 @@
 """Fleet of replicas under one load: routed, split into prefill and decode, or overflowing to an API.
 
-And how many of them a load needs.
+It also finds the number of replicas that a load needs.
 """
 
 import gc
@@ -19,38 +19,38 @@ from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
 
-Progress = Callable[[int], object]  # told how many requests have come
-_OBJECTS = 100_000  # between two collections of the young
+Progress = Callable[[int], object]  # receives the number of requests that have arrived
+_OBJECTS = 100_000  # objects allocated between collections of the young generation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSpec:
-    """Number of engines of one kind, and how they work together."""
+    """Number of engines of one kind, and how they share the load."""
 
     engine: EngineSpec
     replicas: int = 1
     routing: Routing = Routing.LEAST_LOADED
-    prefill_replicas: int = 0  # that compute prompts only; the others then go on from their KV
-    transfer_token_s: float = 0.0  # to send a token's KV from one to the other
-    overflow_waiting: int | None = None  # waiting requests from which on the next goes to an API
+    prefill_replicas: int = 0  # compute only prompts; the others continue from their KV
+    transfer_token_s: float = 0.0  # to send the KV of a token to a decode replica
+    overflow_waiting: int | None = None  # number of waiting requests at which the next goes to an API
     faults: Faults = NONE
-    seed: int = 0  # of routers that choose at random
+    seed: int = 0  # for routers that choose at random
 
     @property
     def engines(self) -> int:
-        """Engines in total."""
+        """Total number of engines."""
         return self.replicas + self.prefill_replicas
 
 
 def serve(
     calls: Iterable[Call], spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
 ) -> FleetRun:
-    """Serve requests in order of arrival until all of them ended.
+    """Serve requests in order of arrival until all have ended.
 
-    `leaps=False` takes every step by itself: slower, with the same results.
+    `leaps=False` simulates every step separately: slower, but with the same results.
 
     Raises:
-        ConfigError: requests that are not in order of arrival.
+        ConfigError: the requests are not in order of arrival.
     """
     fleet = _Fleet(spec, leaps)
     records = fleet.records
@@ -71,7 +71,7 @@ def serve(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Run the garbage collector less often: it takes a tenth of the time, and finds little."""
+    """Run the garbage collector less often: it takes a tenth of the time and finds little."""
     usual = gc.get_threshold()
     gc.set_threshold(_OBJECTS, 50, 50)
     try:
@@ -81,7 +81,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class _Fleet:
-    """Replicas that do everything; or some for prompts, whose KV goes to the others for the answers."""
+    """Replicas that do everything, or prefill replicas that send their KV to decode replicas."""
 
     def __init__(self, spec: FleetSpec, leaps: bool) -> None:
         self.records = Records()
@@ -93,7 +93,7 @@ class _Fleet:
         ]
         self._prefill = self.engines[: spec.prefill_replicas]
         self._rest = self.engines[spec.prefill_replicas :]
-        self._sent: list[tuple[float, int, Call]] = []  # heap of (when the KV is there, number, rest)
+        self._sent: list[tuple[float, int, Call]] = []  # heap of (arrival of the KV, number, rest)
         self._spec = spec
         self._to_prefill = make_router(Routing.LEAST_LOADED)
         self._route = make_router(spec.routing, spec.seed)
@@ -101,7 +101,7 @@ class _Fleet:
         self._looks = chooses or spec.overflow_waiting is not None or spec.faults.life_s < inf
 
     def take(self, call: Call) -> None:
-        """Take a request that arrives now."""
+        """Accept a request that arrives now."""
         self.records.open(call)
         most = self._spec.overflow_waiting
         if self._prefill:
@@ -116,13 +116,13 @@ class _Fleet:
         self._place(call, self._route, self._rest, most)
 
     def end(self) -> None:
-        """Serve what is left: no more requests will arrive."""
+        """Serve the remaining requests; no more will arrive."""
         _advance(self._prefill, inf)
         self._deliver(inf)
         _advance(self._rest, inf)
 
     def _hand_over(self, call: Call, now: float) -> bool:
-        """Pass a computed prompt with its first token on; False if there are no further tokens."""
+        """Send on a computed prompt with its first token; return False if there are no further tokens."""
         whole = call.whole
         if whole is None or whole.output_tokens == 1:
             return False
@@ -138,7 +138,7 @@ class _Fleet:
         return True
 
     def _deliver(self, until: float) -> None:
-        """Pass on the KV that has arrived by then. Nothing later can arrive earlier."""
+        """Hand KV that has arrived before `until` to replicas. KV sent later can't arrive earlier."""
         while self._sent and self._sent[0][0] <= until:
             there, _, rest = heappop(self._sent)
             _advance(self._rest, there)
@@ -147,7 +147,7 @@ class _Fleet:
     def _place(
         self, call: Call, router: Router, replicas: Sequence[Replica], overflow_waiting: int | None
     ) -> None:
-        """Send a request to a replica, or to an API where too many wait; it fails where none is ready."""
+        """Send a request to a replica, or to an API if too many wait; it fails if no replica is ready."""
         now = call.arrival_s
         ready = [replica for replica in replicas if replica.ready_s <= now]
         waiting = min([replica.num_waiting for replica in ready], default=inf)
@@ -167,7 +167,7 @@ def _advance(replicas: Sequence[Replica], until: float) -> None:
 
 
 def _decoding(spec: EngineSpec) -> EngineSpec:
-    """Return the engine of a decode replica: prompts come with their KV and take no part of a step."""
+    """Return the engine of a decode replica: prompts arrive with their KV and take no part of a step."""
     most = 1 << 24
     config = replace(spec.config, max_num_batched_tokens=most, min_chunk=most, prefix_caching=False)
     return replace(spec, computes_prompts=False, config=config)
@@ -178,13 +178,14 @@ _IDLE = 0.5  # utilization below which more replicas don't shorten waiting
 
 
 def fewest_replicas(run: Callable[[int], dict[str, Any]], share: float) -> tuple[int, dict[str, Any]]:
-    """Return the fewest replicas with which that share of the requests keeps the SLO, and their figures.
+    """Return the smallest number of replicas with which `share` of the requests meets the SLO, and the
+    figures.
 
-    `run` serves the load with a number of replicas. They are doubled, then bisected: more
-    replicas are taken to be no worse.
+    `run` serves the load with a given number of replicas. The number is doubled, then bisected, on the
+    assumption that more replicas are never worse.
 
     Raises:
-        ConfigError: not even `MOST_REPLICAS` do, or no request can be served at all.
+        ConfigError: not even `MOST_REPLICAS` suffice, or no request can be served at all.
     """
     tried: dict[int, dict[str, Any]] = {}
 

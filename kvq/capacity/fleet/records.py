@@ -1,6 +1,6 @@
 """Records of a simulated run, and its summary figures.
 
-Requests are columns of numbers and histograms, so that a million of them stay small.
+Requests are stored as columns of numbers and histograms, so that a million take little memory.
 """
 
 from array import array
@@ -14,13 +14,13 @@ from typing import Any
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.plan.gpus import Prices
 
-_BINS = 400  # of a factor of e: a quarter of a percent each
+_BINS = 400  # per factor of e: a quarter of a percent each
 _LEAST = -(1 << 30)  # the bin of zero
 _RANKS = (50, 95, 99)
 
 
 class Histogram:
-    """Counts of positive numbers by their logarithm. Percentiles are exact to 0.13%."""
+    """Histogram of non-negative numbers by their logarithm. Percentiles are accurate to 0.13%."""
 
     def __init__(self) -> None:
         self._counts = Counter[int]()
@@ -28,7 +28,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, several times."""
+        """Count a value `times` times."""
         key = int(log(value) * _BINS // 1) if value > 0 else _LEAST
         self._counts[key] += times
         self.count += times
@@ -41,7 +41,7 @@ class Histogram:
         self.total += other.total
 
     def percentile(self, rank: float) -> float | None:
-        """Return the smallest value that at least `rank` percent don't exceed; None without values."""
+        """Return the smallest value that at least `rank` percent of values don't exceed; None if empty."""
         left = self.count * rank / 100
         for key in sorted(self._counts):
             left -= self._counts[key]
@@ -55,44 +55,44 @@ class Histogram:
 
 
 def percentile(values: list[float], rank: float) -> float:
-    """Return the smallest value that at least `rank` percent don't exceed; 0.0 without values."""
+    """Return the smallest value that at least `rank` percent of the values don't exceed; 0.0 if empty."""
     ordered = sorted(values)
     return ordered[max(0, -int(-len(ordered) * rank // 100) - 1)] if ordered else 0.0
 
 
 class Fate(IntEnum):
-    """End of a request."""
+    """Outcome of a request."""
 
-    OPEN = 0  # it has not
+    OPEN = 0  # it has not ended
     SERVED = 1
-    REFUSED = 2  # it can never fit
-    FAILED = 3  # it could not go on although nothing else ran, or its engine died
+    REFUSED = 2  # it could never fit
+    FAILED = 3  # it could not continue although nothing else ran, or its engine crashed
     OVERFLOWED = 4  # sent to an external API
-    CANCELLED = 5  # its client left
+    CANCELLED = 5  # its client disconnected
 
 
 @dataclass(slots=True)
 class Records:
-    """Columns with one entry per request, by its number. Times in seconds; NaN for what never happened."""
+    """Columns with one entry per request, by its number. Times are in seconds; NaN means never."""
 
     arrival_s: "array[float]" = field(default_factory=lambda: array("d"))
-    admitted_s: "array[float]" = field(default_factory=lambda: array("d"))  # when it got blocks first
-    first_s: "array[float]" = field(default_factory=lambda: array("d"))  # when its first token was there
+    admitted_s: "array[float]" = field(default_factory=lambda: array("d"))  # when it first got blocks
+    first_s: "array[float]" = field(default_factory=lambda: array("d"))  # when its first token was ready
     end_s: "array[float]" = field(default_factory=lambda: array("d"))
     prompt_tokens: "array[int]" = field(default_factory=lambda: array("I"))
     output_tokens: "array[int]" = field(default_factory=lambda: array("I"))
     cached_tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of its prompt
     preemptions: "array[int]" = field(default_factory=lambda: array("I"))
     fate: "array[int]" = field(default_factory=lambda: array("I"))
-    replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served it, or began to
-    handovers: Histogram = field(default_factory=Histogram)  # between tokens of two replicas
-    num_cut: int = 0  # requests that were longer than the context
+    replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served it, or began to serve it
+    handovers: Histogram = field(default_factory=Histogram)  # gaps between tokens of two replicas
+    num_cut: int = 0  # requests that were truncated to the context
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def open(self, call: Call) -> None:
-        """Add a row, of the next number."""
+        """Add a row with the next number."""
         self.num_cut += call.is_cut
         self.arrival_s.append(call.arrival_s)
         for times in (self.admitted_s, self.first_s, self.end_s):
@@ -103,7 +103,7 @@ class Records:
             counts.append(0)
 
     def begin(self, number: int, now: float) -> None:
-        """Record a replica's first token of a request; the second, if another computed the prompt."""
+        """Record a replica's first token of a request; the second if another replica computed the prompt."""
         if isnan(self.first_s[number]):
             self.first_s[number] = now
         else:
@@ -123,12 +123,12 @@ class Records:
 
 @dataclass(slots=True)
 class Gauges:
-    """Totals of one replica over its time; `..._s` are integrals over seconds."""
+    """Totals of one replica over the run; `..._s` are integrals over time, in seconds."""
 
     steps: int = 0
     busy_s: float = 0.0
-    running_s: float = 0.0  # sequences that got a token or were in prefill
-    live_s: float = 0.0  # share of live blocks, of the fullest layer group
+    running_s: float = 0.0  # of the number of sequences that got a token or were in prefill
+    live_s: float = 0.0  # of the share of live blocks in the fullest layer group
     peak_live: float = 0.0
     peak_waiting: int = 0
     recomputed_tokens: int = 0
@@ -136,8 +136,8 @@ class Gauges:
     restarts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    decodes: int = 0  # times that a sequence went on by a token, and accepted drafts
-    decoded_tokens: int = 0  # that these gave
+    decodes: int = 0  # times that a sequence advanced, by a token plus accepted drafts
+    decoded_tokens: int = 0  # total tokens of these advances
     gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
 
 
@@ -146,13 +146,13 @@ class FleetRun:
     """Result of serving a load."""
 
     records: Records
-    gauges: list[Gauges]  # of the replicas, those for prefill first
+    gauges: list[Gauges]  # of the replicas, prefill replicas first
     seconds: float  # from the first arrival to the last end
-    gaps: Histogram  # between tokens, of all of them
+    gaps: Histogram  # between tokens, of all replicas
 
     @property
     def digest(self) -> str:
-        """Digest of everything, 16 hexadecimal digits; equal for equal runs."""
+        """Digest of all results, 16 hexadecimal digits; equal for equal runs."""
         sha = sha256()
         records = self.records
         for times in (records.arrival_s, records.admitted_s, records.first_s, records.end_s):
@@ -165,10 +165,10 @@ class FleetRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Latency limits that a request must keep to count as served well."""
+    """Latency limits that a request must meet."""
 
     ttft_s: float | None = None
-    itl_s: float | None = None  # on average over its tokens
+    itl_s: float | None = None  # mean over its tokens
 
     def is_met(self, records: Records, number: int) -> bool:
         """True if a request was served within the limits."""
@@ -181,10 +181,10 @@ class Slo:
 
 
 def summarize(run: FleetRun, slo: Slo) -> dict[str, Any]:
-    """Return figures by name; times in milliseconds, None where nothing was measured.
+    """Return figures by name; times are in milliseconds, None if nothing was measured.
 
-    Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
-    of all requests but those that an API got or whose clients left.
+    Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share of
+    all requests except those sent to an API or with disconnected clients.
     """
     records, seconds = run.records, run.seconds
     served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
@@ -241,7 +241,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def costs(run: FleetRun, usd_per_hour: float, prices: Prices | None) -> dict[str, float | None]:
-    """Return the $ of a run. `usd_per_hour`: of all GPUs together; `prices`: of the API for overflow."""
+    """Return the cost of a run in $. `usd_per_hour`: of all GPUs together; `prices`: of the overflow API."""
     records = run.records
     gpus, api, outputs = usd_per_hour * run.seconds / 3600, 0.0, 0
     for fate, prompt, output in zip(records.fate, records.prompt_tokens, records.output_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""Replica: the real scheduler and block manager, with a clock that modelled steps advance."""
+"""Simulated replica: the real scheduler and block manager, with a clock that modelled steps advance."""
 
 import random
 from array import array
@@ -26,7 +26,7 @@ from kvq.scheduler import (
 from kvq.scheduler.closed_form import is_settled, repeat
 from kvq.sizing.pools import reserve_blocks
 
-_IDLE_S = 1e-3  # until the next attempt when nothing can run
+_IDLE_S = 1e-3  # until the next attempt if nothing can run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,13 @@ class EngineSpec:
     num_blocks: list[int]
     block_size: int  # tokens
     config: SchedulerConfig
-    time: StepTime  # which knows the windows
+    time: StepTime  # which includes the windows
     computes_prompts: bool = True  # False: prompts arrive with their KV
     drafting: Drafting | None = None
 
     @property
     def can_leap(self) -> bool:
-        """True if what windows leave behind can't make a difference to several steps taken at once."""
+        """True if several steps may be taken at once, because no blocks leave a sliding window."""
         return all(window is None for window in self.time.windows)
 
 
@@ -51,9 +51,9 @@ class _Ticket:
     """A request that has not ended."""
 
     call: Call
-    left: int  # tokens to come
+    left: int  # remaining tokens
     first_token: int
-    last_s: float | None = None  # when its last token was there
+    last_s: float | None = None  # when its last token was ready
 
     def next_token(self) -> int:
         """Return the next token."""
@@ -68,7 +68,7 @@ class _Ticket:
 
 
 class _ArrivedCosts(MeasuredCosts):
-    """Costs of an engine whose prompts arrive computed: they never wait for a measurement."""
+    """Costs of an engine whose prompts arrive with their KV; they never wait for a measurement."""
 
     def prefill_share(self, num_decodes: int) -> float:
         """Return 1: prompts may take all of a step."""
@@ -76,15 +76,15 @@ class _ArrivedCosts(MeasuredCosts):
 
 
 class Replica:
-    """Serves calls in order of arrival.
+    """Simulated engine that serves calls in order of arrival.
 
         replica.advance(call.arrival_s)  # every step that begins before then
         replica.add(call, call.arrival_s)
         ...
         replica.advance(inf)
 
-    If only lengths change from step to step, many steps are taken at once: with the same
-    results as one by one, which `leaps=False` asks for.
+    If only lengths change from step to step, many steps are taken at once, with the same results as separate
+    steps (`leaps=False`).
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Replica:
         faults: Faults = NONE,
         hand_over: Callable[[Call, float], bool] = lambda call, now: False,
     ) -> None:
-        """`hand_over` is called with every request that has its tokens; True if it continues elsewhere."""
+        """`hand_over` is called with every finished request; True means that it continues elsewhere."""
         self.index = index
         self.now = self.ready_s = 0.0
         self.gauges = Gauges()
@@ -126,21 +126,21 @@ class Replica:
         self._costs: CostModel = FixedCosts()
         if spec.computes_prompts:
             self._costs = MeasuredCosts(prefill_token_s=spec.time.linear_s(most) / most)
-        elif spec.drafting is not None:  # fixed ones don't say what drafts add
+        elif spec.drafting is not None:  # fixed costs don't include drafts
             self._costs = _ArrivedCosts(prefill_token_s=spec.time.linear_s(most) / most)
         self.scheduler = Scheduler(self.manager, spec.config, self._costs)
         self._guesser: Guesser | None = None
         if spec.drafting is not None:
             self._guesser = Guesser(spec.drafting, self.scheduler, spec.time, self._rng)
-        self._steady: list[Branch] = []  # if the next step repeats the last one; else empty
+        self._steady: list[Branch] = []  # running branches if the next step repeats the last one; else empty
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without blocks."""
+        """Number of requests that wait for blocks."""
         return len(self.scheduler.waiting)
 
     def cached(self, call: Call) -> int:
-        """Return the tokens of a prompt that need not be computed here."""
+        """Return the number of tokens of a prompt that are cached on this replica."""
         if not self._spec.config.prefix_caching:
             return 0
         return self.manager.lookup(self.manager.prompt(call.prompt, tenant=call.tenant)).length
@@ -178,7 +178,7 @@ class Replica:
             self._die(max(self.now, self._trouble.death_s))
 
     def _die(self, now: float) -> None:
-        """End the engine: its requests fail at once, and another engine starts."""
+        """Crash the engine: all its requests fail, and a new engine starts."""
         for request in list(self.live):
             self._end(request, Fate.FAILED, now)
         self.now = self.ready_s = self._trouble.die(now)
@@ -218,7 +218,7 @@ class Replica:
             self._steady = plan.branches
 
     def _seconds(self, plan: StepPlan) -> float:
-        """Return the seconds of a step, and let the scheduler learn them."""
+        """Return the seconds that a step takes, and report them to the scheduler's cost model."""
         time, num_decodes = self._spec.time, plan.num_decodes
         decode_tokens = tokens = sum(plan.counts[:num_decodes])
         attention_s = 0.0
@@ -227,7 +227,7 @@ class Replica:
             if self._spec.computes_prompts or plan.branches[i].request.preemptions:
                 tokens += count
                 attention_s += time.prefill_attention(end - count, end)
-            else:  # its KV was sent along, but for the newest token's
+            else:  # its KV was sent along, except the newest token's
                 tokens += 1
         seconds = time.linear_s(tokens) + time.read(time.seen(plan.ends[:num_decodes]))
         seconds += attention_s
@@ -250,7 +250,7 @@ class Replica:
     def _accept(
         self, guesser: Guesser, plan: StepPlan, tickets: list[_Ticket], tokens: list[list[int]]
     ) -> None:
-        """Add accepted drafts to the tokens of a step, as far as they are needed."""
+        """Append accepted drafts to the tokens of a step, up to the remaining tokens of each request."""
         gauges = self.gauges
         for i, (branch, drafts) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
             if drafts:
@@ -265,7 +265,7 @@ class Replica:
     def _mark(self, tickets: list[_Ticket], counts: list[int], began: float, end: float) -> list[int]:
         """Record when tokens were ready; several tokens of a request share the gap before them.
 
-        Returns whose last one it was, by their places in the step.
+        Returns the places in the step of the requests that have all their tokens.
         """
         gaps, records = self.gauges.gaps, self._records
         neighbours, ended = 0, []
@@ -287,7 +287,7 @@ class Replica:
             gaps.add(end - began, neighbours)
         return ended
 
-    def _leap(self, until: float) -> bool:  # D282: the real scheduler; equal steps in one leap
+    def _leap(self, until: float) -> bool:  # D282: the real scheduler, with equal steps in one leap
         """Take all equal steps at once; False if there are fewer than two."""
         branches, scheduler = self._steady, self.scheduler
         tickets = [self.live[branch.request] for branch in branches]
@@ -304,7 +304,7 @@ class Replica:
         number, time, costs, gauges = len(branches), self._spec.time, self._costs, self.gauges
         linear_s, sequences_s = time.linear_s(number), time.sequence_s * number
         seen, size, now, count = sum(lengths), self._spec.block_size, self.now, 0
-        opens = [0] * size  # blocks that a step opens, by its number
+        opens = [0] * size  # blocks opened by a step, by its number
         for length in lengths:
             opens[(1 - length) % size] += 1
         pools, opened = [(pool.num_live, pool.num_blocks) for pool in self.manager.pools], 0
@@ -335,7 +335,7 @@ class Replica:
         return True
 
     def _fitting(self, lengths: list[int], most: int) -> int:
-        """Return how many of `most` steps have free blocks without a preemption; 0 or 1 for too few."""
+        """Return how many steps, up to `most`, have free blocks without preemption; 0 or 1 means too few."""
         size = self._spec.block_size
         available = min([pool.num_available for pool in self.manager.pools])
         held = sum([-(-(length - 1) // size) for length in lengths])
@@ -353,7 +353,7 @@ class Replica:
             gauges.peak_live = live
 
     def _finish(self, branch: Branch, now: float) -> None:
-        """Finish a request that has all its tokens, or all that its client waits for."""
+        """Finish a request that has all tokens, or all until its client disconnects."""
         self.scheduler.finish(branch)
         stays = self.live[branch.request].call.kept_tokens is None
         self._end(branch.request, Fate.SERVED if stays else Fate.CANCELLED, now)

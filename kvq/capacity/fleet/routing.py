@@ -12,11 +12,11 @@ from zlib import crc32
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.replica import Replica
 
-MOST_AHEAD = 8  # requests that a replica with a prefix may have more than the least loaded one
-_LONG_PREFIX = 0.25  # of a prompt, from which on a replica that holds it is worth going to
-LONG_MATCH = 0.1  # of a prompt's text, from which on Ray goes where that went before
-# D285: decides as Ray does: pieces of 16 tokens
-REMEMBERED_TOKENS = 1 << 20  # of each replica, in Ray's tree
+MOST_AHEAD = 8  # surplus of requests over the least loaded replica that a prefix hit justifies
+_LONG_PREFIX = 0.25  # share of a prompt from which its cached prefix decides the replica
+LONG_MATCH = 0.1  # share of a prompt from which Ray routes by prefix
+# D285: decides as Ray does, but in pieces of 16 tokens
+REMEMBERED_TOKENS = 1 << 20  # per replica, in Ray's tree
 
 Router = Callable[[Call, Sequence[Replica]], Replica]
 
@@ -25,15 +25,15 @@ class Routing(Enum):
     """Routing policy, by its name on the command line."""
 
     ROUND_ROBIN = "round-robin"
-    LEAST_LOADED = "least-loaded"  # fewest requests that have not ended
+    LEAST_LOADED = "least-loaded"  # the replica with the fewest unfinished requests
     SESSION = "session"  # always the same replica for the turns of a conversation
-    PREFIX = "prefix"  # the replica that has most of the prompt cached, unless it is much busier
-    TWO_CHOICES = "two-choices"  # the less loaded one of two random ones, Ray's default
-    AFFINITY = "affinity"  # where most of the prompt went before, as Ray's prefix router has it
+    PREFIX = "prefix"  # the replica with the longest cached prefix, unless it is much busier
+    TWO_CHOICES = "two-choices"  # the less loaded of two random replicas, Ray's default
+    AFFINITY = "affinity"  # the replica that got the longest prefix before, as in Ray's prefix router
 
     @property
     def goes_by_load(self) -> bool:
-        """True if replicas have to be as far as the arrival."""
+        """True if the policy needs replicas that have advanced to the arrival."""
         return self not in (Routing.ROUND_ROBIN, Routing.SESSION)
 
 
@@ -70,7 +70,7 @@ def _least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
 
 
 def _two_choices(seed: int) -> Router:
-    """Return a router that takes the one of two random replicas with fewer requests.
+    """Return a router that chooses, of two random replicas, the one with fewer requests.
 
     Source: Mitzenmacher 2001, The Power of Two Choices; `PowerOfTwoChoicesRequestRouter` of Ray 2.60.
     """
@@ -83,10 +83,11 @@ def _two_choices(seed: int) -> Router:
 
 
 def _affinity(seed: int) -> Router:
-    """Return a router to the replicas that got most of the prompt before; if that is little, that got least.
+    """Return a router to the replicas that got the longest prefix before; if it is short, the least text.
 
-    Among several, the one with fewest requests. If one replica has over `MOST_AHEAD` requests more than
-    another, or no replica ever got a request, the less loaded of two random ones.
+    Among several replicas, it chooses the one with the fewest requests. If one replica has over `MOST_AHEAD`
+    requests more than another, or no replica ever got a request, it chooses the less loaded of two random
+    replicas.
 
     Source: `PrefixCacheAffinityRouter` of Ray 2.60.
     """
@@ -95,7 +96,7 @@ def _affinity(seed: int) -> Router:
 
     def choose(call: Call, replicas: Sequence[Replica]) -> Replica:
         for replica in replicas:
-            if restarts.setdefault(replica.index, 0) < replica.gauges.restarts:  # it is empty now
+            if restarts.setdefault(replica.index, 0) < replica.gauges.restarts:  # its cache is empty now
                 restarts[replica.index] = replica.gauges.restarts
                 tree.remove(replica.index)
         loads = [len(replica.live) for replica in replicas]
@@ -124,8 +125,9 @@ class _Node:
 class _PrefixTree:
     """Prefix tree of the prompts that each replica got.
 
-    Pieces of `PIECE` tokens, where Ray's tree splits wherever two texts part. Of each replica the least
-    recently used pieces are forgotten beyond `most_tokens`; a piece is never forgotten before those after it.
+    Prompts are split every `PIECE` tokens, while Ray's tree splits wherever two texts diverge. Beyond
+    `most_tokens` per replica, the least recently used pieces are evicted, but never a piece before its
+    successors.
     """
 
     PIECE = 16  # tokens
@@ -133,10 +135,10 @@ class _PrefixTree:
     def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
         self._root = _Node()
         self._most = most_tokens // self.PIECE
-        self._of: dict[int, OrderedDict[_Node, None]] = {}  # by replica, least recently used first
+        self._of: dict[int, OrderedDict[_Node, None]] = {}  # pieces by replica, least recently used first
 
     def match(self, prompt: "array[int]", among: Collection[int]) -> tuple[int, set[int]]:
-        """Return the longest prefix in tokens that some replica got before, and the replicas that got it."""
+        """Return the length of the longest prefix that a replica got before, and the replicas that got it."""
         node, length = self._root, 0
         for piece in self._pieces(prompt):
             after = node.children.get(piece)
@@ -151,13 +153,13 @@ class _PrefixTree:
         return {index for index in among if self._size(index) == least}
 
     def insert(self, prompt: "array[int]", replica: int) -> None:
-        """Remember that a replica gets a prompt."""
+        """Record that a replica gets a prompt."""
         held, path = self._of.setdefault(replica, OrderedDict()), []
         node = self._root
         for piece in self._pieces(prompt):
             node = node.children.setdefault(piece, _Node(parent=node, piece=piece))
             path.append(node)
-        for node in reversed(path):  # so that what comes after is older
+        for node in reversed(path):  # so that successors are older
             node.holders.add(replica)
             held[node] = None
             held.move_to_end(node)
@@ -165,7 +167,7 @@ class _PrefixTree:
             self._drop(held.popitem(last=False)[0], replica)
 
     def remove(self, replica: int) -> None:
-        """Forget all prompts of a replica."""
+        """Remove all prompts of a replica."""
         for node in self._of.pop(replica, ()):
             self._drop(node, replica)
 

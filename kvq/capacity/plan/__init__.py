@@ -1,1 +1,1 @@
-"""Capacity plan: memory, users, GPUs and models, as facts and formulas."""
+"""Capacity plan: facts and formulas about memory, users, GPUs and models."""

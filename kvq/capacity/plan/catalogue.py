@@ -1,7 +1,7 @@
-"""Model catalogue: the facts of published config.json files that decide about memory.
+"""Model catalogue: the facts in published config.json files that determine memory use.
 
-Most shapes are read from the config's facts, as a folder's are. Of families whose layers differ in more than
-windows the shape stands beside them, as transformers' own code has it: tools/model_catalogue.py writes it.
+Most shapes are derived from these facts, as for a model folder. For families whose layers differ in more than
+windows, the shape according to transformers' own code is stored, too; tools/model_catalogue.py writes it.
 """
 
 import json
@@ -26,13 +26,13 @@ class KnownModel:
     name: str
     model: str  # its repository on the Hugging Face hub
     source: str  # the address that the facts were read from
-    read: str  # when, YYYY-MM-DD
-    note: str | None = None  # where the source is not the model's own config.json
+    read: str  # date on which they were read, YYYY-MM-DD
+    note: str | None = None  # if the source is not the model's own config.json
     published: int | None = None  # exact number of parameters, if published
     refused: str | None = None  # why kvq's engine does not run it
     config: Mapping[str, Any]
-    shape: Mapping[str, Any] | None = None  # None: the config says it
-    counted: Mapping[str, int] | None = None  # parameters by kind; None: the config says them
+    shape: Mapping[str, Any] | None = None  # None: derived from the config
+    counted: Mapping[str, int] | None = None  # parameters by kind; None: derived from the config
 
     @cached_property
     def geometry(self) -> ModelGeometry:
@@ -60,7 +60,7 @@ def _found(name: str) -> KnownModel | None:
 
 
 def is_known(name: str) -> bool:
-    """True if a name, of the catalogue or of the hub, is a known model's."""
+    """True if a name in the catalogue or on the hub belongs to a known model."""
     return _found(name) is not None
 
 
@@ -68,7 +68,7 @@ def find_model(name: str) -> KnownModel:
     """Return a model by its name in the catalogue or on the hub.
 
     Raises:
-        ConfigError: none has it; the message has the nearest one.
+        ConfigError: no model has this name; the message suggests the nearest one.
     """
     if (found := _found(name)) is None:
         near = nearest(name, list(known_models()))
@@ -77,7 +77,7 @@ def find_model(name: str) -> KnownModel:
 
 
 def decode_shape(shape: Mapping[str, Any]) -> ModelGeometry:
-    """Read a geometry; the catalogue stores equal layers once, with their numbers."""
+    """Decode a geometry; the catalogue stores equal layers once, with their numbers."""
     places: dict[int, dict[str, Any]] = {}
     for entry in shape["layers"]:
         own = {key: entry[key] for key in OF_A_LAYER if key in entry}

@@ -1,4 +1,4 @@
-"""Engine in a plan: GPU memory used by weights, activations and runtime, and kvq's pools in the rest."""
+"""Engine in a plan: GPU memory for weights, activations and runtime, and kvq's pools in the rest."""
 
 import sys
 from bisect import bisect_left
@@ -17,33 +17,33 @@ from kvq.sizing.memory import Term, activation_term
 from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks, wanted_blocks
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
-_FRAGMENTS = 0.01  # of what is free, that is no whole block
-_ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
-# D274: hybrids: as many sequences as fit
-_MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
+_FRAGMENTS = 0.01  # share of free memory that may remain as parts of blocks
+_ROOMY = 0.9  # largest share of a GPU that a suggested split may use; the rest is for KV
+# D274: for hybrid models, as many sequences as fit
+_MOST_SEQUENCES = 1 << 20  # for which a staging area is planned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Users:
-    """Requests that hold KV at once, each with as much as at its end."""
+    """Number of requests that fit at once, each with as much KV as at its end."""
 
     paged: int  # in blocks
-    contiguous: int  # a slot of one length reserved for each, in the same format
-    bytes_per_request: float  # of blocks, on average
+    contiguous: int  # in reserved slots of equal length, in the same format
+    bytes_per_request: float  # mean size of its blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Memory terms of the fullest GPU without the pool, and the memory left for the pool."""
+    """Memory terms of the fullest GPU except the pool, and the memory left for the pool."""
 
     terms: tuple[Term, ...]
-    free_bytes: int  # beside weights and runtime
-    activation_bytes: int  # that a step takes of these
-    pool_bytes: int  # at most; negative if missing
+    free_bytes: int  # not taken by weights and runtime
+    activation_bytes: int  # part of these that a step takes
+    pool_bytes: int  # maximum size of the pool; negative if memory is missing
 
     @classmethod
     def of(cls, target: Target, gpu: Gpu, engine: "Engine") -> "Room":
-        """Return the memory as an engine finds it once the weights are loaded."""
+        """Return the memory that an engine finds after loading the weights."""
         runtime = Term(
             name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
         )
@@ -62,14 +62,14 @@ class Room:
         )
 
     def with_pool(self, pool: Term, why_free: str) -> tuple[Term, ...]:
-        """Return all terms: these, the memory that stays free, and the pool."""
+        """Return all terms: these, the memory that is left free, and the pool."""
         rest = self.free_bytes - self.activation_bytes - pool.nbytes
         left = (Term(name="left free", nbytes=rest, formula=why_free),) if rest > 0 else ()
         return (*self.terms, *left, pool)
 
 
 def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: Room, block_bytes: int) -> str:
-    """Return the message of a model that does not fit: by how much, and what would help."""
+    """Return the error message for a model that does not fit, with the missing bytes and remedies."""
     taken = sum(term.nbytes for term in room.terms)
     more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
     ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
@@ -89,15 +89,15 @@ def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: Room, block_b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:  # D277: memory for blocks, and which blocks: two questions
+class Engine:  # D277: the memory for blocks and the kind of blocks are separate questions
     """Settings of kvq's engine that take memory; the defaults are those of `kvq serve`."""
 
     block_size: int = BLOCK_SIZE  # tokens
-    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
-    memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
-    sequences: int | None = None  # most that run side by side; None: as many as fit
-    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
-    runtime_bytes: int = 600_000_000  # of the process before it holds a tensor; measure yours
+    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # maximum new tokens per step
+    memory_fraction: float = GPU_FRACTION  # of the memory that is free after loading the weights
+    sequences: int | None = None  # maximum concurrent sequences; None: as many as fit
+    max_context: int | None = None  # decides how layer groups share memory; None: the model's
+    runtime_bytes: int = 600_000_000  # of the process without tensors; measure yours
 
     def __post_init__(self) -> None:
         check_share("the memory fraction", self.memory_fraction)
@@ -105,9 +105,9 @@ class Engine:  # D277: memory for blocks, and which blocks: two questions
             raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Return the pool bytes: a share of the memory left by weights and runtime, minus that of a step.
+        """Return the bytes for pools: a share of the memory left by weights and runtime, minus a step's.
 
-        `taken_bytes`: of weights and runtime. Negative if memory is missing.
+        `taken_bytes`: of weights and runtime. The result is negative if memory is missing.
         """
         free = total_bytes - taken_bytes
         return pool_budget(
@@ -115,7 +115,7 @@ class Engine:  # D277: memory for blocks, and which blocks: two questions
         )
 
     def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> dict[str, Any]:
-        """Plan one pool for each layer group; returns fields of `CapacityPlan`.
+        """Plan one pool per layer group; return fields of `CapacityPlan`.
 
         Raises:
             ConfigError: the model doesn't fit.
@@ -140,7 +140,8 @@ class Engine:  # D277: memory for blocks, and which blocks: two questions
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
         """Divide the budget among layer groups, as an engine for `sequences` sequences does.
 
-        Staging areas and recurrent states take memory for every sequence that may run: for as many as fit.
+        Staging areas and recurrent states take memory for every concurrent sequence; with them, `sequences`
+        defaults to as many as fit.
         """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
@@ -178,8 +179,8 @@ def count_users(
 ) -> Users:
     """Count the requests that fit into pools, in blocks and in reserved slots.
 
-    A prefix that all have in common is held once in blocks, where no layer slides and all tokens are kept.
-    `most`: sequences that the engine runs side by side at most.
+    A prefix that all requests have in common is stored once in the blocks of layer groups without sliding
+    windows or token limits. `most`: maximum concurrent sequences of the engine.
     """
     lengths = demand.lengths
     held, alone = (

@@ -1,6 +1,6 @@
 """GPU catalogue: memory, bandwidth, dense arithmetic and price, from a file that users may replace.
 
-And the cost of tokens: a GPU by the hour against an API by the token.
+It also computes the cost of tokens, for a GPU by the hour and an API by the token.
 """
 
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from typing import Any
 from kvq import strict_json
 from kvq.errors import ConfigError, nearest
 
-_MAY = {"total_mib", "source"}  # keys
+_MAY = {"total_mib", "source"}  # optional keys
 _VERSION = 1
 _HOURS_A_MONTH = 24 * 30
-_SMALLEST, _LARGEST = 1e-12, 1e15  # of any figure
+_SMALLEST, _LARGEST = 1e-12, 1e15  # limits of any figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU. GB and TB are powers of ten, as data sheets have them.
+    """One kind of GPU. GB and TB are powers of ten, as in data sheets.
 
-    `total_mib`: the GPU's total memory by `cudaMemGetInfo`, the least that any driver
-    was seen to report; None if only the data sheet is known. `source`: where that was seen.
+    `total_mib`: the GPU's total memory from `cudaMemGetInfo`, the smallest value that a driver was seen to
+    report; None if only the data sheet is known. `source`: where this value was reported.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Gpu:
     source: str = ""
     bandwidth_tb_s: float
     usd_per_hour: float
-    tflops: Mapping[str, float]  # dense, without the sparsity that data sheets like to count
+    tflops: Mapping[str, float]  # dense, without the sparsity that data sheets often include
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "bandwidth_tb_s", "usd_per_hour"):
@@ -52,7 +52,7 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that the driver reports to a process; if unknown, that of the data sheet."""
+        """Memory that the driver reports to a process, or that of the data sheet if this is unknown."""
         return round(self.memory_gb * 1e9 if self.total_mib is None else self.total_mib * 2**20)
 
     @property
@@ -62,7 +62,7 @@ class Gpu:
 
     @property
     def flops(self) -> float:
-        """Dense operations per second in 16 bits, in which speed is planned."""
+        """Dense operations per second in 16 bits, on which speeds are based."""
         return 1e12 * self.tflops["fp16"]
 
 
@@ -83,7 +83,7 @@ def read_gpus(path: Path) -> dict[str, Gpu]:
     """Read GPUs from JSON: `{"format_version": 1, "gpus": {name: {memory_gb, bandwidth_tb_s, ...}}}`.
 
     Raises:
-        ConfigError: no such file, another version, or a GPU that is described wrongly.
+        ConfigError: the file is unreadable or has another version, or an entry is invalid.
     """
     try:
         data = strict_json.read(path)
@@ -109,7 +109,7 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
     """Return a GPU by its name.
 
     Raises:
-        ConfigError: none has it; the message has the nearest one.
+        ConfigError: no GPU has this name; the message suggests the nearest one.
     """
     known = known_gpus() if gpus is None else gpus
     asked = name.lower().replace("_", "-").replace(" ", "-")
@@ -133,15 +133,15 @@ class Prices:
         check_positive("the price of output", self.output)
 
     def request_usd(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the $ of one request."""
+        """Return the price of one request in $."""
         return (prompt_tokens * self.input + output_tokens * self.output) / 1e6
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: float = 1.0) -> float:
-    """Return $ per million tokens of a machine that makes `tokens_per_s` while it is used.
+    """Return the cost in $ per million tokens of a machine that generates `tokens_per_s` while in use.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number out of range.
     """
     check_positive("$ an hour", usd_per_hour)
     check_positive("tokens a second", tokens_per_s)
@@ -150,17 +150,17 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: fl
 
 
 def monthly_usd(usd_per_hour: float, *, gpus: int = 1, operations_usd: float = 0.0) -> float:
-    """Return $ per month of 30 days for GPUs that run all the time, and for their operation."""
+    """Return the cost in $ per 30-day month of GPUs that always run, and of their operation."""
     return usd_per_hour * _HOURS_A_MONTH * gpus + operations_usd
 
 
 def requests_a_month(requests_per_s: float, *, utilization: float = 1.0) -> float:
-    """Return the requests of 30 days."""
+    """Return the number of requests in 30 days."""
     return requests_per_s * utilization * 3600 * _HOURS_A_MONTH
 
 
 def break_even_requests(usd_a_month: float, usd_per_request: float) -> float:
-    """Return the requests per month above which a fixed cost is less than a price per request."""
+    """Return the requests per month above which a fixed cost is lower than paying per request."""
     return usd_a_month / usd_per_request
 
 

@@ -1,6 +1,6 @@
-"""Capacity plan: the use of a GPU's memory, and how many users fit. `kvq.plan` is one call for it.
+"""Capacity plan: the use of a GPU's memory, and the number of users that fit; `kvq.plan` makes one.
 
-Beside it what it would be for other lengths and other numbers of users, for plots.
+It also computes plans for other lengths and other numbers of users, for plots.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ from kvq.errors import ConfigError
 from kvq.sizing.held import AUTO
 from kvq.sizing.memory import Split, Term, kv_layout, split_geometry
 
-_SHORTEST = 1024  # tokens, of plots
+_SHORTEST = 1024  # tokens, in plots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +30,18 @@ class Serving:
     """Latency and throughput of `users` concurrent requests."""
 
     users: int
-    ttft_s: float  # of a prompt computed alone, without a queue
+    ttft_s: float  # of a prompt that is computed alone, without queueing
     itl_s: float
-    tokens_per_s: float  # of all of them
+    tokens_per_s: float  # of all users together
     requests_per_s: float
 
 
 def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
-    """Return the speed when every request that ends is followed by a new prompt, for which others wait.
+    """Return the speed if every finished request is followed by a new prompt, during which the others wait.
 
-    By Little's law `users` = requests a second x seconds of each.
+    By Little's law, `users` = requests per second x seconds per request.
     """
-    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of one user
+    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of a user
     return Serving(
         users=users,
         ttft_s=prefill_s + step_s,
@@ -52,7 +52,7 @@ def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: f
 
 
 def serving(time: StepTime, demand: Demand, users: int) -> Serving:
-    """Return the speed of `users` concurrent requests, averaged over lengths; shared prefixes are cached."""
+    """Return the speed of `users` concurrent requests, averaged over lengths, with shared prefixes cached."""
     lengths = demand.lengths
     halfway = [x.prompt + x.output // 2 for x in lengths]
     seen = [users * tokens / len(lengths) for tokens in time.seen(halfway)]
@@ -64,10 +64,10 @@ def serving(time: StepTime, demand: Demand, users: int) -> Serving:
 
 
 def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
-    """Return the speed of requests at `rate` per second; None if `most` concurrent ones don't keep up.
+    """Return the speed of requests at `rate` per second; None if `most` concurrent requests don't keep up.
 
-    Those of the fewest side by side whose throughput is the rate: by Little's law as many as are there on
-    average. `serve`: the speed of a number of concurrent requests.
+    This is the speed of the fewest concurrent requests whose throughput is the rate; by Little's law, that is
+    their average number. `serve`: the speed of a number of concurrent requests.
 
     Raises:
         ConfigError: the rate is not above 0.
@@ -81,24 +81,24 @@ def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Servi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityPlan:
-    """Plan of one KV format of one model on `split.gpus` GPUs; its blocks are those of the fullest GPU."""
+    """Plan for one KV format of one model on `split.gpus` GPUs; its blocks are those of the fullest GPU."""
 
     model: str
     gpu: str
     kv: str
     split: Split
-    terms: tuple[Term, ...]  # of memory; the pool last
-    block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
-    num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
-    step_tokens: int  # most new tokens of a step, fewer than configured if they fill a small staging area
+    terms: tuple[Term, ...]  # of memory, the pool last
+    block_bytes: int  # one block of every layer group; in vLLM, whose groups share blocks, of any one
+    num_blocks: tuple[int, ...]  # per layer group; for vLLM, one number
+    step_tokens: int  # maximum new tokens per step, lower than configured if a staging area is small
     users: Users
-    vllm: Mapping[str, Any] | None = None  # figures that vLLM prints when it starts, where it is the engine
-    kv_bytes_per_token: float  # on it
-    serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
-    state_bytes: int  # of a sequence's recurrent states, on it; in the blocks of a pool of their own
+    vllm: Mapping[str, Any] | None = None  # figures that vLLM prints at startup, if it is the engine
+    kv_bytes_per_token: float  # on the fullest GPU
+    serving: Serving | None  # for all users that fit; None if only the total size of the weights is known
+    state_bytes: int  # of a sequence's recurrent states, on the fullest GPU; in a separate pool
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
     serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # speed by users
-    usd_per_million_tokens: float | None  # generated ones, at full load
+    usd_per_million_tokens: float | None  # generated tokens, at full load
     refused: str | None = None  # why kvq's engine does not run the model
 
     @property
@@ -124,8 +124,8 @@ def make_plan(
     """Plan one KV format.
 
     Raises:
-        ConfigError: a request beyond the model's context; a model that doesn't fit, with by how much and
-            what would help.
+        ConfigError: a request beyond the model's context, or a model that doesn't fit; the message gives the
+            missing bytes and remedies.
     """
     if demand.longest > (most := target.geometry.max_context):
         raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
@@ -163,7 +163,7 @@ def make_plan(
 
 
 class _PlanOptions(TypedDict, total=False):
-    """Options of `plan` about weights, engine and shared prefixes."""
+    """Options of `plan` for weights, engine and shared prefixes."""
 
     weights: str
     weight_bytes: int | None
@@ -183,15 +183,16 @@ def plan(
     lengths: Sequence[Length] | None = None,
     **options: Unpack[_PlanOptions],
 ) -> CapacityPlan:
-    """Plan how many requests of `context` tokens, or of these `lengths`, fit on a GPU.
+    """Plan how many requests of `context` tokens, or of the given `lengths`, fit on a GPU.
 
-    `model`: a name of `kvq models`, or a folder with a config.json. `output`: of the context, an eighth
-    unless said. `weights`: the format of the linear layers, by default what the config says of
-    the checkpoint's; `weight_bytes` replaces the count. `split`: over how many GPUs it is spread; `engine`:
-    settings that take memory; `prefix_share`: of the prompts, what all requests have in common.
+    `model`: a name in `kvq models`, or a folder with a config.json. `output`: generated tokens of the
+    context, by default an eighth. `weights`: the format of the linear layers, by default the checkpoint's
+    according to its config; `weight_bytes` replaces the calculated size. `split`: the split over GPUs;
+    `engine`: settings that affect memory; `prefix_share`: the share of each prompt that all requests have in
+    common.
 
     Raises:
-        ConfigError: something unknown, no lengths, or the model doesn't fit, with by how much.
+        ConfigError: an unknown name, no lengths, or a model that doesn't fit (with the missing bytes).
     """
     engine = options.get("engine")
     target = make_target(

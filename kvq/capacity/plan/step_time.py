@@ -1,8 +1,8 @@
 """Roofline model of a step's time, from bytes and operations, a GPU's data sheet, and efficiencies.
 
-Linear layers read the weights once or multiply for every token, whatever takes longer; attention of decodes
-reads the KV of each; attention of prefill multiplies; and the engine does something for every sequence
-(Williams et al., 2009, "Roofline"). Efficiencies are assumed, or measured by a benchmark.
+Linear layers take the time to read the weights once or to multiply for every token, whichever is longer
+(Williams et al., 2009, "Roofline"). Decode attention takes the time to read the KV, and prefill attention the
+time to multiply; the engine adds some time per sequence. Efficiencies are assumed or benchmarked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,20 @@ from kvq.sizing.parameters import Parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Efficiency:  # D280: assumed until measured: 0.8 of bandwidth, 0.7 of a step
-    """Share of a GPU's data sheet that an engine reaches. Assumed, until a benchmark measures yours.
+class Efficiency:  # D280: until measured, 0.8 of bandwidth and 0.7 of a step are assumed
+    """Shares of a GPU's data sheet figures that an engine reaches: assumed, or measured by a benchmark.
 
-    `measured`: (tokens, share) of steps' linear layers, in rising order: what of the roofline they reach
-    there. It takes the place of the assumed shares of bandwidth and arithmetic for them.
+    `measured`: (tokens, share of the roofline) for the linear layers of steps, in ascending order of tokens.
+    These replace the assumed shares of bandwidth and arithmetic for linear layers.
     """
 
-    bandwidth: float = 0.8  # of the data sheet's, by kernels that read weights or KV
-    step: float = 0.7  # of a step's time, in such kernels
-    arithmetic: float = 0.5  # of the dense peak, in prefill
+    bandwidth: float = 0.8  # share of the data sheet's, in kernels that read weights or KV
+    step: float = 0.7  # share of a step's time in such kernels
+    arithmetic: float = 0.5  # share of the dense peak, in prefill
     measured: tuple[tuple[int, float], ...] = ()
-    kv: float | None = None  # of the bandwidth, by decodes that read KV; None: as weights
-    attention: float | None = None  # of the dense peak, by prefill's attention; None: as linear layers
-    sequence_s: float = 0.0  # for every sequence that gets a token, beside all that
+    kv: float | None = None  # share of the bandwidth when decodes read KV; None: as for weights
+    attention: float | None = None  # share of the dense peak in prefill attention; None: as in linear layers
+    sequence_s: float = 0.0  # in addition, for every sequence that gets a token
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "step", "arithmetic", "kv", "attention"):
@@ -45,14 +45,14 @@ class Efficiency:  # D280: assumed until measured: 0.8 of bandwidth, 0.7 of a st
             raise ConfigError(f"seconds a sequence must be 0 to 60, got {self.sequence_s}")
 
     def linear_s(self, gpu: Gpu, weight_bytes: float, flops: float, *, tokens: int) -> float:
-        """Return the seconds of a GPU's linear layers, by their bytes and operations for `tokens` tokens."""
+        """Return the seconds of a GPU's linear layers, from bytes and operations for `tokens` tokens."""
         if self.measured:
             return self._measured_s(gpu, weight_bytes, flops / tokens, tokens)
         read = weight_bytes / (gpu.bandwidth * self.bandwidth * self.step)
         return max(read, flops / (gpu.flops * self.arithmetic))
 
     def _measured_s(self, gpu: Gpu, weight_bytes: float, token_flops: float, tokens: int) -> float:
-        """Interpolate between measured points; beyond them, use the efficiency of the nearest."""
+        """Interpolate between measured points; beyond them, use the efficiency of the nearest point."""
 
         def at(number: int, share: float) -> float:
             return max(weight_bytes / gpu.bandwidth, token_flops * number / gpu.flops) / share
@@ -77,7 +77,7 @@ class Efficiency:  # D280: assumed until measured: 0.8 of bandwidth, 0.7 of a st
 
 
 def expert_share(experts: float, chosen: float, tokens: int) -> float:
-    """Return the share of routed experts that a step of `tokens` tokens reads, if chosen evenly."""
+    """Return the share of routed experts that a step of `tokens` tokens reads, if chosen uniformly."""
     return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
 
 
@@ -88,7 +88,7 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
     """Read the efficiency with a KV format from the results of `kvq bench engine --json`.
 
     Raises:
-        ConfigError: no such file or format, or what was measured is faster than the data sheet allows.
+        ConfigError: the file or the format is missing, or the measurements do not fit the data sheet.
     """
     try:
         data = strict_json.read(path)
@@ -105,10 +105,11 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
 
 
 def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency:
-    """Return the share of a GPU's data sheet that was reached.
+    """Return the shares of a GPU's data sheet figures that were reached.
 
-    `costs`: seconds of steps' linear layers by their tokens (`linear`, [tokens, s] each), of a token of KV
-    that a decode reads, of a pair in prefill, of a sequence; and what those parts read and compute.
+    `costs`: seconds of linear layers by the tokens of a step (`linear`, [tokens, s] each), per token of KV
+    read in decodes, per pair of tokens in prefill attention, and per sequence; and the bytes and operations
+    of these parts.
     """
 
     def ideal(tokens: int) -> float:
@@ -126,36 +127,36 @@ def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency
 
 
 def _share(ideal_s: float, measured_s: float) -> float:
-    """Return the share, at most 1: a small part of every step may be measured as faster than it can be."""
+    """Return the share, at most 1, because a small part of a step may be measured as impossibly fast."""
     return min(1.0, ideal_s / measured_s) if measured_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:  # D281: parts add up: kernels follow one another
+class StepTime:  # D281: parts add up, because kernels run one after another
     """Seconds of the parts of a step; one entry of each tuple per layer group."""
 
-    stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, by tokens
+    stage_s: Callable[[int], float]  # linear layers of one pipeline stage, by tokens
     stages: int = 1
     windows: tuple[int | None, ...]
-    limits: tuple[int | None, ...] = ()  # tokens that a sequence has at most; empty: none are limited
+    limits: tuple[int | None, ...] = ()  # maximum tokens per sequence; empty: no limits
     lag: int = 0  # tokens before a full block can be shared
     state_group: int | None = None  # the layer group of recurrent states
-    read_s: tuple[float, ...]  # of one token of KV that one decode sees
-    pair_s: tuple[float, ...]  # of one token of a prefill and one token that it sees
-    sequence_s: float = 0.0  # of a sequence that gets a token
+    read_s: tuple[float, ...]  # per token of KV that a decode sees
+    pair_s: tuple[float, ...]  # per pair of a prefill token and a token that it sees
+    sequence_s: float = 0.0  # per sequence that gets a token
 
     def linear_s(self, tokens: int) -> float:
-        """Return the seconds of linear layers for `tokens` tokens; pipeline stages take shares in turn."""
+        """Return the seconds of linear layers for `tokens` tokens, split evenly over pipeline stages."""
         return self.stages * self.stage_s(-(-tokens // self.stages))
 
     def read(self, seen: Sequence[int]) -> float:
-        """Return the seconds of attention of decodes that see `seen` tokens together, per layer group."""
+        """Return the seconds of decode attention; `seen`: total number of tokens seen, per layer group."""
         if len(seen) == 1:
             return self.read_s[0] * seen[0]
         return sum([each * tokens for each, tokens in zip(self.read_s, seen, strict=True)])
 
     def seen(self, lengths: Sequence[int]) -> list[int]:
-        """Return the tokens that decodes of sequences of these lengths see together, per layer group."""
+        """Return the total number of tokens that decodes at these lengths see, per layer group."""
         full = sum(lengths)
         return [
             full if most is None else sum([min(length, most) for length in lengths]) for most in self._most
@@ -168,23 +169,23 @@ class StepTime:  # D281: parts add up: kernels follow one another
 
     @cached_property
     def _most(self) -> list[int | None]:
-        """Most tokens that a decode sees, per layer group."""
+        """Maximum number of tokens that a decode sees, per layer group."""
         limits = self.limits or (None,) * len(self.windows)
         return [window or limit for window, limit in zip(self.windows, limits, strict=True)]
 
     def prompt_s(self, start: int, end: int) -> float:
-        """Return the seconds of tokens `start` to `end` of one sequence; pipeline stages run one by one."""
+        """Return the seconds of tokens `start` to `end` of a sequence; pipeline stages run one by one."""
         return self.stages * (self.stage_s(end - start) + self.prefill_attention(start, end))
 
     def prefill_attention(self, start: int, end: int) -> float:
-        """Return the seconds of attention of a chunk: positions `start` to `end` - 1."""
+        """Return the seconds of attention for a chunk with positions `start` to `end` - 1."""
         return sum(
             [each * _pairs(start, end, window) for each, window in zip(self.pair_s, self._most, strict=True)]
         )
 
 
 def _pairs(start: int, end: int, window: int | None) -> int:
-    """Count the pairs of a token and one that it sees, itself included."""
+    """Count the pairs of a token and a token that it sees, including itself."""
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) // 2
     within = _pairs(start, window, None) if start < window else 0
@@ -192,10 +193,10 @@ def _pairs(start: int, end: int, window: int | None) -> int:
 
 
 def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-    """Return the step time that data sheet and efficiencies allow a model with known parameters.
+    """Return the step time of a model with known parameters, from data sheet and efficiencies.
 
-    `layout` is the fullest GPU's. Arithmetic counts in 16 bits, whatever the weights have. Of a pipeline
-    each stage has its share of the sequences, in turn.
+    `layout` is that of the fullest GPU. Arithmetic is in 16 bits, whatever the format of the weights. In a
+    pipeline, each stage processes its share of the sequences at a time.
     """
     parameters, split = target.parameters, target.split
     assert parameters is not None, "without them a step's bytes and operations are not known"
@@ -219,7 +220,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         lag=layout.holding["lag"],
         state_group=layout.holding["state_group"],
         read_s=tuple(
-            # Per token that a decode sees; of recurrent states it sees two: the last one, and its own
+            # Per token that a decode sees; in recurrent states it sees two: the previous one and its own
             efficiency.read_s(gpu, group.block_bytes / (1 if group.role is Role.STATES else group.block_size))
             for group in groups
         ),
@@ -229,7 +230,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
 
 
 def read_share(parameters: Parameters, tokens: int) -> float:
-    """Return the share of weights that a step of `tokens` tokens reads, without tables and idle experts."""
+    """Return the share of weights that a step of `tokens` tokens reads: all but tables and idle experts."""
     read: float = parameters.total - parameters.tables
     if parameters.head:
         read -= parameters.embedding

@@ -1,6 +1,6 @@
-"""Model to plan for: its shape, the bytes of its weights, and the GPUs it is spread over.
+"""Model to plan for: its shape, the bytes of its weights, and the GPUs over which it is split.
 
-Its shape is a folder's, or one of the catalogue's.
+The shape is read from a folder or from the catalogue.
 """
 
 import json
@@ -24,19 +24,19 @@ _log = logging.getLogger("kvq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:  # D279: a model is one value, a request another
+class Target:  # D279: models and requests are separate values
     """One model, with its weights and its split over GPUs."""
 
     name: str
     geometry: ModelGeometry
-    parameters: Parameters | None = None  # None: `weight_bytes` says it
+    parameters: Parameters | None = None  # None: `weight_bytes` replaces them
     held: HeldAs = field(default_factory=HeldAs)
     weight_bytes: int | None = None  # of the whole model, instead of counting them
     split: Split = field(default_factory=Split)
     refused: str | None = None  # why kvq's engine does not run it
 
     def formats(self, kv: Iterable[str]) -> list[str]:
-        """Return these KV formats once each; `auto` becomes the type that the model computes in."""
+        """Return the KV formats without duplicates; `auto` becomes the dtype in which the model computes."""
         return list(dict.fromkeys(self.held.other.name if name == "auto" else name for name in kv))
 
     def terms(self) -> tuple[Term, ...]:
@@ -59,12 +59,12 @@ def make_target(
     shape: ModelShape | None = None,
     max_context: int | None = None,
 ) -> Target:
-    """Make a target of a model's name or folder. `weights`: format of Linear layers, else the config's.
+    """Return the target for a model name or folder. `weights`: format of linear layers, else the config's.
 
-    `shape`: of a folder whose config.json does not say it by itself. `max_context`: that it is served with.
+    `shape`: for a folder whose config.json does not determine it. `max_context`: of the engine.
 
     Raises:
-        ConfigError: neither is known, or its weights can't be counted.
+        ConfigError: the model is unknown, or its weights can't be counted.
     """
     found = shape or _shape(model, counted=weight_bytes is None)
     held = held_as(found.config, weights)
@@ -90,7 +90,7 @@ def make_target(
 
 
 def _shape(model: str | Path, *, counted: bool) -> ModelShape:
-    """Return the shape of a folder (a Path, or a text that names one), else of a known model."""
+    """Return the shape of a model folder (a Path or a str), or else of a known model."""
     if isinstance(model, str) and (
         model.lower() in known_models() or not Path(model, "config.json").is_file()
     ):
@@ -113,10 +113,10 @@ def _shape(model: str | Path, *, counted: bool) -> ModelShape:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read a folder's config.json, of a multimodal model its text part, with ModelOpt's quantization.
+    """Read a folder's config.json (of multimodal models the text part) with ModelOpt's quantization.
 
     Raises:
-        ConfigError: it can't be read.
+        ConfigError: the file can't be read.
     """
     path = folder / "config.json"
     try:

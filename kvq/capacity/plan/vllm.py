@@ -1,10 +1,10 @@
-"""vLLM in a plan, with kvq's plug-in or with its own cache: its settings, and its blocks.
+"""vLLM in a plan, with kvq's plug-in or with its own cache: its settings and its blocks.
 
-A page is one layer's part of a block, as large as that layer's part of a block of kvq's own. If all layers
-have full attention, or all the same window, they are one group. Otherwise layers are sorted into kinds, each
-is cut into groups of about as many layers, and all groups take their blocks from one pool: a block is as
-large as the pages of the largest group, and a request takes blocks for every group. Pages are made equally
-large for that, by more tokens if it comes out even, else by padding.
+A page is one layer's part of a block, as large as in kvq's own blocks. If all layers have full attention, or
+all have the same window, they form one group. Otherwise layers are sorted by kind, each kind is split into
+groups of about equal numbers of layers, and all groups take their blocks from one pool: a block is as large
+as the pages of the largest group, and a request takes blocks for every group. For this, pages are made
+equally large, with more tokens if that is possible without a remainder, else by padding.
 
 Source: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, v1/kv_cache_interface.py and engine/arg_utils.py
 of vLLM 0.32; 0.33 counts the same.
@@ -30,23 +30,23 @@ from kvq.sizing.held import PLAIN
 from kvq.sizing.memory import Term
 
 BLOCK_SIZE, GPU_FRACTION = 16, 0.92  # vLLM's defaults on GPUs
-_FEW_MORE = 1.5  # times the rarest kind's layers, up to which groups are as large as the commonest kind
-OWN_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of vLLM's own cache, and its names
+_FEW_MORE = 1.5  # ratio of the largest to the smallest kind below which groups have the former's size
+OWN_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of vLLM's own cache, with its names
 
 
 def own_type(kv: str) -> str | None:
-    """Return the type of vLLM's own cache that a format's name stands for; None for a format of kvq."""
+    """Return the dtype of vLLM's own cache that a format name stands for, or None for a kvq format."""
     name = FOREIGN_NAMES.get(kv, kv)
     return name if name in OWN_TYPES else None
 
 
 def cache_dtype(kv: str) -> str:
-    """Return the name of a format of kvq in `--kv-cache-dtype`."""
+    """Return the name of a kvq format in `--kv-cache-dtype`."""
     return (VLLM_FILE_PREFIX if kv.endswith(".json") else VLLM_PREFIX) + kv
 
 
 def batch_defaults(gpu: Gpu) -> tuple[int, int]:
-    """Return `vllm serve`'s most new tokens of a step and most concurrent sequences on a GPU."""
+    """Return `vllm serve`'s default maximum of new tokens per step, and of concurrent sequences, on a GPU."""
     gib = gpu.memory_bytes / 2**30
     if gib >= 160:
         return 16384, 1024
@@ -74,7 +74,7 @@ class _LayerKind:
         )
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """Return the blocks of a request; a window takes one more, since it may begin inside a block."""
+        """Return the blocks of a request; a window takes one more, because it may begin inside a block."""
         if self.window is None:
             return -(-tokens // self.block_size)
         return -(-min(self.window - 1 + in_flight, tokens) // self.block_size) + 1
@@ -87,14 +87,14 @@ class _VllmBlocks:
     groups: tuple[tuple[_LayerKind, int], ...]  # with the number of layers
     block_size: int  # tokens
     block_bytes: int
-    in_flight: int  # new tokens of all steps at work, whose blocks stay although windows have passed
+    in_flight: int  # new tokens of all steps in flight, whose blocks are kept even outside windows
 
     @classmethod
     def of(cls, layout: KVLayout, *, in_flight: int) -> "_VllmBlocks":
         """Return the blocks of a layout's layers.
 
         Raises:
-            ConfigError: a block size that pages can't have.
+            ConfigError: a block size that is impossible for pages.
         """
         size = layout.block_size
         if size % UNPADDED_TOKENS:
@@ -110,15 +110,15 @@ class _VllmBlocks:
         return cls(groups=tuple(groups), block_size=size, block_bytes=block_bytes, in_flight=in_flight)
 
     def held(self, tokens: int) -> int:
-        """Return the blocks that vLLM reserves for a request of `tokens` tokens, over all groups."""
+        """Return the number of blocks in all groups that vLLM reserves for a request of `tokens` tokens."""
         return sum(kind.held(tokens, self.in_flight) for kind, _ in self.groups)
 
     def longest(self, num_blocks: int, most: int) -> int:
-        """Return the longest request up to `most` tokens that vLLM starts with; it never uses one block."""
+        """Return the longest request up to `most` tokens with which vLLM starts; it leaves one block free."""
         return bisect_right(range(1, most + 1), num_blocks - 1, key=self.held)
 
     def users(self, num_blocks: int, demand: Demand) -> int:
-        """Return how many requests fit; full-attention layers hold a shared prefix once."""
+        """Return the number of requests that fit; full-attention layers store a shared prefix once."""
         held = [self.held(length.total) for length in demand.lengths]
         whole = [kind.block_size for kind, _ in self.groups if kind.window is None]  # tokens of a block
         prefixes = [int(length.prompt * demand.prefix_share) for length in demand.lengths]
@@ -134,30 +134,30 @@ class _VllmBlocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmEngine(Engine):
-    """Settings of vLLM; `on` returns those of `vllm serve` without options."""
+    """Settings of vLLM; `on` returns the defaults of `vllm serve`."""
 
     block_size: int = BLOCK_SIZE
     step_tokens: int = 2048
-    memory_fraction: float = GPU_FRACTION  # of all of the GPU
-    kv_memory: int | None = None  # bytes of all blocks, instead of what that leaves
-    steps_at_work: int = 2  # at a time, where scheduling is asynchronous; 1 on CPUs
+    memory_fraction: float = GPU_FRACTION  # of the whole GPU
+    kv_memory: int | None = None  # bytes of all blocks; overrides `memory_fraction`
+    steps_at_work: int = 2  # in flight, with asynchronous scheduling; 1 on CPUs
 
     @classmethod
     def on(cls, gpu: Gpu) -> "VllmEngine":
-        """Return the settings of `vllm serve` without options on such a GPU."""
+        """Return the default settings of `vllm serve` on a GPU."""
         return cls(step_tokens=batch_defaults(gpu)[0])
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Return the bytes left by weights, runtime and a step in vLLM's share of the GPU, or `kv_memory`."""
+        """Return `kv_memory`, or the bytes left by weights, runtime and a step in vLLM's share of the GPU."""
         if self.kv_memory is not None:
             return self.kv_memory
         return math.ceil(total_bytes * self.memory_fraction) - taken_bytes - activation_bytes
 
     def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> dict[str, Any]:
-        """Plan the one pool that all layers share; returns fields of `CapacityPlan`.
+        """Plan the pool that all layers share; return fields of `CapacityPlan`.
 
         Raises:
-            ConfigError: what vLLM or the plug-in does not serve, and what doesn't fit.
+            ConfigError: the model or format is not supported by vLLM or the plug-in, or doesn't fit.
         """
         _check_served(target, layout)
         blocks = _VllmBlocks.of(layout, in_flight=self.steps_at_work * self.step_tokens)
@@ -193,7 +193,7 @@ class VllmEngine(Engine):
         )
 
     def _cache(self, blocks: _VllmBlocks, count: int, target: Target) -> dict[str, Any]:
-        """Return the figures that vLLM prints. It starts only if a request of full length fits."""
+        """Return the figures that vLLM prints; raise ConfigError if a request of full length doesn't fit."""
         most = self.max_context or target.geometry.max_context
         one = blocks.held(most)
         if count <= one:
@@ -219,7 +219,7 @@ def _pool_term(blocks: _VllmBlocks, count: int) -> Term:
 
 
 def _check_served(target: Target, layout: KVLayout) -> None:
-    """Raise ConfigError for what vLLM, or the plug-in in it, does not serve as it is counted here."""
+    """Raise ConfigError for models and formats that vLLM or the plug-in doesn't serve as counted here."""
     geometry, split, recipe = target.geometry, target.split, layout.recipe
     if geometry.states:
         raise ConfigError(
@@ -250,7 +250,7 @@ def _check_served(target: Target, layout: KVLayout) -> None:
 def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:  # D278
     """Return groups with their numbers of layers; `kinds` counts the layers of each kind.
 
-    A group is as large as the rarest kind, or as the commonest where that is hardly commoner.
+    A group is as large as the least frequent kind, or as the most frequent one if the two are similar.
     """
     size = min(kinds.values())
     if max(kinds.values()) < _FEW_MORE * size:

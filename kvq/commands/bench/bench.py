@@ -49,7 +49,7 @@ class _BlocksOptions:
 @gathered(_BlocksOptions, "options")
 @json_option
 def blocks(options: _BlocksOptions, json_path: str | None) -> None:
-    """Block memory: allocate, append, free, hash, look up, fork; and how full blocks are.
+    """Time block memory: allocate, append, free, hash, look up, fork; and show how full blocks are.
 
     Plain Python on one core, prefix index on. Times are medians in microseconds.
     """

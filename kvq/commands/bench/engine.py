@@ -1,4 +1,4 @@
-"""`kvq bench engine`: the engine as a service, beside transformers' own."""
+"""`kvq bench engine`: the engine under load, compared with transformers' own generation."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -71,11 +71,11 @@ def engine(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Serve random prompts: throughput, time to first token (TTFT), time between tokens (ITL).
+    """Serve random prompts, and measure throughput, time to first token (TTFT) and between tokens (ITL).
 
-    Greedy tokens are checked first: batched against one by one, and rivals against kvq. Then formats
-    and rivals run in turn in every repeat. Rates are medians over repeats, latencies are over all
-    requests. Fill: share of the slots of live blocks that hold tokens.
+    Greedy tokens are checked first: batched against one by one, and rivals against kvq. In every repeat,
+    formats and rivals run one after another. Rates are medians over repeats, and latencies are over all
+    requests. Fill is the share of slots in live blocks that contain tokens.
     """
     from kvq.bench.engine.engine import bench_engine
     from kvq.bench.figures import engine_figure

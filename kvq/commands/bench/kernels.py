@@ -1,4 +1,4 @@
-"""`kvq bench attention`, `write` and `tune`: the kernels, beside rivals of the same run."""
+"""`kvq bench attention`, `write` and `tune`: the kernels, compared with rivals in the same run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class _ShapeOptions:
         """Check the options and return their workload.
 
         Raises:
-            ConfigError: they don't go together.
+            ConfigError: the options can't be combined.
         """
         from kvq.bench.kernels.workload import Workload, lengths
 
@@ -124,10 +124,10 @@ def attention(
     kernels: KernelOptions,
     json_path: str | None,
 ) -> None:
-    """One layer's attention over quantized blocks: decode (--new 1) or extend.
+    """Time one layer's attention over quantized blocks: decode (--new 1) or extend.
 
-    Every contender is checked against fp64 before any is timed; then all are timed in turn. Data is
-    several times the last-level cache, or rotated past it.
+    Every contender is checked against fp64 before any is timed; then all are timed alternately. The data is
+    several times as large as the last-level cache, or rotated so that it is not cached.
     """
     from kvq.bench.figures import roofline_figure
     from kvq.bench.kernels.attention import bench_attention
@@ -205,7 +205,7 @@ def tune(
     path = Path(table) if table else TABLE
     begin(path, json_path)
     workloads = [shape.workload(parse_tokens(n), kernels) for n in new.split(",")]
-    if workloads[0].dtype is torch.float32:  # fp32 kernels have other tiles
+    if workloads[0].dtype is torch.float32:  # fp32 kernels use other tiles
         raise ConfigError("kvq bench tune tunes kernels of 16-bit queries, got --dtype fp32; use bf16")
     formats = split_list(kv, "--kv")
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""`kvq bench linear`: Linear layers over quantized weights."""
+"""`kvq bench linear`: Linear layers with quantized weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class _LinearOptions:
 @gathered(KernelOptions, "kernels")
 @json_option
 def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | None) -> None:
-    """One Linear layer over quantized weights beside torch's over plain ones.
+    """Time one Linear layer with quantized weights, compared with torch's and plain weights.
 
-    Every contender is checked against fp64 of the dequantized weight before any is timed. Weights are
-    rotated past the last-level cache; a product of few rows is limited by reading them.
+    Every contender is checked against an fp64 product with the dequantized weight before any is timed.
+    Weights are rotated so that they are not cached; reading them limits products of few rows.
     """
     from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
     from kvq.evals.watch import part_of

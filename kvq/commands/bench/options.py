@@ -1,4 +1,4 @@
-"""Shared parts of `kvq bench`: options of loads and kernels, and columns of figures."""
+"""Shared parts of `kvq bench`: options for loads and kernels, and columns of figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class TrafficOptions:
     seed: int = option(0, "Seed of lengths, arrivals and token ids.")
 
     def make(self, num_requests: int, concurrency: object) -> "Callable[..., Load]":
-        """Return a function that makes the load from a model's limits; with `concurrency` there is no rate.
+        """Return a function that builds the load from a model's limits; `concurrency` excludes a rate.
 
         Raises:
             ConfigError: options that can't be used as given.
@@ -88,7 +88,7 @@ class KernelOptions:
         """Return the device and the dtype of inputs.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no device or dtype has that name.
         """
         import torch
 
@@ -107,7 +107,7 @@ def split_list(text: str, option: str) -> list[str]:
     """Return values separated by commas.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the text has no values.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:

@@ -18,7 +18,7 @@ from kvq.extras import SERVER, require
 
 
 class _OneConcurrency(click.IntRange):
-    """Number of users at a time, where `kvq bench engine` takes several."""
+    """Number of concurrent users; unlike in `kvq bench engine`, only one number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "," in value:
@@ -46,10 +46,11 @@ class _ServeOptions:
 @gathered(TrafficOptions, "traffic")
 @json_option
 def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_path: str | None) -> None:
-    """Send random prompts over HTTP: throughput, latencies, and refusals.
+    """Send random prompts over HTTP, and measure throughput, latencies and refusals.
 
-    Options that are not listed here, such as --model and --num-blocks, go to the `kvq serve` that is
-    started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
+    Options that are not listed here, such as --model and --num-blocks, are passed to `kvq serve`, which is
+    started for each KV format. Latencies are the client's: TTFT counts from the time at which a request was
+    due.
     """
     require("kvq bench serve", SERVER)
     from kvq.bench.serve.serve import bench_serve, bench_url, measure_servers

@@ -68,11 +68,11 @@ def speculation(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Drafted tokens: how many are right, how many tokens a step gives, and how much faster that is.
+    """Measure drafted tokens: their acceptance, the tokens per step, and the speedup.
 
-    Every k, no drafts at all, and a k that the engine adapts run in turn in every repeat. Right: share of
-    right drafts among those whose predecessors were right; offline: this share found without drafting, by
-    comparing models over the text.
+    In every repeat, each k, no drafts, and a k that the engine adapts run one after another. Right is the
+    share of right drafts among those whose predecessors were right; offline is the same share without
+    drafting, from comparing the models' predictions on the text.
     """
     from kvq.bench.figures import speculation_figure
     from kvq.bench.speculation import bench_speculation, verdict
@@ -116,7 +116,7 @@ def _plan(model: "PreparedModel", options: _SpeculationOptions) -> "SpeculationP
             f"the text has {len(ids):,} tokens; prompts of --input-len {options.input_len:,} need more"
         )
     stride = options.input_len
-    if options.requests * stride > len(ids):  # they overlap
+    if options.requests * stride > len(ids):  # prompts overlap
         stride = max(1, (len(ids) - stride) // max(1, options.requests - 1))
     starts = [i * stride % (len(ids) - options.input_len + 1) for i in range(options.requests)]
     if options.input_len + options.output_len > model.max_context:

@@ -1,4 +1,4 @@
-"""`kvq bench vllm`: kvq's formats inside vLLM beside vLLM's own KV cache."""
+"""`kvq bench vllm`: kvq's formats inside vLLM, compared with vLLM's own KV cache."""
 
 import os
 from collections.abc import Iterator
@@ -43,10 +43,10 @@ class _VllmOptions:
 @gathered(_VllmOptions, "options")
 @json_option
 def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
-    """vLLM on CPUs: kvq's formats in its pages beside its own KV cache, under two loads.
+    """Compare kvq's formats with vLLM's own KV cache, inside vLLM on CPUs and under two loads.
 
-    Greedy tokens are compared with those of kvq's own engine first. All engines run in this process and take
-    turns. Milliseconds are for one decode step: attention, writing KV, everything else.
+    Greedy tokens are first compared with those of kvq's own engine. All engines run alternately in this
+    process. Milliseconds are for one decode step: attention, writing KV, everything else.
     """
     require("kvq bench vllm", VLLM)
     from kvq.bench.vllm.load import make_loads
@@ -56,14 +56,14 @@ def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
     loads = make_loads(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
     with _loaded(options) as model:
         facts: dict[str, Any] = {"model": model.description, "load": asdict(options), "vllm": vllm_version()}
-        facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
+        facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # preloaded memory and OpenMP libraries
         finished = FinishedRows(json_path, partial(result_of, facts=facts), _print)
         finished.measure("vLLM", partial(bench_vllm, model, kv, loads, options.repeats))
 
 
 @contextmanager
 def _loaded(options: _VllmOptions) -> "Iterator[Model]":
-    """Yield the model, as kvq loads it; its files exist as long as vLLM may read them."""
+    """Yield the model loaded by kvq; its files exist until the end of the block, for vLLM."""
     from kvq.bench.vllm.load import make_model, read_model
 
     if options.model != _RANDOM:
@@ -78,7 +78,7 @@ def _numbers(text: str, name: str) -> tuple[int, int, int]:
         first, second, third = map(parse_tokens, text.split("x"))
         if min(first, second, third) >= 0:
             return first, second, third
-    except ValueError:  # fewer or more than three; a ConfigError is one, too
+    except ValueError:  # not three numbers; includes ConfigError
         pass
     raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
 

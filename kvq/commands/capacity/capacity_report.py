@@ -17,9 +17,9 @@ _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
 
 
 def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
-    """Write a page with users over context, memory by GPU, cost over latency, and every term.
+    """Write a page with users by context, memory by GPU, cost by latency, and every term.
 
-    `result`: of `kvq plan --json`, its rows with `users_by_context` and `speed_by_users`.
+    `result`: JSON of `kvq plan`; its rows need `users_by_context` and `speed_by_users`.
     """
     rows = result["rows"]
     first = rows[0]
@@ -57,7 +57,7 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
 
 
 def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
-    """Write a page with latency, throughput and cost of every row. `result`: of `kvq simulate --json`."""
+    """Write a page with latency, throughput and cost of every row. `result`: JSON of `kvq simulate`."""
     rows = result["rows"]
     first = rows[0]
     parts = [

@@ -1,4 +1,4 @@
-"""`kvq models`: models that kvq plans for without their files."""
+"""`kvq models`: models for which kvq can plan without their files."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ _COLUMNS = {
     "hub": ("on the hub", ""),
     "site": ("read from", ""),
 }
-_WIDTH = 260  # characters, so that no name is cut
+_WIDTH = 260  # characters, so that no name is truncated
 
 
 @click.command(name="models")
@@ -32,8 +32,8 @@ _WIDTH = 260  # characters, so that no name is cut
 def command(json_path: str | None) -> None:
     """List models that `kvq plan` knows, with the facts that determine their memory.
 
-    States: memory of recurrent layers for a sequence, whatever its length. --json has the source of each
-    model's facts, and the reason why kvq doesn't run a model.
+    States is the memory of recurrent layers per sequence, whatever its length. --json includes the source of
+    each model's facts, and the reason why kvq doesn't run a model.
     """
     from kvq.capacity.plan.catalogue import known_models
 

@@ -43,8 +43,8 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
     With --engine vllm, predict `vllm serve` with kvq's formats: the number of its blocks, and its maximum
     concurrency.
 
-    With --verify an engine starts here for every KV format, and its memory is compared with the plan term
-    by term; exit code 1 if a term is off by more than 1%, or the whole process by more than 3%.
+    With --verify, an engine is started here for every KV format, and its memory is compared with the plan
+    term by term. The exit code is 1 if a term is off by more than 1%, or the whole process by more than 3%.
     """
     sizing.check_paths()
     if options.verify:
@@ -119,7 +119,7 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 def _row(
     sizing: SizingOptions, options: PlanOptions, target: "Target", demand: "Demand", gpu: "Gpu", kv: str
 ) -> dict[str, Any]:
-    """Plan one KV format on one GPU; ConfigError if the model doesn't fit, or not one request beside it."""
+    """Plan one KV format on one GPU; raise ConfigError if the model and one request don't fit."""
     from kvq.capacity.plan.plan import make_plan
     from kvq.capacity.plan.vllm import VllmEngine
 
@@ -182,7 +182,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
 
 
 def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
-    """Return figures for requests that arrive at a rate; an empty dict without one."""
+    """Return figures for requests that arrive at a rate; an empty dict without a rate."""
     from kvq.capacity.plan.plan import at_rate
 
     if rate is None:

@@ -1,6 +1,6 @@
 """Plans on the terminal: memory by term, users, rates, and predicted servers of kvq and vLLM.
 
-Also options with which those would hold more users.
+They include options with which these servers would fit more users.
 """
 
 import shlex
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.vllm import VllmEngine
     from kvq.evals.report.page import Columns
 
-_MUCH = 1.05  # times as many users, for which an option is worth a line
+_MUCH = 1.05  # factor in users from which an option is worth a line
 _VLLM: "Columns" = {
     "gpu": ("GPU", ""),
     "kv": ("KV", ""),
@@ -48,7 +48,7 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
     """Return the `kvq serve` command that a plan predicts; None if kvq can't serve it."""
     if plan.split.gpus > 1 or plan.refused is not None:
         return None
-    most = plan.users.paged  # recurrent states take memory for each of them
+    most = plan.users.paged  # recurrent states take memory for each user
     max_num_seqs = sizing.sequences or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
     options = (
         ("weights", _rounded_to(sizing.weights), None),
@@ -62,20 +62,20 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
 
 
 def _command_line(command: str, words: list[str], options: Iterable[tuple[str, object, object]]) -> str:
-    """Return a command with its words, and those of (name, value, default) whose value is no default."""
+    """Return a command with `words` and the options (name, value, default) whose value is not the default."""
     for name, value, default in options:
         if value not in (None, default):
             words = [*words, f"--{name}", f"{value}"]
     return f"{command} {shlex.join(words)}"
 
 
-def users_at_context(  # D273: shared out for the model's whole context
+def users_at_context(  # D273: by default, memory is divided for the model's whole context
     plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
 ) -> int | None:
-    """Return how many users fit if the engine's longest context is `longest`; None if hardly more.
+    """Return the number of users that fit if the longest context is `longest`; None if hardly more.
 
-    Layers with sliding windows hold little of a long context, and an engine divides its memory among layer
-    groups for its longest context. `again` makes the same plan for another engine.
+    Layers with sliding windows store little of a long context, and an engine divides its memory among layer
+    groups for its longest context. `again` repeats the plan for another engine.
     """
     if len(plan.num_blocks) < 2 or engine.max_context == longest:
         return None
@@ -84,14 +84,14 @@ def users_at_context(  # D273: shared out for the model's whole context
 
 
 def _path_of(model: str) -> str:
-    """Return a folder or hub name unchanged, and DIR for a model whose shape alone is known."""
+    """Return a folder or hub name unchanged, or DIR for a model of which only the shape is known."""
     from kvq.capacity.plan.catalogue import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
 
 def _rounded_to(weights: str) -> str | None:
-    """Return the format that --weights rounds to; None for unquantized types and NF4."""
+    """Return the format to which --weights rounds; None for unquantized dtypes and NF4."""
     try:
         parse_weight_format(weights)
     except ConfigError:
@@ -100,7 +100,7 @@ def _rounded_to(weights: str) -> str | None:
 
 
 def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "VllmEngine":
-    """Return vLLM on that GPU, with its own defaults for options that were not given."""
+    """Return the settings of vLLM on a GPU, with vLLM's defaults for options that were not given."""
     from kvq.capacity.plan.vllm import VllmEngine
 
     values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
@@ -139,7 +139,7 @@ def vllm_server(
 
 
 def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]:
-    """Return notes on the command lines of vLLM."""
+    """Return notes about vLLM's command lines."""
     from kvq.capacity.plan.vllm import own_type
 
     lines = []
@@ -176,8 +176,8 @@ def show(
 ) -> None:
     """Print plans.
 
-    `assumed`: efficiencies are assumed, not measured; `max_num_seqs`: value of the option; `remarks`: printed
-    last.
+    `assumed`: whether efficiencies are assumed, not measured; `max_num_seqs`: value of the option; `remarks`:
+    lines that are printed last.
     """
     out = console()
     firsts = {row["gpu"]: row for row in reversed(rows)}
@@ -209,7 +209,7 @@ def show(
 
 
 def _remarks(rows: list[dict[str, Any]], *, assumed: bool, max_num_seqs: int | None) -> list[str]:
-    """Return notes on the figures, and the command lines of the predicted servers."""
+    """Return notes about the figures, and the command lines of the predicted servers."""
     lines = []
     if rows[0]["tokens_per_s"] is not None:
         lines.append(

@@ -32,7 +32,7 @@ _COLUMNS = {
 
 
 def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> None:
-    """Start an engine for each format; exit code 1 if any term is off by more than the tolerance."""
+    """Start an engine for each format; exit with code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
     from kvq.models.loading.prepared import prepare
 
@@ -59,7 +59,7 @@ def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> No
 
 
 def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
-    """Return the given settings; without a given share of memory the engine's own limit applies."""
+    """Return the engine's settings; if no share of memory is given, the engine's own limit applies."""
     from kvq.engine.config import EngineConfig
 
     has_share = "memory_fraction" in given_options()
@@ -73,11 +73,11 @@ def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
 
 
 def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> dict[str, Any]:
-    """Plan an engine, start it, and compare; `wrong` has the terms that are off, or the process."""
+    """Plan an engine, start it, and compare; `wrong` lists what is off: terms or the process."""
     from kvq.engine import LLM
     from kvq.engine.steps.reconcile import WHOLE_TOLERANCE, Line
 
-    gc.collect()  # an earlier engine may lie in reference cycles, and be freed during the comparison
+    gc.collect()  # an earlier engine in reference cycles would be freed during the comparison
     planned = _planned_pool(prepared, kv, engine)
     settings = {name: value for name, value in asdict(engine).items() if value is not None}
     with (
@@ -88,7 +88,7 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
         whole = llm.core.memory.whole
     lines.append(Line("KV pool", planned, pool.found))
     wrong = [line.name for line in lines if line.is_wrong]
-    if abs(whole.off) > WHOLE_TOLERANCE:  # more than the varying memory of libraries
+    if abs(whole.off) > WHOLE_TOLERANCE:  # beyond variations in the memory of libraries
         wrong.append(whole.name)
     terms = [
         {"name": line.name, "planned_bytes": line.planned, "found_bytes": line.found, "off": line.off}
@@ -98,7 +98,7 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
 
 
 def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") -> int:
-    """Return the bytes of the pools of an engine to be started, from the memory that is free now."""
+    """Return the bytes of the pools that an engine would get from the memory that is free now."""
     from kvq.cache.memory import available_bytes
     from kvq.engine.device.memory import planned_pools
     from kvq.models.loading.footprint import planned_activations, planned_weights

@@ -29,12 +29,12 @@ _PROGRESS_EVERY = 100  # requests
 def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api: PriceOptions) -> None:
     """Simulate a load with the engine's own scheduler and block memory, without a GPU.
 
-    The time of steps comes from a roofline (or --calibrate). Shows latency, throughput, preemptions and
-    cost for every KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the
-    same digest.
+    Step times come from a roofline (or --calibrate). The table shows latency, throughput, preemptions and
+    cost for every KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the same
+    digest.
 
-    With --faults clients disconnect during their answers, steps take 10 to 100 times as long, and engines
-    crash and restart empty, at times that the seed decides.
+    With --faults, clients disconnect during their answers, steps take 10 to 100 times as long, and engines
+    crash and restart empty, at times that the seed determines.
     """
     from kvq.commands.capacity.simulate_fleet import Study
 
@@ -70,10 +70,10 @@ def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api:
 
 
 def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) -> None:
-    """Set `wins` of each row: True if its routing is the best among rows that differ in routing alone.
+    """Set `wins` of each row: True if its routing is the best among rows that differ only in routing.
 
-    The fewest replicas win, then the most requests that meet the goals, then the lowest median TTFT. None
-    if there is no such other row. `finds_replicas`: the number of replicas was searched for.
+    The fewest replicas win, then the most requests that meet the goals, then the lowest median TTFT. `wins`
+    is None if there is no other such row. `finds_replicas`: the number of replicas was searched for.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
-    """Return the columns of a table of simulations: fields in which rows differ, and events that happened."""
+    """Return the columns of a table of simulations, including fields that differ and events that occurred."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {

@@ -27,7 +27,7 @@ _DRAWN = {"input_len", "output_len", "shared_prefix", "num_prefixes", "turns", "
 
 
 class _Case(NamedTuple):
-    """Format and policies of a row."""
+    """KV format and policies of a row."""
 
     kv: str
     chunk: int
@@ -127,7 +127,7 @@ class Study:
         }
 
     def _engine(self, plan: CapacityPlan) -> EngineSpec:
-        """Return one engine of the fleet, with the pools and the step times of a plan."""
+        """Return the fleet's engine, with the pools and step times of a plan."""
         assert plan.time is not None, "the model's parameters are known"
         config = SchedulerConfig(
             max_num_seqs=self._max_num_seqs,
@@ -159,7 +159,7 @@ def _one_gpu(sizing: SizingOptions) -> Gpu:
 
 
 def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Iterator[Call]]]:
-    """Return the number of requests, and a function that draws the same requests every time."""
+    """Return the number of requests, and a function that yields the same requests on every call."""
     path, rate, seed = options.trace, options.rate, options.seed
     if path is not None:
         if wrong := sorted(spelled for name, spelled in given_options().items() if name in _DRAWN):

@@ -1,4 +1,4 @@
-"""Options of `kvq simulate` alone."""
+"""Options that only `kvq simulate` has."""
 
 from dataclasses import dataclass
 from pathlib import Path

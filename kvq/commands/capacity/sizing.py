@@ -39,7 +39,7 @@ _OWN_GPUS = "File of GPUs instead of kvq's own list."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizingOptions:
-    """Model on GPUs, and the engine's settings that take memory."""
+    """Model on GPUs, and engine settings that affect memory."""
 
     weights: str = option(
         "auto", "fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16."
@@ -112,9 +112,9 @@ class SizingOptions:
         return replace(target, name=self.model)
 
     def engine(self, step_tokens: int, sequences: int | None = None) -> "Engine":
-        """Return the engine's settings that take memory, for at most `step_tokens` new tokens a step.
+        """Return the engine settings that affect memory, for at most `step_tokens` new tokens per step.
 
-        `sequences`: most sequences at a time, if --max-num-seqs is not given.
+        `sequences`: maximum concurrent sequences if --max-num-seqs is not given.
         """
         from kvq.capacity.plan.engine import Engine
 
@@ -126,7 +126,7 @@ class SizingOptions:
         )
 
     def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
-        """Return the efficiency that --calibrate has for a KV format; None without --calibrate."""
+        """Return the efficiency in the --calibrate file for a KV format; None without --calibrate."""
         from kvq.capacity.plan.step_time import read_efficiency
 
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
@@ -137,7 +137,7 @@ gpu_file_option = click.option("--gpus", "gpu_file", type=FILE, help=_OWN_GPUS)
 
 
 def target_options(command: _Command) -> _Command:
-    """Add --model and --gpu; goes above `sizing_options`."""
+    """Add --model and --gpu; a decorator to put above `sizing_options`."""
     command = click.option(
         "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
     )(command)
@@ -171,7 +171,7 @@ def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
 
 
 def _name_or_folder(name: str) -> Path | str:
-    """Return a model's name if its shape is known by it, else its folder: local, embedded or of the hub."""
+    """Return a model's name if its shape is known, or else its folder: local, embedded or from the hub."""
     from kvq.capacity.plan.catalogue import is_known, known_models
 
     is_here = Path(name).exists()
@@ -180,13 +180,13 @@ def _name_or_folder(name: str) -> Path | str:
     from kvq.models.describe.resolve import EMBEDDED, resolve_model
 
     if not (is_here or "/" in name or name in EMBEDDED):
-        return name  # refused later, by its name
+        return name  # refused later, with its name in the message
 
     return resolve_model(name, weights=False).folder
 
 
 def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
-    """Return the shape of a folder whose config.json alone does not tell it; None if it does."""
+    """Return the shape of a model folder whose config.json does not determine it; None if it does."""
     if isinstance(model, str):
         return None
     from kvq.capacity.plan.target import read_config

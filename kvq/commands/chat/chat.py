@@ -67,7 +67,7 @@ def command(
 ) -> None:
     """Chat in the terminal; /help lists further commands.
 
-    If standard input is no terminal, every line of it is a message, and answers are plain text.
+    If standard input is not a terminal, each of its lines is a message, and answers are plain text.
     """
     if options.url is not None:
         partner = _server(options.url, options.api_key_env, sampling)
@@ -90,7 +90,7 @@ def command(
 
 
 def _typed(name: str) -> Iterator[str]:
-    """Yield typed lines; Ctrl-C drops a line, Ctrl-D ends."""
+    """Yield typed lines; Ctrl-C drops the current line, and Ctrl-D ends the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its history and editing
     echo(f"{one_line(name)}: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
@@ -119,7 +119,7 @@ def _server(url: str, api_key_env: str | None, sampling: ChatSampling) -> "Engin
 
 
 class _ChatSession:
-    """Session that takes lines, one message or command each."""
+    """Chat session that handles lines, each of them a message or a command."""
 
     def __init__(
         self,

@@ -14,38 +14,38 @@ from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message
 from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 
 _TIMEOUT_S = 600.0  # without a byte
-_MAX_BYTES = 1 << 20  # of a response that is no stream, or of one event
+_MAX_BYTES = 1 << 20  # of a non-streamed response, or of one event
 _MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
-_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # a response, or a header that can't be sent
+_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # including a header that can't be sent
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ServerPartner:
-    """Running server, by its base URL such as http://127.0.0.1:8000/v1; without a path, /v1 is added."""
+    """Running server with a base URL such as http://127.0.0.1:8000/v1; if it has no path, /v1 is added."""
 
     def __init__(self, url: str, key: str | None, model: str | None, sampling: ChatSampling) -> None:
-        """Connect to a server. `model`: None for the first that the server lists.
+        """Connect to a server. `model`: None for the first model that the server lists.
 
         Raises:
-            ConfigError: not an http address.
+            ConfigError: the URL is not an HTTP address.
             EngineError: the server can't be reached.
         """
         address = read_address(url, ("http", "https"))
         self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
-        # Proxies of the environment serve other machines
+        # Proxies in the environment are for other machines
         direct = [ProxyHandler({})] if address.hostname in _LOOPBACK else []
         self._opener = build_opener(_NoRedirects(), *direct)
         self.name = model or self._first_model()
 
     def answer(self, messages: list[Message], show: Show) -> Answer:
-        """Answer the last message; a KeyboardInterrupt closes the connection, which makes servers cancel.
+        """Answer the last message; a KeyboardInterrupt closes the connection, so that the server cancels.
 
         Raises:
             ContextFull: the server's context is full.
             RequestError: the server refuses the messages.
-            EngineError: it fails, or can't be reached.
+            EngineError: the server fails, or can't be reached.
         """
         body = self._sampling.body() | {
             "model": self.name,
@@ -99,14 +99,14 @@ class ServerPartner:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Handler that follows no redirects: the key is for the named server only."""
+    """Handler that does not follow redirects, because the key is only for the named server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _events(response: IO[bytes]) -> Iterator[tuple[tuple[str, ...], dict[str, int] | None]]:
-    """Yield events up to [DONE]; EngineError if the stream breaks, is too long, or has other content."""
+    """Yield events up to [DONE]; raise EngineError if the stream breaks, is too long, or is malformed."""
     num_bytes = 0
     try:
         while line := response.readline(_MAX_BYTES):

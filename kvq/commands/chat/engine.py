@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class EnginePartner:
-    """Model that is loaded in this process. Earlier messages are found in its prefix index."""
+    """Model loaded in this process. The KV of earlier messages is reused through the prefix index."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class EnginePartner:
         """Load the model.
 
         Raises:
-            ConfigError: it has no chat template, a broken one, or options that can't be used as given.
-            ModelError: missing, damaged or refused model.
-            BrokenFormat: the format breaks the model, and this was not accepted.
+            ConfigError: the chat template is missing or broken, or an option can't be used as given.
+            ModelError: a missing, damaged or refused model.
+            BrokenFormat: the format breaks the model, and `accept_divergence` is False.
         """
         given = sampling.body()
-        SamplingParams(**given)  # refused before anything is read
+        SamplingParams(**given)  # raises before anything is read
         checked = check_for(options, [kv])
         check_cache(checked.prepared)
         _check_template(checked.prepared)
@@ -54,7 +54,7 @@ class EnginePartner:
         defaults = say_defaults(checked.prepared.source, generation_config)
         self._params = SamplingParams(**defaults.fill(_USUAL | given, given))
         with ExitStack() as held:
-            # The loop outlives an answer: the engine may still send to it
+            # The loop outlives an answer, because the engine may still send events to it
             self._loop = held.enter_context(asyncio.Runner()).get_loop()
             self._read = held.enter_context(_reading(checked.prepared, self._loop))
             model = load_to_serve(checked, kv, accept_divergence=accept_divergence)
@@ -64,10 +64,10 @@ class EnginePartner:
         self._max_context = self._engine.core.max_context
 
     def answer(self, messages: list[Message], show: Show) -> Answer:
-        """Answer the last message; a KeyboardInterrupt meanwhile cancels it.
+        """Answer the last message; a KeyboardInterrupt cancels the answer.
 
         Raises:
-            ContextFull: no room for an answer.
+            ContextFull: the context has no room for an answer.
             RequestError: the template or the engine refuses the messages.
             EngineError: the engine or the prompt reader failed.
         """
@@ -118,17 +118,17 @@ class EnginePartner:
 def _reading(
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
 ) -> Iterator[Callable[[list[Message]], list[int]]]:
-    """Yield a function that encodes messages to token ids, with the prompt of an answer."""
+    """Yield a function that encodes messages as token ids, with the generation prompt."""
     if all(map(is_installed, SERVER)):
         with _process_reader(prepared, loop) as read:
             yield read
-    else:  # in this process, where only Ctrl-C ends a template that takes too long
+    else:  # in this process, where only Ctrl-C stops a template that takes too long
         encoder = PromptEncoder(prepared.tokenizer)
         yield lambda messages: encoder.encode_chat(messages, {"add_generation_prompt": True})
 
 
 def _check_template(prepared: PreparedModel) -> None:
-    """Raise ConfigError for a model without a chat template, before weights load."""
+    """Raise ConfigError for a model without a chat template, before weights are loaded."""
     if not getattr(prepared.tokenizer, "chat_template", None):
         raise ConfigError(
             f"{prepared.source} has no chat template, so it is a base model: "
@@ -137,18 +137,18 @@ def _check_template(prepared: PreparedModel) -> None:
 
 
 @contextmanager
-def _process_reader(  # D337: prompts read aside, as in the server
+def _process_reader(  # D337: prompts are encoded in separate processes, as in the server
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
 ) -> Iterator[Callable[[list[Message]], list[int]]]:
     """Yield a function that encodes messages in separate processes; it needs the server's packages.
 
-    Whatever a chat template does, it can be ended. The function raises RequestError if the template refuses
-    the messages or takes too long, and EngineError if the processes are gone. At the end of the block they
-    are killed if needed.
+    Any chat template can therefore be stopped. The function raises RequestError if the template refuses the
+    messages or takes too long, and EngineError if the processes have died. They are ended, or killed, at the
+    end of the block.
 
     Raises:
         ConfigError: the template fails for any messages.
-        EngineError: it can't be tried.
+        EngineError: the template can't be tried.
     """
     from kvq.server.admission.bodies import ChatMessage
     from kvq.server.admission.prompts import Prompts
@@ -156,7 +156,7 @@ def _process_reader(  # D337: prompts read aside, as in the server
     from kvq.server.reading import Readers, Setup
 
     def wait(work: Coroutine[None, None, _Result]) -> _Result:
-        """Run a coroutine; a KeyboardInterrupt cancels it and is raised after it ended."""
+        """Run a coroutine; a KeyboardInterrupt cancels it and is raised once it has ended."""
         task = loop.create_task(work)
         try:
             with cancelling(partial(loop.call_soon_threadsafe, task.cancel)):

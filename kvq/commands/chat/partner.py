@@ -1,4 +1,4 @@
-"""Messages, answers and sampling parameters of a chat with an engine in this process, or with a server."""
+"""Messages, answers and sampling parameters of a chat with an engine in this process or a server."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,11 +9,11 @@ from kvq.commands.shared.param_types import TOKENS
 from kvq.errors import KVQError
 
 Message = dict[str, str]  # role, content
-Show = Callable[[str], object]  # gets the answer's text as it is generated
+Show = Callable[[str], object]  # receives the text of the answer as it is generated
 
 
 class ContextFull(KVQError):
-    """The conversation leaves no room for an answer."""
+    """Error for a conversation that leaves no room for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,11 @@ class Answer:
     generated_tokens: int
     ttft_s: float
     total_s: float
-    kv_bytes: int | None = None  # at its peak; None if the server does not report it
-    fills_context: bool = False  # it ended because the context is full
+    kv_bytes: int | None = None  # peak; None if the server does not report it
+    fills_context: bool = False  # whether it ended because the context is full
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second after the first token; 0 if there was no other."""
+        """Tokens per second after the first token; 0 if there was only one."""
         rest = self.total_s - self.ttft_s
         return (self.generated_tokens - 1) / rest if rest > 0 and self.generated_tokens > 1 else 0.0

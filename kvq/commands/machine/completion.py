@@ -24,7 +24,7 @@ _MOST_ANCESTORS = 8  # make, sudo or a script may be between the shell and kvq
 
 
 class _Valued(ShellComplete):
-    """Completion that knows `--option=value`, too, if the shell passes it as one word."""
+    """Completion that also supports `--option=value`, if the shell passes it as one word."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
         """Return completions of the last word."""
@@ -37,7 +37,7 @@ class _Valued(ShellComplete):
 
 
 class _Bash(_Valued, BashComplete):
-    """Completion of bash, which splits `--option=value` into three words."""
+    """Completion for bash, which splits `--option=value` into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         """Return the words before the last one, and the last one."""
@@ -48,7 +48,7 @@ class _Bash(_Valued, BashComplete):
 
 
 class _Zsh(_Valued, ZshComplete):
-    """Completion of zsh, which may not have been started yet when the script is read."""
+    """Completion for zsh, whose completion system may not be initialized when the script is read."""
 
     source_template = (
         "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
@@ -57,7 +57,7 @@ class _Zsh(_Valued, ZshComplete):
 
 
 class _Fish(_Valued, FishComplete):
-    """Completion of fish; values with commas stay whole, unlike in click's script."""
+    """Completion for fish; unlike in click's script, values with commas are not split."""
 
     source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
@@ -73,7 +73,7 @@ def register() -> None:
 
 
 def _place_of(shell: str) -> tuple[Path, Path | None]:
-    """Return where a user's `shell` finds its script, and the startup file that reads it, if it needs one."""
+    """Return the path of the script for `shell`, and the startup file that must load it, if any."""
     home = Path.home()
     if shell == "fish":
         return _folder("XDG_CONFIG_HOME", home / ".config") / "fish" / "completions" / "kvq.fish", None
@@ -82,7 +82,7 @@ def _place_of(shell: str) -> tuple[Path, Path | None]:
 
 
 def calling_shell() -> str | None:
-    """Return the nearest shell among the calling processes, else the user's own; None if unknown."""
+    """Return the nearest shell among the ancestor processes, or else the login shell; None if unknown."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         name, pid = _process(pid)
@@ -101,7 +101,7 @@ def _folder(variable: str, default: Path) -> Path:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return a process's name and its parent; "" and 0 if unknown."""
+    """Return a process's name and its parent's id; "" and 0 if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         _, _, rest = stat.partition("(")
@@ -123,9 +123,9 @@ def _process(pid: int) -> tuple[str, int]:
 @click.argument("shell", metavar="[bash|zsh|fish]", required=False, type=click.Choice(SHELLS))
 @click.option("--install", is_flag=True, help="Write the script where the shell finds it.")
 def command(shell: str | None, install: bool) -> None:
-    """Print the script that makes a shell complete kvq, by default the calling shell.
+    """Print the script with which a shell, by default the calling one, completes kvq's commands.
 
-    With --install it is written where that shell finds it; a second --install changes nothing.
+    With --install, it is written where the shell finds it; a second --install changes nothing.
     """
     shell = shell or calling_shell()
     if shell is None:
@@ -142,7 +142,7 @@ def _install(shell: str, script: str) -> None:
     path, startup = _place_of(shell)
     did = [f"wrote {path}"] if _write(shell, path, script) else []
     quoted = shlex.quote(str(path))
-    line = f"if [ -f {quoted} ]; then . {quoted}; fi  {MARK} --install"  # reads the script if it exists
+    line = f"if [ -f {quoted} ]; then . {quoted}; fi  {MARK} --install"  # loads the script if it exists
     if startup is not None and _add_line(startup, line):
         did.append(f"added a line to {startup}, which reads it")
     for told in did or [f"{shell} completes kvq already, by {path}; nothing was changed"]:
@@ -151,7 +151,7 @@ def _install(shell: str, script: str) -> None:
 
 
 def _write(shell: str, path: Path, script: str) -> bool:
-    """Write the script, unless it is there: False if it was; ConfigError if another's file is."""
+    """Write the script; return False if it exists already. Raise ConfigError if the file is not kvq's."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
@@ -171,7 +171,7 @@ def _write(shell: str, path: Path, script: str) -> bool:
 
 
 def _add_line(path: Path, line: str) -> bool:
-    """Append a line to a user's file unless it has the line: False if it has. Links and modes stay."""
+    """Append a line to a user's file; return False if the file has it already. Keep links and modes."""
     try:
         before = path.read_bytes() if path.exists() else b""
         if line.encode() in before.splitlines():

@@ -57,7 +57,7 @@ def command() -> None:
 
 
 def backend_verdicts() -> list[tuple[str, str]]:
-    """Return every backend with the operations that run here, or the reason why none does."""
+    """Return every backend with the operations that run here, or the reason why none do."""
     from kvq.formats import KVRecipe
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
@@ -65,7 +65,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
     from kvq.models.parts.device import pick_device
 
     formats = KVRecipe.uniform("int4", [(128, 128)], whole_blocks=True).layers[0]
-    spec = KernelSpec(formats=formats, q_heads=8, kv_heads=1, block_size=BLOCK_SIZE)  # also of latents
+    spec = KernelSpec(formats=formats, q_heads=8, kv_heads=1, block_size=BLOCK_SIZE)  # also for latents
     device = Device.of(pick_device("auto"))
     verdicts = []
     for name in BACKENDS:

@@ -68,10 +68,10 @@ class _CalibrateOptions:
 @kv_option("fp8_per_head", many=False)
 @gathered(_CalibrateOptions, "options")
 def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
-    """Observe MODEL and write what static formats need to a kvq.json.
+    """Observe MODEL and write the scales that static formats need to a kvq.json.
 
-    The scales serve fp8_per_head and int8_per_head alike, rotated or not. The file is also a recipe:
-    `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
+    The scales work for both fp8_per_head and int8_per_head, rotated or not. The file is also a recipe: `--kv
+    kvq.json` uses the formats that it names, and `--scales kvq.json` its scales with other formats.
     """
     from kvq.calib import observe
     from kvq.calib.domain import verdict_of
@@ -128,7 +128,7 @@ def _check_options(
     texts: "tuple[EvalText, EvalText | None]",
     options: _CalibrateOptions,
 ) -> None:
-    """Raise ConfigError or RequestError for formats or texts that can't be used, before weights load."""
+    """Raise ConfigError or RequestError for unusable formats or texts, before weights are loaded."""
     from kvq.calib.domain import check_length
     from kvq.calib.observe import spread_windows
 
@@ -145,7 +145,7 @@ def _check_options(
 
 
 def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
-    """Return for K and V of every layer if its format takes centers."""
+    """Return, for K and V of every layer, whether the format supports centers."""
     from kvq.formats import Grouped
 
     return [(isinstance(one.k.scale, Grouped), isinstance(one.v.scale, Grouped)) for one in recipe.layers]
@@ -154,7 +154,7 @@ def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
 def _check(
     model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
 ) -> dict[str, Any]:
-    """Check the recipe on another text; one without scales and centers is checked by its scales in FP8."""
+    """Check the recipe on another text; without scales or centers in it, check the observed FP8 scales."""
     from kvq.calib.domain import check_domain
 
     if not recipe.is_static and recipe.centers is None:
@@ -185,7 +185,7 @@ def _print(
 
 
 def _outlier_notes(heads: list[dict[str, Any]], *, centered: bool) -> list[str]:
-    """Return a line on outlier channels, and one on channels with huge biases."""
+    """Return a line about outlier channels, and one about channels with huge biases."""
     notes = []
     removal = "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
     for what, channels, size, why in (

@@ -20,7 +20,7 @@ _PERCENT = ("perplexity_change", "top1_agreement", "top5_agreement", "identical"
 def command(a: str, b: str, json_path: str | None) -> None:
     """Compare A and B, JSON files of `kvq perplexity` or of `kvq eval`, format by format.
 
-    Differences are B's figure minus A's. Reasons why figures can't be compared are printed first.
+    Differences are B's figures minus A's. Reasons why figures can't be compared are printed first.
     """
     from kvq import fileio
     from kvq.evals.report.compare import compare, read_result

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
-_JSON = ("cautions", "look")  # keys of results that are no lists of rows
+_JSON = ("cautions", "look")  # keys of results that are not lists of rows
 
 
 @click.command(name="eval")
@@ -44,8 +44,8 @@ _JSON = ("cautions", "look")  # keys of results that are no lists of rows
 def command(kv: list[str], model_options: ModelOptions, options: EvalOptions, windows: WindowOptions) -> None:
     """Measure the quality of KV formats on MODEL, a folder, a hub name, or 'tiny'.
 
-    The baseline is the first unquantized format listed; all tokens go through kvq's own write-then-read
-    path. Intervals are at 95%, from resampling documents.
+    The baseline is the first unquantized format listed. All tokens go through kvq's own write-then-read path.
+    Intervals are 95% intervals from resampling documents.
     """
     from kvq.commands.quality.eval_tasks import choose_tasks
     from kvq.commands.shared.loading import check_for
@@ -114,7 +114,7 @@ def _measure(
     limits: "list[Gate]",
     json_path: str | None,
 ) -> dict[str, Any]:
-    """Check everything and run the tasks; returns the JSON envelope, which is also written and shown."""
+    """Check everything and run the tasks; return the JSON envelope, which is also written and shown."""
     from kvq.commands.quality.eval_tasks import TASKS, gate_figures
     from kvq.evals.report.gates import check_gate
 
@@ -147,7 +147,7 @@ def recipes_of(checked: "CheckedModel") -> "list[KVRecipe]":
 
 
 def load_for_plan(checked: "CheckedModel", plan: "EvalPlan") -> "tuple[Model, EvalPlan]":
-    """Load the model; returns it, and the plan with scales that loading may have calibrated."""
+    """Load the model; return it and the plan, with scales that loading may have calibrated."""
     model = checked.load()
     if checked.calibrates:
         recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in plan.recipes]
@@ -178,7 +178,7 @@ def plan_result(
 
 
 def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[str, bool]) -> dict[str, Any]:
-    """Return the outcome of a gate as JSON; a void task breaks all of its gates."""
+    """Return the outcome of a gate as JSON; all gates of a void task fail."""
     from kvq.commands.quality.eval_tasks import TASKS
     from kvq.evals.report.gates import failures, missing
 
@@ -200,7 +200,7 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
 def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
 ) -> dict[str, Any]:
-    """Run all tasks; returns their results as JSON by key, and under `tasks` their time and memory."""
+    """Run all tasks; return their results as JSON by key, with their time and memory under `tasks`."""
     from kvq.evals.watch import Watch
 
     found: dict[str, Any] = {"tasks": []}
@@ -218,7 +218,7 @@ def _run_all(
 
 
 def _joined(found: dict[str, Any], task: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results so far with those of a further task as JSON."""
+    """Return the results so far and those of another task as JSON."""
     rows = {
         key: [asdict(row) for row in value] if isinstance(value, list) and key not in _JSON else value
         for key, value in more.items()

@@ -1,4 +1,4 @@
-"""Options of `kvq eval`: of the whole run, and of single tasks."""
+"""Options of `kvq eval`, for the whole run and for single tasks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """Tasks, gates, and paths of results; and options of single tasks."""
+    """Tasks, gates, paths of results, and options of single tasks."""
 
     text: str | None
     text_field: str | None
@@ -38,7 +38,7 @@ class EvalOptions:
     seed: int = option(0, "Seed of resampling and of needles.", type=NATURAL)
     json_path: str | None = path_option("--json", "Write everything as JSON.")
     html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")
-    # Of single tasks; those of lm_eval have lm-eval's names
+    # Options of single tasks; those of lm_eval have lm-eval's names
     prompts: int = option(32, "Prompts of generation.", type=AT_LEAST_1)
     prompt_tokens: int = option(128, "Tokens of each prompt.", type=TOKENS)
     new_tokens: int = option(64, "Tokens generated after each prompt.", type=TOKENS)

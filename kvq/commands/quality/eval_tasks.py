@@ -1,4 +1,4 @@
-"""Evaluation tasks of `kvq eval` by name. A new one is an entry of `TASKS`."""
+"""Evaluation tasks of `kvq eval` by name. To add a task, add an entry to `TASKS`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -39,15 +39,15 @@ class EvalPlan:
     """Plan of all evaluations of a run."""
 
     prepared: PreparedModel
-    recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' dtype
+    recipes: list[KVRecipe]  # the baseline first: an unquantized format, or the weights' dtype
     text: EvalText
     tokens: TokenPlan = field(default_factory=TokenPlan)
-    attention_windows: int = 8  # of the text, for the attention error
+    attention_windows: int = 8  # windows of the text for the attention error
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
     generation: GenerationPlan = field(default_factory=GenerationPlan)
     needle: NeedlePlan = field(default_factory=NeedlePlan)
     lm_eval: LMEvalPlan = field(default_factory=LMEvalPlan)
-    kv_memory: str | None = None  # of the engines' pools
+    kv_memory: str | None = None  # size of the engines' pools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,15 +55,15 @@ class Task:
     """One evaluation. Several names may share one; their figures come from one run."""
 
     key: str  # of its rows in the JSON
-    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` gets its result
-    # Keys of the JSON -> rows, JSON. The watch gets functions that make the finished part of it.
+    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` receives its result
+    # Returns keys of the JSON -> rows or JSON. The watch receives functions that return the finished part.
     run: Callable[[EvalPlan, Model, Watch, Any], dict[str, Any]]
     figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> figures for gates
-    gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
-    # Warnings about what `prepare` returned; raises for formats whose quantized tokens no query would see.
+    gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # rows of the JSON for one gate
+    # Returns warnings about the result of `prepare`; raises if no query would see a quantized token.
     check_exact: Callable[[EvalPlan, Any], list[str]] = lambda plan, prepared: []
     takes_argument: bool = False  # NAME:ARGUMENT; arguments of one task are run together
-    modules: tuple[str, ...] = ()  # of an extra that the task needs
+    modules: tuple[str, ...] = ()  # modules of an extra that the task needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class Chosen:
 
 
 def check_windows(plan: EvalPlan, _: object = None) -> None:
-    """Raise RequestError or ConfigError for windows, or an instrument check, that can't be made."""
+    """Raise RequestError or ConfigError if the windows or the instrument check are impossible."""
     plan.tokens.windows(plan.prepared, plan.text.text)
     if plan.tokens.instrument:
         plan.prepared.recipe(INSTRUMENT_FORMAT)
@@ -104,7 +104,7 @@ def _quality(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[str,
     seen = look(model, plan.recipes[0], plan.text.text, plan.tokens)
 
     def result(rows: list[QualityRow]) -> dict[str, Any]:
-        # Rows that only check the instrument are left out, unless their format was requested.
+        # Rows that only check the instrument are left out unless their format was requested
         kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
         return {"rows": kept, **instrument_facts(rows, seen)}
 
@@ -165,7 +165,7 @@ def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
 
 
 def _of_rows(key: str, row: type) -> dict[str, Any]:
-    """Return the gate functions of a task: figures are numeric fields of its rows, and intervals' bounds."""
+    """Return the gate functions of a task: figures are the numeric fields and interval bounds of its rows."""
     found = []
     for one in fields(row):
         if one.type in (int, float):
@@ -212,7 +212,7 @@ def choose_tasks(names: str) -> list[Chosen]:
     """Parse a list such as `perplexity,kl,lm_eval:TASK`; each task is run once.
 
     Raises:
-        ConfigError: no such task, an argument missing or too many, or missing packages.
+        ConfigError: an unknown task, a missing or superfluous argument, or missing packages.
     """
     chosen: dict[int, Chosen] = {}
     for full in filter(None, map(str.strip, names.split(","))):

@@ -43,7 +43,7 @@ def command(
     config = read_config(source.folder)
     # Counting bytes doesn't need RoPE to be pinned
     geometry = check_supported(config, max_context=1, folder=source.folder)
-    if is_listed(geometry):  # others were built already, to observe them
+    if is_listed(geometry):  # other models were built to observe them
         build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
@@ -75,7 +75,7 @@ def command(
     if (scheme := config.get("quantization_config")) is not None:
         try:
             check_scheme(source.folder, scheme)
-        except KVQError as error:  # only a warning: bytes of KV don't depend on weights
+        except KVQError as error:  # only a warning, because bytes of KV don't depend on weights
             warn(str(error))
     write_rows([result], json_path)
 

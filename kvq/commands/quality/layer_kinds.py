@@ -1,4 +1,4 @@
-"""Layer kinds of a model: KV that grows with every token, and states of constant size for each sequence."""
+"""Layer kinds of a model: KV that grows with every token, and states of constant size per sequence."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,8 @@ from kvq.commands.shared.terminal import print_columns
 if TYPE_CHECKING:
     from kvq.geometry import LayerGeometry, ModelGeometry
 
-COMPUTE_BYTES = 2  # of each element of states in the model's compute dtype
-_PIECES = 5  # ranges of layer numbers of a kind, shown at most
+COMPUTE_BYTES = 2  # per element of a state in the compute dtype
+_PIECES = 5  # maximum ranges of layer numbers shown per kind
 _COLUMNS = {
     "kind": ("kind", ""),
     "layers": ("layers", "d"),
@@ -23,12 +23,12 @@ _COLUMNS = {
 
 
 def kind_of(layer: "LayerGeometry") -> str:
-    """Return the kind of a layer: `full`, `latent`, `sliding-4096`."""
+    """Return the kind of a layer, such as `full`, `latent` or `sliding-4096`."""
     return f"{layer.kind}-{layer.window}" if layer.window else layer.kind
 
 
 def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
-    """Return a row for each kind: layers that store K and V, that read another's, or that have states."""
+    """Return a row per kind: layers that store K and V, read those of another layer, or have states."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in _rows(geometry):
         key = tuple(row.items())
@@ -39,7 +39,7 @@ def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
 
 
 def print_kinds(rows: list[dict[str, Any]]) -> None:
-    """Print kinds of layers as a table."""
+    """Print the kinds of layers as a table."""
     shown: list[dict[str, Any]] = [{**dict.fromkeys(_COLUMNS), **row} for row in rows]
     for row in shown:
         row["which"] = _ranges(row["numbers"])
@@ -49,7 +49,7 @@ def print_kinds(rows: list[dict[str, Any]]) -> None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format numbers as `0-2, 4-6`; of many ranges the first ones and the last."""
+    """Format numbers as `0-2, 4-6`; if there are many ranges, only the first ones and the last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -61,7 +61,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def in_words(geometry: "ModelGeometry") -> str:
-    """Return the kinds as text: `15 full + 45 Qwen3_5MoeGatedDeltaNet`."""
+    """Return the kinds as text, such as `15 full + 45 Qwen3_5MoeGatedDeltaNet`."""
     counts: dict[str, int] = {}
     for row in layer_kinds(geometry):
         counts[row["kind"]] = counts.get(row["kind"], 0) + row["layers"]

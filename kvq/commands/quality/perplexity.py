@@ -51,8 +51,8 @@ def command(
 ) -> None:
     """Measure the quality of KV formats on a text.
 
-    Perplexity, KL divergence and top-1 agreement are against the first unquantized format listed,
-    over tokens that go through kvq's own write-then-read path.
+    Perplexity, KL divergence and top-1 agreement are relative to the first unquantized format listed. All
+    tokens go through kvq's own write-then-read path.
     """
     from kvq.commands.quality.eval import load_for_plan, recipes_of
     from kvq.commands.quality.eval_tasks import EvalPlan, check_windows
@@ -84,10 +84,10 @@ def command(
         sys.exit(1)
 
 
-def measure(  # D43: eval with one measure, without intervals
+def measure(  # D43: `kvq eval` with one measure and without intervals
     model: "Model", plan: "EvalPlan", *, json_path: str | None = None, refused: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Measure the perplexity of a plan's formats; returns the JSON envelope, which is written and shown."""
+    """Measure the perplexity of a plan's formats; return the JSON envelope, which is written and shown."""
     from kvq.commands.quality.eval import plan_result
     from kvq.evals.perplexity import instrument_facts, look, measure_perplexity
 

@@ -38,7 +38,7 @@ _HELD_OUT = "held-out help topics of CPython"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MethodOptions:
-    """Method and format of weights: fields of `QuantizeSettings`."""
+    """Method and format for weights: fields of `QuantizeSettings`."""
 
     method: str = option("gptq", "Quantization method.", type=click.Choice(_METHODS))
     bits: str | None = option(
@@ -102,7 +102,7 @@ class _QuantizeOptions:
     token: str | None = option(None, TOKEN)
 
     def work(self, model: str) -> "Quantizing":
-        """Return input and output of the work; the text is read, so that a wrong name fails early."""
+        """Return the input and output of the work; read the text, so that a wrong name fails early."""
         from kvq.calib.quantize import Quantizing
         from kvq.evals import read_text
 
@@ -143,7 +143,7 @@ def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> No
     """Quantize the weights of MODEL into a folder that kvq, vLLM and transformers load.
 
     Each layer is calibrated on the outputs of the quantized layers before it. Finished layers are kept in
-    OUT.partial until the folder is complete; the same command continues after an interruption.
+    OUT.partial until the folder is complete, so the same command continues after an interruption.
     """
     begin(options.json_path)
     if method.method in ("nf4", "int8-bnb"):
@@ -179,7 +179,7 @@ def _quantize(
         context=min(_EVAL_CONTEXT, model.geometry.max_context), max_windows=options.eval_windows
     )
     if held_out is not None:
-        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # raises before the work
+        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # raises before the work starts
     say_model(model.source, model.digest)
     work = replace(work, model=model)
     with _goes_on(work), named_progress() as progress, measured(model.device) as used:
@@ -196,7 +196,7 @@ def _quantize(
 
 @contextmanager
 def _goes_on(work: "Quantizing") -> Iterator[None]:
-    """Print what an interruption leaves."""
+    """Print, after an interruption, the finished layers and how to continue."""
     from kvq.calib.quantize.partial import count_finished, partial_folder
 
     try:
@@ -214,7 +214,7 @@ def _say_resumed(layers: int) -> None:
 
 
 def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -> dict[str, Any]:
-    """Measure perplexity before and after, as served, over unquantized KV."""
+    """Measure perplexity before and after quantization, as served and with unquantized KV."""
     from kvq.commands.shared.loading import load_checked
     from kvq.evals import measure_perplexity
     from kvq.evals.watch import Watch

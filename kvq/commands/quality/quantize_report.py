@@ -10,7 +10,7 @@ from kvq.commands.shared.terminal import echo, print_cautions, print_columns
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
-_SHOWN = 12  # modules in the table, at most
+_SHOWN = 12  # maximum number of modules in the table
 _COLUMNS = {
     "module": ("module", ""),
     "format": ("format", ""),
@@ -25,7 +25,7 @@ _COLUMNS = {
 def report(
     done: Quantized, used: dict[str, Any], quality: dict[str, Any] | None, file_format: str
 ) -> dict[str, Any]:
-    """Return facts of the JSON beside its rows, which are one for each module."""
+    """Return the facts of the JSON; its rows are separate, one for each module."""
     return {
         "out": str(done.out),
         **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),
@@ -75,7 +75,7 @@ def print_report(
 
 
 def _summary(found: dict[str, str]) -> str:
-    """Format names by reason, the first few of many."""
+    """Format names by reason, at most the first three of each."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.items():
         by_reason.setdefault(why, []).append(name)

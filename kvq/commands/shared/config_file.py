@@ -21,7 +21,7 @@ _WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _REAL = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(rf"^{_WHOLE.pattern}$"),
-    # Without a dot, 1e5 is as likely to be a revision's name.
+    # Without a dot, 1e5 may well be the name of a revision.
     "tag:yaml.org,2002:float": re.compile(
         rf"^(?:(?=.*\.){_REAL.pattern}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
@@ -30,7 +30,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def config_option(command: _Command) -> _Command:
-    """Add --config: keys are the long options' names, with dashes or underscores; lists repeat an option."""
+    """Add --config: its keys are names of long options with dashes or underscores; lists repeat an option."""
     option = click.option(
         "--config",
         type=click.Path(path_type=Path),
@@ -57,7 +57,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
         parameter = names[name]
         if (before := written.setdefault(str(parameter.name), key)) != key:
             raise ConfigError(f"{path}: {before} and {key} are one option; give it once")
-        if value is None:  # nothing behind the colon
+        if value is None:  # nothing after the colon
             continue
         if parameter.type is TEXT_OR_MAPPING and isinstance(value, dict):
             value = json.dumps(value)
@@ -79,7 +79,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
 def _translated(
     command: click.Command, names: dict[str, click.Option], given: dict[Any, Any]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each option of a file as its key, kvq's name and value; other engines' options are translated."""
+    """Yield each option in a file as (key, kvq's name, value); translate options of other engines."""
     for key, value in given.items():
         name = str(key).replace("_", "-")
         several = [] if value is True else value if isinstance(value, list) else [value]
@@ -108,13 +108,13 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _wanted(option: click.Option, value: Any) -> str | None:
-    """Return what an option takes; None if the value fits. click would turn 80.5 into 80 and true into 1."""
+    """Describe the values that fit an option; None if `value` does. (click would accept 80.5 as 80.)"""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
     kind = option.type
     if isinstance(kind, click.types.StringParamType | click.Path):
         return None if isinstance(value, str) else "a text; put it in quotes"
-    is_text = isinstance(kind, TokenCount) and isinstance(value, str)  # such as 8k, which it reads itself
+    is_text = isinstance(kind, TokenCount) and isinstance(value, str)  # such as 8k, which TokenCount parses
     if isinstance(kind, click.types.IntParamType) and not is_text:
         is_whole = type(value) is int or (isinstance(value, str) and _WHOLE.fullmatch(value))
         return None if is_whole else "a whole number in plain digits"
@@ -169,8 +169,8 @@ def _read(path: Path) -> dict[Any, Any]:
     return given
 
 
-def _loader() -> Any:  # D357: plain digits only: YAML 1.1 reads 8:30 as 510
-    """Return YAML's safe loader changed so that only plain digits are numbers."""
+def _loader() -> Any:  # D357: only plain digits, because YAML 1.1 reads 8:30 as 510
+    """Return a variant of YAML's safe loader that reads only plain digits as numbers."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
@@ -186,7 +186,7 @@ def _loader() -> Any:  # D357: plain digits only: YAML 1.1 reads 8:30 as 510
 def _check_shape(path: Path, events: Iterable[Any]) -> None:
     """Raise ConfigError for aliases, tags, merges and deep nesting, before any value is built.
 
-    Building recurses, and aliases may stand for gigabytes.
+    Building values recurses, and aliases may expand to gigabytes.
     """
     import yaml
 

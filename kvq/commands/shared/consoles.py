@@ -1,4 +1,4 @@
-"""Consoles for tables: text is never read as markup, and can't steer the terminal."""
+"""Consoles for tables: text is never parsed as markup, and can't send control codes to the terminal."""
 
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec
@@ -13,7 +13,7 @@ _Render = Callable[Concatenate[Console, str, P], Text]
 
 
 def _of_printable(render: _Render[P]) -> _Render[P]:
-    """Return the method, given texts whose control characters are spelled out."""
+    """Return a method that calls `render` with control characters spelled out."""
 
     def render_str(self: Console, text: str, /, *args: P.args, **options: P.kwargs) -> Text:
         return render(self, printable(text), *args, **options)
@@ -22,10 +22,10 @@ def _of_printable(render: _Render[P]) -> _Render[P]:
 
 
 class PlainConsole(Console):
-    """Console of rich for text from outside."""
+    """Rich console for untrusted text."""
 
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width)
 
-    # rich gives the text by position only
+    # rich passes the text only by position
     render_str = _of_printable(Console.render_str)  # type: ignore[assignment]

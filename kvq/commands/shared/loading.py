@@ -1,4 +1,4 @@
-"""Model loading with the shared options: everything is checked before weights load."""
+"""Model loading with the shared options; everything is checked before weights are loaded."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,8 @@ class CheckedModel:
     """Model that can be loaded, and the formats that fit it."""
 
     prepared: PreparedModel
-    kv: list[str]  # those that fit, in the order given
-    refused: dict[str, str]  # the others -> why
+    kv: list[str]  # the formats that fit, in the given order
+    refused: dict[str, str]  # other formats -> reason
     scales: StaticScales | None
     calibrates: bool
 
@@ -33,7 +33,7 @@ class CheckedModel:
         """Load the weights, and print what was loaded.
 
         Raises:
-            ModelError: damaged weights, or a model that would be run wrongly.
+            ModelError: damaged weights, or a model that would run incorrectly.
         """
         model = load_checked(self.prepared, self.scales)
         if self.calibrates:
@@ -43,11 +43,11 @@ class CheckedModel:
 
 
 def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) -> Model:
-    """Load the weights, and check what the format costs the model; see `kvq.models.check.load_check`.
+    """Load the weights, and check the quality cost of the format; see `kvq.models.check.load_check`.
 
     Raises:
-        ModelError: damaged weights, or a model that would be run wrongly.
-        BrokenFormat: the format breaks the model, and that was not accepted.
+        ModelError: damaged weights, or a model that would run incorrectly.
+        BrokenFormat: the format breaks the model, and `accept_divergence` is False.
     """
     refuse_known(checked.prepared, checked.recipe(kv), accept_divergence=accept_divergence)
     model = checked.load().with_kv(kv)
@@ -57,13 +57,13 @@ def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) ->
 
 
 def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
-    """Check the model, its options and every format; loads no weights.
+    """Check the model, its options and every format without loading weights.
 
-    Formats that the head dimensions don't fit are named and left out if others fit.
+    Formats that do not fit the head dimensions are named and left out if others fit.
 
     Raises:
-        ModelError: missing, damaged or refused model.
-        ConfigError: an option, a format or scales that can't be used; no format that fits.
+        ModelError: a missing, damaged or refused model.
+        ConfigError: an option, a format or scales can't be used, or no format fits.
         UnsupportedKernel: the chosen backend has no kernel for a format.
     """
     with status(f"checking {options.model}"):
@@ -104,7 +104,7 @@ def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
     """Load the weights of a checked model, and print what was loaded.
 
     Raises:
-        ModelError: damaged weights, or a model that would be run wrongly.
+        ModelError: damaged weights, or a model that would run incorrectly.
     """
     with status(f"loading {prepared.source}"):
         model = load_prepared(prepared, prepared.recipe("auto"), scales)

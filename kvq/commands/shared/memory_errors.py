@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognizes how each library reports them, before one of them ends the process."""
+"""Out-of-memory errors: how libraries report them, and a check before one of them ends the process."""
 
 import errno
 import mmap
@@ -8,8 +8,8 @@ import resource
 from kvq.errors import OutOfMemory, first_lines
 from kvq.sizes import binary
 
-# D363: 1.25 GiB free, or OpenBLAS ends the process
-_ADDRESSES = 5 << 28  # bytes that the libraries take, mostly for their code; with less some hang
+# D363: OpenBLAS ends the process unless 1.25 GiB are free
+_ADDRESSES = 5 << 28  # bytes that the libraries need, mostly for code; with fewer, some hang
 _SIGNS = re.compile(
     r"(can't|cannot|failed to|unable to) (allocate|mmap|map segment|start new thread|create thread)"
     r"|(not enough|out of) memory|bad_alloc",
@@ -23,7 +23,7 @@ _INDIRECT_SIGNS = re.compile(
 
 
 def check_addresses() -> None:
-    """Check that the libraries can be loaded, before one of them ends the process.
+    """Check that the address space is large enough to load the libraries.
 
     Raises:
         OutOfMemory: `ulimit -v` is too low.
@@ -41,7 +41,7 @@ def check_addresses() -> None:
 
 
 def memory_message(error: BaseException) -> str | None:
-    """Return the message for an error that too little memory caused; None for any other error."""
+    """Return a message for an error caused by too little memory; None for any other error."""
     limit = address_limit()
     for one in _chain(error):
         if _is_memory_error(one) or (limit is not None and _INDIRECT_SIGNS.search(str(one))):

@@ -1,4 +1,4 @@
-"""Shared options of commands, with the spellings that people know from other engines."""
+"""Shared options of commands, with spellings that are common in other engines."""
 
 import dataclasses
 import functools
@@ -40,14 +40,14 @@ GENERATION_CONFIG = (
 REVISION, TOKEN = "Branch, tag or commit of a hub model.", "Hub token for gated or private models."
 
 
-def option(  # D356: an option is a field of a frozen dataclass
+def option(  # D356: options are fields of frozen dataclasses
     default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
 ) -> Any:
     """Return a field of a frozen dataclass that becomes an option of commands with that dataclass.
 
-    See `gathered`. The option is named as the field, unless `names` has spellings, separated by blanks. The
-    default False makes a flag, True a flag with a --no- form. Defaults are shown, except those of flags that
-    are off.
+    See `gathered`. The option has the name of the field, unless `names` lists spellings, separated by spaces.
+    The default False makes a flag, and True a flag with a --no- form. Defaults are shown, except for flags
+    that are off.
     """
     attributes = {
         "default": default,
@@ -71,7 +71,7 @@ def picked(options: object, *names: str) -> dict[str, Any]:
 
 
 def given_options() -> dict[str, str]:
-    """Return the options that were given on the command line: their longest spelling by name."""
+    """Return the options that were given on the command line, as {name: longest spelling}."""
     context = click.get_current_context()
     return {
         one.name: max(one.opts, key=len)
@@ -81,7 +81,7 @@ def given_options() -> dict[str, str]:
 
 
 def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
-    """Give a command one argument `name` that is a frozen dataclass of options.
+    """Pass options to a command as one argument `name`, a frozen dataclass of type `kind`.
 
     Fields made by `option` become options of the command. Other fields take the values of options with the
     same names that decorators above add.
@@ -106,9 +106,9 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
 
 
 class SectionedCommand(click.Command):
-    """Command with many options, which takes those of other engines, too.
+    """Command with many options that also accepts options of other engines.
 
-    `--help` shows them in `sections`: titles by the first option of each section.
+    `--help` groups options into `sections`, a map from the first option of each section to its title.
     """
 
     sections: Mapping[str, str] = MappingProxyType({})
@@ -132,7 +132,7 @@ class SectionedCommand(click.Command):
 
 
 def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Command:
-    """Return the command, called with `change` of its options' values."""
+    """Wrap the command so that it is called with `change(values)` of its options."""
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> Any:
@@ -143,7 +143,7 @@ def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Model, and how it is loaded."""
+    """Model and the way it is loaded."""
 
     model: str
     device: str = option("auto", "auto, cpu or cuda.")
@@ -183,7 +183,7 @@ json_option = click.option("--json", "json_path", type=TO_WRITE, help="Write the
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
-    """Add --text, and --text-field: the field of a JSON line or of a dataset's row that holds the text."""
+    """Add --text and --text-field, the field of a JSON line or a dataset row that contains the text."""
     text = click.option(
         "--text",
         type=TO_READ,
@@ -198,7 +198,7 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowOptions:
-    """Windows of a text, and the check that it can show damage: fields of `TokenPlan`."""
+    """Windows of a text, and the check whether it can show damage: fields of `TokenPlan`."""
 
     context: int = option(1024, "Tokens per window; windows are documents.", type=TokenCount())
     max_windows: int | None = option(None, "Stop after this many windows.  [default: all]", type=AT_LEAST_1)
@@ -206,22 +206,22 @@ class WindowOptions:
     instrument: bool = option(False, "Check that model and all of the text can show damage; exit 1 if not.")
 
 
-def model_argument(  # D354: MODEL is an argument; a lone text is the prompt
+def model_argument(  # D354: MODEL is an argument; a single text is the prompt
     default: str | None = "tiny",
     help: str = "Folder, hub name, or 'tiny', the embedded model; the same as MODEL.",
     *,
     kind: ShellNames = MODEL,
 ) -> Callable[[_Command], _Command]:
-    """Add MODEL, the first argument, and --model; the command gets a string `model`.
+    """Add MODEL, the first argument, and --model; the command receives a string `model`.
 
-    Other arguments of the command go below it. They are filled first if there are too few words.
+    Put the command's other arguments below this decorator; they are filled first if there are too few words.
     """
 
     def add(command: _Command) -> _Command:
         def change(values: dict[str, Any]) -> dict[str, Any]:
             if (model := _one_model(values.pop("words"), values["model"])) is None:
                 raise click.UsageError(kind.missing)
-            # For `kvq chat --url` it is a name on the server, for `kvq plan` one of kvq's catalogue
+            # With `kvq chat --url` it is a name on the server, with `kvq plan` one in kvq's catalogue
             if model != default and kind is not PLANNED_MODEL and not values.get("url"):
                 _check_model(model)
             return values | {"model": model}
@@ -243,7 +243,7 @@ def _one_model(words: tuple[str, ...], option: str | None) -> str | None:
 
 
 def _check_model(model: str) -> None:
-    """Raise ModelError for a folder that can't be a model, before torch is imported to load it."""
+    """Raise ModelError for a folder that can't be a model, before torch is imported."""
     from kvq.models.describe.checkpoint import read_json
     from kvq.models.describe.resolve import EMBEDDED, find_here
 
@@ -252,12 +252,12 @@ def _check_model(model: str) -> None:
 
 
 def model_options(command: _Command) -> _Command:
-    """Add MODEL and options of its loading; the command gets `ModelOptions` as `model_options`."""
+    """Add MODEL and options for loading it; the command receives `ModelOptions` as `model_options`."""
     return model_argument()(gathered(ModelOptions, "model_options")(command))
 
 
 def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
-    """Add --kv and its aliases --kv-cache-dtype, -ctk and -ctv; the command gets a list `kv`."""
+    """Add --kv and its aliases --kv-cache-dtype, -ctk and -ctv; the command receives a list `kv`."""
     what = "KV formats, separated by commas" if many else "KV format"
 
     def add(command: _Command) -> _Command:

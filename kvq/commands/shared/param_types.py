@@ -1,4 +1,4 @@
-"""Types of option values: bounded numbers, token counts, sizes, lists, checked paths, and names of things."""
+"""Types of option values: bounded numbers, token counts, sizes, lists, checked paths, and names."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from kvq.sizes import parse_bytes, parse_tokens
 
 
 class Finite(click.FloatRange):
-    """Number with bounds; NaN and infinity, which pass comparisons, are refused."""
+    """Number with bounds; NaN and infinity, which can pass the comparisons, are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -26,7 +26,7 @@ class Finite(click.FloatRange):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
-    def _describe_range(self) -> str:  # click describes a range without bounds as x<=None
+    def _describe_range(self) -> str:  # click would describe a range without bounds as x<=None
         return "" if self.min is self.max is None else super()._describe_range()
 
 
@@ -43,7 +43,7 @@ class TokenCount(click.IntRange):
 
 
 class _CheckedPath(click.Path):
-    """Path that a function checks before anything large is imported."""
+    """Path that a function checks before large packages are imported."""
 
     def __init__(self, check: Callable[[Any], object], path_type: type[Path] | None = None) -> None:
         super().__init__(path_type=path_type)
@@ -55,7 +55,7 @@ class _CheckedPath(click.Path):
 
 
 def check_readable(path: str | Path) -> None:
-    """Raise ConfigError if a path does not exist; hf:NAME and templates are no paths and pass."""
+    """Raise ConfigError if a path does not exist; hf:NAME and templates, which are not paths, pass."""
     try:
         if not str(path).startswith(("hf:", "{")):
             os.stat(path)
@@ -64,7 +64,7 @@ def check_readable(path: str | Path) -> None:
 
 
 class Several(StringParamType):
-    """Values separated by commas; a tuple without repeated values."""
+    """Values separated by commas, converted to a tuple without duplicates."""
 
     def __init__(self, of: Any, name: str = "text") -> None:
         self._of, self.name = of, name
@@ -79,7 +79,7 @@ class Several(StringParamType):
 
 
 class _Size(StringParamType):
-    """Bytes of memory, such as 2GiB or 512M; the value stays text."""
+    """Bytes of memory, such as 2GiB or 512M; the value is not converted."""
 
     name = "size"
 
@@ -99,15 +99,15 @@ TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 SIZE = _Size()
-TEXT_OR_MAPPING = StringParamType()  # in a file of options also a mapping, which is passed on as JSON
+TEXT_OR_MAPPING = StringParamType()  # in a config file also a mapping, which is passed on as JSON
 
 
 class ShellNames(StringParamType):
-    """Text that shells complete from names; it checks nothing.
+    """Text that shells complete from names; the value is not checked.
 
-    `find`: returns the names, called only when a shell completes. `separators`: characters between several
-    names. `paths`: "dir" or "file" if a path is a value, too. `halves`: names that make a pair. `missing`:
-    error message if a name is needed and none is given.
+    `find`: returns the names; it is called only for completion. `separators`: characters between several
+    names. `paths`: "dir" or "file" if values may be paths. `halves`: returns names that form pairs.
+    `missing`: error message if a name is required and none is given.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ShellNames(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return names that complete the text after the last separator, else paths."""
+        """Return names that complete the text after the last separator, or else paths."""
         begin = 1 + max((incomplete.rfind(mark) for mark in self._separators), default=-1)
         find = self._find
         half, slash, _ = incomplete[begin:].partition("/")
@@ -138,8 +138,8 @@ class ShellNames(StringParamType):
         found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
         arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
         others = [one for one in arguments if not isinstance(one.type, ShellNames)]
-        kind = "file" if others else self._paths  # other arguments of a command may be files
-        # Paths come first: bash's script forgets items before them.
+        kind = "file" if others else self._paths  # a command's other arguments may be files
+        # Paths come first, because bash's script drops items before them.
         is_path = self._paths == "dir" or (self._paths and not found)
         return [CompletionItem(incomplete, type=kind), *found] if is_path else found
 
@@ -166,14 +166,14 @@ def _gpus() -> tuple[str, ...]:
     return tuple(known_gpus())
 
 
-# For `kvq inspect`: these names once stored other bytes.
+# For `kvq inspect`, because these names once meant other formats
 RENAMED = "bare names keep K per channel of a block; what int4 was is int4_g32_s8_rot/int4_g32_s8_rot"
 
 FORMATS = ShellNames(known_names, separators=",", paths="file", halves=_halves)  # or a kvq.json
 ONE_FORMAT = ShellNames(known_names, paths="file", halves=_halves)
 HALF_FORMAT = ShellNames(_halves)
 MODEL = ShellNames(_embedded, paths="dir")
-PLANNED_MODEL = ShellNames(  # the shape alone is enough
+PLANNED_MODEL = ShellNames(  # models of which only the shape is needed
     _models,
     paths="dir",
     missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",

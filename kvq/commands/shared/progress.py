@@ -1,7 +1,7 @@
 """Progress of long work on standard error, so that results on standard output can be piped.
 
-A terminal gets a bar. A pipe or a log gets a plain line now and then: the work, the share that is done and
-the time that is left.
+A terminal shows a bar. A pipe or a log gets a plain line from time to time, with the work, the share done and
+the time left.
 """
 
 import threading
@@ -15,14 +15,14 @@ from kvq.commands.shared.terminal import echo, hear_stages
 if TYPE_CHECKING:
     from kvq.commands.shared.consoles import PlainConsole
 
-Update = Callable[[int, int | None], None]  # (done, total, None until it is known)
+Update = Callable[[int, int | None], None]  # (done, total); total is None until it is known
 
-FIRST_S = 5.0  # before the first plain line; shorter work prints none
-EVERY_S = 30.0  # between further lines; later a tenth of the elapsed time
+FIRST_S = 5.0  # until the first plain line; shorter work prints none
+EVERY_S = 30.0  # between further lines; later, a tenth of the elapsed time
 
 
-class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth
-    """Progress in plain lines, printed by a thread of its own, so that stalled work is reported, too."""
+class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth of the time
+    """Progress in plain lines, printed by a separate thread, so that stalled work is reported, too."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -45,7 +45,7 @@ class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth
             echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
 
     def update(self, done: int, total: int | None) -> None:
-        """Set how much is done."""
+        """Set the amount of work that is done."""
         self._done, self._total = done, total
 
     def stage(self, name: str) -> None:
@@ -84,7 +84,7 @@ def _span(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Update]:
-    """Yield a function (done, total) that shows how far the work is."""
+    """Yield a function (done, total) that shows the progress of the work."""
     console = _console()
     if not console.is_terminal:
         with PlainLines(what) as lines:
@@ -100,10 +100,10 @@ def progress_bar(what: str) -> Iterator[Update]:
 
 @contextmanager
 def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yield a function (what, done, total) for work of several steps: each new `what` begins one."""
+    """Yield a function (what, done, total) for work in several steps; each new `what` begins a step."""
     with ExitStack() as stack:
         current: str | None = None
-        update: Update = lambda done, total: None  # noqa: E731 - before any step has begun
+        update: Update = lambda done, total: None  # noqa: E731 - until a step begins
 
         def progress(what: str, done: int, total: int | None) -> None:
             nonlocal current, update
@@ -117,7 +117,7 @@ def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
 
 @contextmanager
 def status(what: str) -> Iterator[None]:
-    """Show work of unknown length, and the stages that kvq's log reports."""
+    """Show a spinner or lines for work of unknown length, with stages from kvq's log."""
     console = _console()
     with ExitStack() as stack:
         if console.is_terminal:

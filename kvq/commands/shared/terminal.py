@@ -1,4 +1,4 @@
-"""Terminal output without control characters: lines, tables, those of an evaluation, and kvq's log."""
+"""Terminal output without control characters: lines, tables, evaluation results, and kvq's log."""
 
 import io
 import logging
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kvq.evals.report.page import Columns
     from kvq.models.describe.resolve import ModelSource
 
-_SHOWN_DIGITS = 12  # of a digest
+_SHOWN_DIGITS = 12  # digits that are shown of a digest
 _WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of text columns
 
 
 def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
-    """Print a text with its control characters spelled out; in `color` it is bold."""
+    """Print a text with its control characters spelled out; with `color`, it is also bold."""
     text = printable(str(message))
     text = text if color is None else click.style(text, fg=color, bold=True)
-    click.echo(text, nl=nl, err=err)  # noqa: TID251 - the one place
+    click.echo(text, nl=nl, err=err)  # noqa: TID251 - one of the two places
 
 
 def warn(text: str) -> None:
@@ -36,17 +36,17 @@ def warn(text: str) -> None:
 
 
 def say_model(source: "ModelSource", digest: str) -> None:
-    """Print on standard error which model was loaded."""
+    """Print the loaded model on standard error."""
     echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def say_defaults(source: "ModelSource", options: str) -> "SamplingDefaults":
-    """Return the sampling defaults of a model's folder, or another, and print them on standard error.
+    """Return the sampling defaults from a model's folder or another, and print them on standard error.
 
     `options`: the value of --generation-config.
 
     Raises:
-        ConfigError: it names no such folder.
+        ConfigError: the folder it names has no generation_config.json.
     """
     from kvq.engine.requests.defaults import read_defaults
 
@@ -57,15 +57,14 @@ def say_defaults(source: "ModelSource", options: str) -> "SamplingDefaults":
 
 
 def stream(text: str) -> None:
-    """Print a part of a generated text: as it is into a file or a pipe, control characters spelled out on a
-    terminal."""
+    """Print a part of a generated text; on a terminal, spell out its control characters."""
     if sys.stdout.isatty():
         text = printable(text)
-    click.echo(text, nl=False, color=True)  # noqa: TID251 - the other one; without `color` it drops escapes
+    click.echo(text, nl=False, color=True)  # noqa: TID251 - the other place; without `color` it drops escapes
 
 
 def escape_unencodable() -> None:
-    """Print characters that a stream's encoding lacks as Python's escapes from now on."""
+    """Make standard streams print characters that their encoding lacks as Python escapes."""
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="backslashreplace")
@@ -75,7 +74,7 @@ _log = logging.getLogger("kvq")
 
 
 class _Lines(logging.Handler):
-    """Log handler that prints warnings as lines, and passes on information to a listener."""
+    """Log handler that prints warnings as lines and passes info messages to a listener."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +91,14 @@ _LINES = _Lines()
 
 
 def show_warnings() -> None:
-    """Print warnings of kvq's log from now on."""
+    """Start to print warnings from kvq's log."""
     if _LINES not in _log.handlers:
         _log.addHandler(_LINES)
 
 
 @contextmanager
 def hear_stages(show: Callable[[str], None]) -> Iterator[None]:
-    """Pass messages that kvq's log gets at the level of information to `show` inside the block."""
+    """Pass messages of kvq's log at level INFO to `show` inside the block."""
     show_warnings()
     level, before = _log.level, _LINES.on_stage
     _log.setLevel(logging.INFO)
@@ -112,7 +111,7 @@ def hear_stages(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def console() -> "PlainConsole":
-    """Return a console on standard output, wide enough for whole tables when it is a pipe."""
+    """Return a console on standard output, wide enough for whole tables if that is a pipe."""
     from kvq.commands.shared.consoles import PlainConsole
 
     out = PlainConsole()
@@ -120,7 +119,7 @@ def console() -> "PlainConsole":
 
 
 def print_columns(rows: Iterable[Mapping[str, Any]], columns: "Columns", *, width: int = 130) -> None:
-    """Print a table of these columns, whole even if the terminal has fewer than `width` characters."""
+    """Print a table with these columns, untruncated even if the terminal is narrower than `width`."""
     from kvq.evals.report.page import table
 
     out = console()
@@ -137,7 +136,7 @@ def text_table(
 ) -> "Table":
     """Return a table without a frame; columns whose head is in `texts` are left-aligned, others right.
 
-    Without any head no line of heads is shown.
+    If all heads are empty, no header line is shown.
     """
     from rich.table import Table
 
@@ -150,13 +149,13 @@ def text_table(
 
 
 def print_origin(result: Mapping[str, Any], **more: str) -> None:
-    """Print what a result was measured on: its model, further lines, and its device."""
+    """Print the origin of a result: its model, the lines in `more`, and its device."""
     for name, value in {"model": result["model"], **more, "device": result["device"]}.items():
         echo(f"{name:<7} {value}")
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """Print every table of a result, with what it was measured on."""
+    """Print every table of a result, and its origin."""
     from kvq.evals.report.sections import sections
 
     out = console()
@@ -174,13 +173,13 @@ def print_eval(result: dict[str, Any]) -> None:
 
 
 def print_cautions(result: Mapping[str, Any]) -> None:
-    """Print reasons why the figures of a result tell nothing about formats."""
+    """Print the reasons why the figures of a result show nothing about formats."""
     for line in result.get("cautions", ()):
         echo(f"\ncaution: {line}")
 
 
 def print_check(result: dict[str, Any]) -> bool:
-    """Print the outcome of a result; True if its gates and the check of the instrument passed."""
+    """Print the outcome of a result; return True if its gates and its instrument check passed."""
     from kvq.evals.report.sections import outcomes
 
     if lines := [line for _, line in outcomes(result)]:

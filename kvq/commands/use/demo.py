@@ -1,4 +1,4 @@
-"""`kvq demo`: every format on the embedded model, generated texts side by side, and a report."""
+"""`kvq demo`: every format on the embedded model, a comparison of generated texts, and a report."""
 
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,7 @@ MARK = ">>>"
 
 
 def mark_difference(one: str, other: str) -> tuple[str, str]:
-    """Return both texts with a mark before the first word in which they differ."""
+    """Return both texts with a mark before the first word that differs."""
     if one == other:
         return one, other
     words, others = one.split(" "), other.split(" ")

@@ -1,4 +1,4 @@
-"""`kvq detect-watermark`: find the watermark of generated texts, from their tokens and the secret key."""
+"""`kvq detect-watermark`: find the watermark in generated texts, from their tokens and the secret key."""
 
 import json
 import sys
@@ -41,11 +41,11 @@ class _DetectOptions:
 @click.argument("files", metavar="[MODEL] [FILES]...", nargs=-1, type=click.Path(allow_dash=True))
 @gathered(_DetectOptions, "options")
 def command(files: tuple[str, ...], options: _DetectOptions) -> None:
-    """Find the watermark of texts in FILES, or on standard input (-). A folder before them is the MODEL.
+    """Find the watermark of texts in FILES or on standard input (-). A folder before them is the MODEL.
 
-    Neither the model's weights nor the prompt are needed: the text is cut into tokens, and those that
-    follow a context are tested. p is the probability that a text without the mark looks as marked as this
-    one; --false-alarms is the share of such texts that are called marked.
+    Neither the model's weights nor the prompt are needed: the text is split into tokens, and tokens with
+    enough context are tested. p is the probability that a text without the mark looks as marked as this one;
+    --false-alarms is the share of such texts that are called marked.
     """
     if options.new_key is not None:
         _make_key(options.new_key, files)
@@ -82,7 +82,7 @@ def _make_key(path: Path, files: Sequence[str]) -> None:
 
 
 def _texts(files: Sequence[str], *, is_by_line: bool) -> Iterator[tuple[str, str]]:
-    """Yield texts with their names; RequestError for a file that is not UTF-8, or without a text."""
+    """Yield texts with their names; raise RequestError for a file that is not UTF-8 or has no text."""
     from kvq.evals.text import decoded
 
     for file in files:

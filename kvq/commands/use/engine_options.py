@@ -1,4 +1,4 @@
-"""Options of commands whose engine runs in a separate process."""
+"""Options of commands that run the engine in a separate process."""
 
 import re
 from collections.abc import Callable
@@ -105,8 +105,9 @@ class _RequestOptions:
 def service_options(command: _Command) -> _Command:
     """Add --kv and the options of a model, its requests and its engine.
 
-    The command gets a function `service` that returns fields of `ServerConfig`; its `engine` has options of
-    `kvq.LLM`. It raises ConfigError for an option that an engine in a separate process can't have.
+    The command receives a function `service` that returns fields of `ServerConfig`, of which `engine`
+    contains options of `kvq.LLM`. It raises ConfigError for options that an engine in a separate process
+    can't have.
     """
 
     def change(values: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def _fields(
         )
     options = model.load_options() | {"scales": model.scales} | asdict(engine)
     template = requests.chat_template
-    if template is not None and not template.startswith("{"):  # a file, and not a template itself
+    if template is not None and not template.startswith("{"):  # a file, not the template itself
         from kvq.evals.text import decoded
 
         template = decoded(Path(template))

@@ -1,4 +1,4 @@
-"""`kvq run-batch`: answers a file of requests into another file."""
+"""`kvq run-batch`: answers to a file of requests, written to another file."""
 
 import sys
 from collections.abc import Callable
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvq.server.batch.run import Summary
 
 
-_REASONS = 3  # of failures, shown at most
+_REASONS = 3  # maximum number of failure reasons shown
 
 
 class _Stopped(Exception):
-    """A signal ended the run early."""
+    """Exception for a signal that ended the run early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,11 @@ class _BatchOptions:
 @click.argument("source", metavar="IN.jsonl", type=FILE)
 @click.argument("target", metavar="OUT.jsonl", type=PATH)
 def command(service: Callable[[], dict[str, Any]], options: _BatchOptions) -> None:
-    """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
+    """Answer the requests in IN.jsonl, in OpenAI's batch format, and write the results to OUT.jsonl.
 
-    Results are in the order in which they are ready. After an interruption run the same command again to
-    continue: requests with a result in OUT.jsonl are not repeated. Exit code 1 if a line has no answer.
+    Results are in the order in which they are ready. After an interruption, run the same command again to
+    continue; requests with a result in OUT.jsonl are not repeated. The exit code is 1 if a line has no
+    answer.
     """
     require("kvq run-batch", SERVER)
     from kvq.server.admission.config import ServerConfig

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Options of the server."""
+    """Options of the HTTP server."""
 
     check: bool = option(False, "Only check whether this configuration can work, then end.")
     control_tokens_in: str = option(
@@ -104,16 +104,16 @@ class ServeOptions:
 )
 @gathered(ServeOptions, "options")
 def command(service: Callable[[], dict[str, Any]], options: ServeOptions) -> None:
-    """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
+    """Serve a model over HTTP with OpenAI's API: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
-    with nothing_begun():  # until the event loop takes the signals
+    with nothing_begun():  # until the event loop handles signals
         config = _config(service, options)
         if not options.check:
             from kvq.server.run import serve
 
             serve(config)
             return
-        from kvq.server.check import check_config  # imports torch, which only the check needs here
+        from kvq.server.check import check_config  # imports torch, which only this check needs
 
         findings = check_config(config)
     for finding in findings:
@@ -203,5 +203,5 @@ def _tls(certificate: Path | None, key: Path | None) -> Any:
             raise ConfigError(f"--ssl-keyfile {key} needs its certificate; give --ssl-certfile, too")
         return None
     context = partial(tls_context, certificate, key or certificate)
-    context()  # files that can't be used are refused now
+    context()  # raises for unusable files
     return context

@@ -1,1 +1,1 @@
-"""Tasks of EleutherAI's lm-evaluation-harness over kvq's models."""
+"""Tasks of EleutherAI's lm-evaluation-harness on kvq's models."""

@@ -1,6 +1,6 @@
-"""Loading of lm-eval's tasks, whose files, functions and data are third-party.
+"""Loader of lm-eval's tasks, whose files, functions and data are third-party.
 
-lm-eval is imported when tasks are looked for.
+lm-eval is imported only when tasks are loaded.
 """
 
 import sys
@@ -16,18 +16,18 @@ from kvq.errors import ConfigError, RequestError, first_lines, nearest
 
 _SUFFIXES = (".yaml", ".yml")
 
-Loaded = tuple[str, dict[str, Any]]  # the name, and what lm-eval's TaskManager makes of it
+Loaded = tuple[str, dict[str, Any]]  # the name, and what lm-eval's TaskManager loads for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LMEvalPlan:
-    """Options of running tasks."""
+    """Options for running tasks."""
 
     include_path: str | Path | None = None  # a folder with more task files
-    limit: int | None = None  # samples of each task, the first ones
-    num_fewshot: int | None = None  # examples before each question, where a task does not fix them
+    limit: int | None = None  # number of samples per task, from the first on
+    num_fewshot: int | None = None  # examples before each question, unless the task fixes them
     apply_chat_template: bool = False
-    seed: int = 1234  # lm-eval's own; of examples and of tasks that sample
+    seed: int = 1234  # lm-eval's default; for drawing examples, and for tasks that sample
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -37,10 +37,10 @@ class LMEvalPlan:
 
 
 def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) -> list[Loaded]:
-    """Find each of `tasks`, and read its data.
+    """Find each of `tasks` and load its data.
 
     Raises:
-        RequestError: unknown, broken, or its data can't be read.
+        RequestError: a task is unknown or broken, or its data can't be read.
     """
     from lm_eval.tasks import TaskManager
 
@@ -54,14 +54,14 @@ def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) 
             manager = TaskManager(
                 include_path=None if include_path is None else str(include_path), include_defaults=not alone
             )
-        except Exception as error:  # whatever lm-eval makes of a folder's files
+        except Exception as error:  # any error of lm-eval's on a folder's files
             raise RequestError(f"the tasks can't be listed: {first_lines(error)}") from error
         names = dict.fromkeys(name for task in tasks for name in _names(manager, task))
         return [(name, _load(manager, name)) for name in names]
 
 
 def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
-    """Return the metrics of each task or group among those loaded, by name."""
+    """Return the metrics of each loaded task or group, by name."""
     found: dict[str, list[str]] = {}
     for _, spec in loaded:
         for name, group in spec.get("groups", {}).items():
@@ -75,7 +75,7 @@ def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
 
 @contextmanager
 def quiet_bars() -> Iterator[None]:
-    """Hide lm-eval's progress bars; its output, and that of its tasks, goes to standard error."""
+    """Hide lm-eval's progress bars, and send all output of lm-eval and its tasks to standard error."""
     from tqdm import tqdm
 
     silent = partialmethod(tqdm.__init__, disable=True)
@@ -85,7 +85,7 @@ def quiet_bars() -> Iterator[None]:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Refuse code from datasets, and hide their progress bars."""
+    """Refuse to run code from datasets, and hide their progress bars."""
     import datasets
 
     if int(datasets.__version__.split(".")[0]) < 4:
@@ -106,7 +106,7 @@ def _is_file(task: str) -> bool:
 
 
 def _is_group(path: str) -> bool:
-    """True if a file may name tasks of lm-eval's own, which takes seconds to list."""
+    """True if a file may refer to lm-eval's own tasks, which take seconds to list."""
     try:
         lines = Path(path).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -115,7 +115,7 @@ def _is_group(path: str) -> bool:
 
 
 def _names(manager: Any, task: str) -> list[str]:
-    """Return the names or the file that a task means; RequestError if there is none."""
+    """Return the task names or the file that `task` refers to; raise RequestError if there are none."""
     if _is_file(task):
         if not Path(task).expanduser().is_file():
             raise RequestError(f"there is no task file {task}")
@@ -135,7 +135,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
     """Build a task or a group, which reads its data."""
     try:
         loaded: dict[str, Any] = manager.load([name])
-    except Exception as error:  # a task's file, its functions and its data are others' work
+    except Exception as error:  # a task's file, functions and data are third-party
         raise RequestError(f"the task {name} can't be loaded: {_reason(error)}") from error
     for task_name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
@@ -146,7 +146,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return one line about an error, and what to do about it."""
+    """Return one line that describes an error and how to fix it."""
     text = first_lines(error)
     if isinstance(error, ConnectionError | TimeoutError):
         return (

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on a kvq engine: a model class that `lm_eval.simple_evaluate` takes.
+"""Model class for `lm_eval.simple_evaluate` that runs lm-eval's tasks on a kvq engine.
 
     import kvq, lm_eval
     from kvq.evals.lm_eval.model import KvqLM
@@ -6,9 +6,9 @@
     with kvq.LLM("tiny", kv="int4") as llm:
         results = lm_eval.simple_evaluate(model=KvqLM(llm), tasks=["hellaswag"], limit=100)
 
-Tokens, truncation, windows and stops are those of lm-eval's own `hf` model, so that over unquantized KV
-the figures are the same. `kvq.evals.lm_eval.tasks.run_tasks` compares KV formats. Importing this module
-imports lm-eval, of the extra `eval`.
+Tokenization, truncation, windows and stop strings are those of lm-eval's `hf` model, so the figures with
+unquantized KV are the same. `kvq.evals.lm_eval.tasks.run_tasks` compares KV formats. Importing this module
+imports lm-eval, which the extra `eval` installs.
 """
 
 import logging
@@ -43,24 +43,24 @@ _WITHOUT_EFFECT = ("use_cache", "pad_token_id", "eos_token_id", "do_sample", "te
 
 
 class _Prompting(TypedDict, total=False):
-    """Options of `KvqLM` about how prompts are made, and where answers begin."""
+    """Options of `KvqLM` that control how prompts are built and where answers begin."""
 
-    add_bos_token: bool | None  # None: as the tokenizer does
-    prefix_token_id: int | None  # before texts without a context; by default BOS, else EOS
+    add_bos_token: bool | None  # None: the tokenizer's default
+    prefix_token_id: int | None  # put before texts without a context; by default BOS, else EOS
     chat_template_args: Mapping[str, Any] | None
-    think_end_token: str | None  # answers begin behind it
+    think_end_token: str | None  # answers begin after it
 
 
-# D40: lm-eval's own tasks, held to its `hf` model
+# D40: lm-eval's own tasks, with the results of its `hf` model
 class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """lm-eval model over a kvq engine. Many requests are in flight at a time.
+    """lm-eval model on a kvq engine. Many requests are in flight at once.
 
-    Continuations of one context compute it once, as far as the prefix cache holds it. Not taken over from
-    `hf`: penalties that a model's generation_config names hold only where a task's gen_kwargs name them.
+    A context shared by several continuations is computed once, as far as the prefix cache holds it. Unlike in
+    `hf`, penalties in a model's generation_config have no effect unless a task's gen_kwargs set them.
     """
 
     backend = "causal"
-    # Properties of lm-eval's class, here plain values.
+    # Properties in lm-eval's class, plain attributes here
     device: Any = None
     tokenizer_name = ""
     eot_token_id: int | None = None
@@ -75,13 +75,13 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         seed: int = 1234,
         **prompting: Unpack[_Prompting],
     ) -> None:
-        """Serve an engine, or a model, for which an engine is made.
+        """Wrap an engine, or create one for a model.
 
-        `max_length`: tokens of context, by default the engine's; one more may be scored, which is predicted
-        only. `max_gen_toks`: for tasks that say nothing. `seed`: of tasks that sample.
+        `max_length`: tokens of context, by default the engine's; one more may be scored, because it is only
+        predicted. `max_gen_toks`: for tasks that do not set it. `seed`: for tasks that sample.
 
         Raises:
-            ConfigError: a length that the engine can't hold, or no token to stand before a text.
+            ConfigError: a length beyond the engine's context, or no token to put before a text.
             TypeError: an unknown option.
         """
         if unknown := sorted(prompting.keys() - _Prompting.__annotations__.keys()):
@@ -101,7 +101,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         if self.prefix_token_id < 0:
             raise ConfigError("the tokenizer has neither a BOS nor an EOS token; give prefix_token_id")
         self.device = self.llm.model.weights.device
-        # lm-eval's cache of requests is keyed by it
+        # Key of lm-eval's request cache
         self.tokenizer_name = str(self.tokenizer.name_or_path).replace("/", "__")
         self.progress: Progress = UNWATCHED.progress
         self._chat_template_args = dict(prompting.get("chat_template_args") or {})
@@ -111,10 +111,10 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     # lm-eval's interface
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Return token ids; by default special ones as the tokenizer adds them, but never a second BOS.
+        """Return token ids, by default with the tokenizer's special tokens, but never with a second BOS.
 
         Raises:
-            RequestError: not valid Unicode.
+            RequestError: the string is not valid Unicode.
         """
         check_unicode(string, "a text of the task")
         if add_special_tokens is None:
@@ -135,7 +135,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Return a conversation as one prompt, without its system message if the template refuses it.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or it refuses the conversation.
+            RequestError: the tokenizer has no chat template, or the template refuses the conversation.
         """
         import jinja2
 
@@ -155,9 +155,9 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         raise RequestError(f"the chat template refuses a conversation: {refused}") from refused
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability after its context, in nats, and if it is greedy.
+        """Return each continuation's log-probability after its context, in nats, and whether it is greedy.
 
-        A context that is too long loses tokens from the left.
+        A context that is too long is truncated on the left.
 
         Raises:
             RequestError: a continuation without tokens, or longer than the context of the model.
@@ -197,10 +197,10 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Generate text after each context, up to a stop string, the end token or max_gen_toks.
 
-        A context that leaves too little room for max_gen_toks loses tokens from the left.
+        A context that leaves too little room for max_gen_toks is truncated on the left.
 
         Raises:
-            RequestError: options that can't be followed, or more tokens than the context holds.
+            RequestError: unsupported options, or more tokens than the context can hold.
         """
         eos = None
         if self.eot_token_id is not None:
@@ -223,7 +223,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             stops.append(until)
         _warn_of_cuts(num_cut, len(requests))
         texts = [""] * len(requests)
-        order = sorted(range(len(requests)), key=prompts.__getitem__)  # those that share a prefix in a row
+        order = sorted(range(len(requests)), key=prompts.__getitem__)  # common prefixes are adjacent
         outputs = generate(
             self.llm, [prompts[i] for i in order], [params[i] for i in order], progress=self.progress
         )
@@ -251,7 +251,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return scores of (texts or None, context ids, continuation ids)."""
+        """Return the scores of (texts or None, context ids, continuation ids) triples."""
         pairs, num_cut = [], 0
         for texts, context, continuation in requests:
             if not continuation:
@@ -275,7 +275,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self, kwargs: dict[str, Any], until: list[str], count: int, prompt_tokens: int, index: int
     ) -> SamplingParams:
         """Return a task's normalized generation_kwargs as kvq's parameters."""
-        max_length = kwargs.pop("max_length", None)  # of prompt and answer, as transformers counts
+        max_length = kwargs.pop("max_length", None)  # of prompt plus answer, as in transformers
         if max_length is not None:
             count = min(self.max_length - prompt_tokens, max_length - prompt_tokens)
         if kwargs.pop("num_beams", 1) != 1:

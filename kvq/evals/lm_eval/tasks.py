@@ -1,4 +1,4 @@
-"""lm-eval's tasks for several KV formats of one model, side by side.
+"""Runner of lm-eval's tasks for several KV formats of one model, for comparison.
 
     from kvq.evals.lm_eval.tasks import LMEvalPlan, run_tasks
 
@@ -8,10 +8,10 @@
         print(row.kv, row.task, row.metric, row.value, row.stderr)
 
 A task is a name that lm-eval knows, a pattern such as `mmlu_*`, the path of a YAML file, or a name from a
-folder given as `include_path`. Those with `dataset_path: json` and `data_files` of their own need no
-network; as in lm-eval, relative data_files start at the current folder, not at the YAML file. A YAML file
-may name Python functions (`!function`): they run, so name only files you trust. What datasets bring along
-as code never runs, nor do tasks that run what the model wrote. Needs the extra `eval`.
+folder given as `include_path`. Tasks with `dataset_path: json` and local `data_files` need no network; as in
+lm-eval, relative data_files start at the current folder, not at the YAML file. A YAML file may name Python
+functions (`!function`), which are run, so name only files you trust. Code that comes with datasets is never
+run, nor are tasks that run code written by the model. Needs the extra `eval`.
 """
 
 import math
@@ -30,22 +30,22 @@ from kvq.evals.lm_eval.model import KvqLM
 from kvq.evals.watch import UNWATCHED, Progress, Watch
 from kvq.models import Model
 
-_BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
+_BOOTSTRAPS = 1000  # resamples, for metrics without a formula for the standard error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TaskRow:
-    """One metric of one task over one KV format. Fields are the JSON keys of `kvq eval`."""
+    """One metric of one task with one KV format. Fields are the JSON keys of `kvq eval`."""
 
     kv: str
-    task: str  # lm-eval's name; of a group, or of one of its tasks
+    task: str  # lm-eval's name of a task or a group
     metric: str
-    filter: str  # what was done to answers before they were judged; "none" for nothing
-    value: float | None  # None: it is not a finite number
-    stderr: float | None  # standard error, where there is one
+    filter: str  # applied to answers before they are scored; "none" if there is none
+    value: float | None  # None if it is not a finite number
+    stderr: float | None  # standard error, if there is one
     higher_is_better: bool | None
     samples: int
-    seconds: float  # of everything run for the requested task
+    seconds: float  # for all that ran for the requested task
 
 
 def run_tasks(
@@ -57,12 +57,12 @@ def run_tasks(
 ) -> list[_TaskRow]:
     """Return rows for every KV format, task and metric, in the order of tasks, then formats.
 
-    `models`: engines by the name of their format, or `KvqLM`s with options of their own. All tasks are loaded
-    before any is run. `progress` hears of format, task, requests done and requests in all.
+    `models`: engines by the name of their format, or `KvqLM`s with other options. All tasks are loaded before
+    any is run. `progress` is called with the format, the task, the number of requests done and their total.
 
     Raises:
-        RequestError: a task that is unknown, broken, out of reach, or fails.
-        ConfigError: an engine's option that can't be used as given, or libraries too old.
+        RequestError: a task that is unknown, broken or unreachable, or that fails.
+        ConfigError: an engine option that can't be used as given, or a library that is too old.
     """
     if not models:
         raise RequestError("no KV format was named; try fp32,int8,int4")
@@ -85,11 +85,11 @@ def measure_tasks(
     kv_memory: int | str | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[_TaskRow]:
-    """Return rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
+    """Return rows for tasks from `load_tasks`, ordered by format, task and metric.
 
-    Engines are built and closed one after another, so that each has the memory to itself. `models`: one
-    per format. `kv_memory`: of each pool; by default what is free. A task of which the first format, if it is
-    unquantized, gets nothing right is void, and not run for the others.
+    Engines are built and closed one after another, so that each can use all of the memory. `models`: one per
+    format. `kv_memory`: size of each pool; by default all free memory. If the first format is unquantized and
+    gets nothing right in a task, the task is void and is not run for the others.
 
     Raises:
         RequestError: the tokenizer has no chat template, or a task fails.
@@ -112,7 +112,7 @@ def measure_tasks(
 
 
 def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
-    """Return the tasks that say nothing about formats, `lm_eval:NAME` -> why."""
+    """Return the tasks that show nothing about formats, as {`lm_eval:NAME`: reason}."""
     by_task: dict[str, list[_TaskRow]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row)
@@ -125,14 +125,14 @@ def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
 
 
 def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
-    """True if all figures that should be high are 0, and there are some."""
+    """True if there are figures that should be high and all of them are 0."""
     values = [row.value for row in rows if row.higher_is_better]
     return bool(values) and not any(values)
 
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
-    """Return rows of one task or group over one format. Every format gets the same examples."""
-    for task in loaded[1]["tasks"].values():  # as lm-eval's command does: a task's own 0 stays
+    """Return the rows of one task or group with one format. Every format gets the same examples."""
+    for task in loaded[1]["tasks"].values():  # as lm-eval's command does: a task's own 0 is kept
         own = task.get_config("num_fewshot")
         if own is None or (plan.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
@@ -144,7 +144,7 @@ def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: P
 
 
 def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
-    """Return lm-eval's results of one task or group; RequestError for whatever fails in it."""
+    """Return lm-eval's results of one task or group; raise RequestError if anything in it fails."""
     from lm_eval import evaluate
 
     name, spec = loaded
@@ -161,7 +161,7 @@ def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
             )
     except KVQError as error:
         raise RequestError(f"the task {name}: {error}") from error
-    except Exception as error:  # a task's functions and metrics are others' work
+    except Exception as error:  # a task's functions and metrics are third-party
         raise RequestError(f"the task {name} failed: {type(error).__name__}: {first_lines(error)}") from error
     return results
 
@@ -197,7 +197,7 @@ def _finite(value: object) -> float | None:
 
 
 def _samples(task: str, results: dict[str, Any]) -> int:
-    """Return the samples of a task, or of all tasks in a group."""
+    """Return the number of samples of a task, or of all tasks in a group."""
     counts = results["n-samples"]
     if task in counts:
         return int(counts[task]["effective"])

@@ -1,9 +1,9 @@
 """Needle eval, retrieval over long contexts: a needle at every depth of a haystack, queried at the end.
 
-Every prompt's tokens go through the session's own write-then-read path, in chunks, and the answer is
-decoded greedily, one token a step: quantized into blocks first, attended from there. All formats
-answer the same prompts. Source: Kamradt, "Needle in a haystack", 2023; keys and values, and needles
-beside the one asked for, as in Hsieh et al., "RULER", 2024.
+Prompts are processed in chunks and answers decoded greedily, one token per step, on the session's
+write-then-read path: tokens are first quantized into blocks, then attended to there. All formats answer the
+same prompts. Source: Kamradt, "Needle in a haystack", 2023; keys with values, and distractor needles, as in
+Hsieh et al., "RULER", 2024.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from kvq.models import Model, Session
 from kvq.models.loading.prepared import PreparedModel
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
-# D38: nothing found by the baseline: void
-VOID_AFTER = 50  # prompts; a model that answers a tenth of them is called void once in two hundred tests
+# D38: the test is void if the baseline finds nothing
+VOID_AFTER = 50  # prompts; with a model that answers a tenth of them, one test in 200 is void
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class NeedleRow:
     trials: int
     hits: int  # answers with every token right
     retrieved: float  # hits / trials
-    token_accuracy: float  # share of the answers' tokens that were right in their place
+    token_accuracy: float  # share of the answers' tokens that are right at their position
     seconds: float
 
 
@@ -56,7 +56,7 @@ class NeedleSummary:
 class _Answer(NamedTuple):
     """Result of one prompt."""
 
-    right: int  # of its tokens, in their places
+    right: int  # tokens that are right at their position
     tokens: int
     seconds: float
 
@@ -82,11 +82,11 @@ def measure_needle(
     plan: NeedlePlan,
     watch: Watch = UNWATCHED,
 ) -> list[NeedleRow]:
-    """Measure how often formats find a needle, for every format, length and depth in this order.
+    """Measure how often each format finds the needle; rows are ordered by format, length and depth.
 
-    `watch` gets the number of answered prompts over all formats. The first format runs first. If it is
-    unquantized and finds nothing in `VOID_AFTER` prompts, all over the grid, the test is void: no more is
-    asked, and its rows alone come back.
+    `watch` receives the number of answered prompts over all formats. The first format runs first. If it is
+    unquantized and finds nothing in `VOID_AFTER` prompts across the grid, the test is void: it stops, and
+    only the rows of this format are returned.
 
     Raises:
         RequestError: a text too short, a length that the needle or the model's context doesn't
@@ -124,7 +124,7 @@ def measure_needle(
 
 
 def void_reason(rows: Sequence[NeedleRow]) -> str | None:
-    """Return why rows of `measure_needle` say nothing about formats, or None."""
+    """Return the reason why rows of `measure_needle` show nothing about formats, or None."""
     asked = sum(row.trials for row in rows)
     if len({row.kv for row in rows}) > 1 or any(row.hits for row in rows) or not asked:
         return None
@@ -135,7 +135,7 @@ def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[N
     """Return the prompt maker of a plan, and its lengths.
 
     Raises:
-        RequestError: as `measure_needle` does.
+        RequestError: as in `measure_needle`.
     """
     limit = model.max_context
     for length in plan.lengths or ():
@@ -150,12 +150,12 @@ def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[N
     else:
         sizes = list(dict.fromkeys(plan.lengths))
     for length, depth in itertools.product(sizes, plan.depths):
-        prompts.make(length=length, depth=depth, trial=0)  # refuses before any work
+        prompts.make(length=length, depth=depth, trial=0)  # raises before any work is done
     return prompts, sizes
 
 
 def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
-    """Summarize all cells of each format, in the order in which formats first come."""
+    """Summarize all cells of each format, in the order in which the formats first occur."""
     groups: dict[str, list[NeedleRow]] = {}
     for row in rows:
         groups.setdefault(row.kv, []).append(row)
@@ -178,7 +178,7 @@ def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
 
 
 def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
-    """Return as many greedily decoded tokens as the answer has."""
+    """Decode greedily; return as many tokens as the answer has."""
     sequence = session.new_sequence()
     try:
         for at in range(0, len(prompt.ids), chunk):

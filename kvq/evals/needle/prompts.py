@@ -19,18 +19,18 @@ KEYS = (
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DIGITS = 7
 _KEY_TOKENS, _VALUE_TOKENS = 3, 6
-_NEARBY = 64  # tokens around a needle of random tokens that hold none of its tokens
+_NEARBY = 64  # tokens around a random-token needle that must not contain its tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedlePlan:
     """Grid of lengths and depths, with `trials` prompts each."""
 
-    lengths: Sequence[int] | None = None  # tokens, answer included; None: those of LENGTHS that have room
+    lengths: Sequence[int] | None = None  # tokens, including the answer; None: all LENGTHS that fit
     depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
     trials: int = 10
-    needle: str = SENTENCE  # with {key} and {value}; "tokens": random ids, for models that never learnt words
-    distractors: int = 0  # needles with other keys, and other values, anywhere
+    needle: str = SENTENCE  # with {key} and {value}; or "tokens": random ids, for models without words
+    distractors: int = 0  # needles with other keys and values, at random positions
     chunk: int = 512  # tokens per prefill step
     seed: int = 0
 
@@ -80,7 +80,7 @@ class _Needle:
 
 
 class NeedlePrompts:
-    """Maker of prompts of one text, for one tokenizer and kind of needle; the same for the same seed."""
+    """Generator of prompts from one text, for one tokenizer and kind of needle; deterministic for a seed."""
 
     def __init__(self, tokenizer: Any, text: str, plan: NeedlePlan, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -91,10 +91,10 @@ class NeedlePrompts:
         self._plain = [i for i in range(min(len(tokenizer), vocab_size)) if i not in special]
 
     def make(self, *, length: int, depth: float, trial: int) -> NeedlePrompt:
-        """Make the prompt of one trial: with its answer it has `length` tokens.
+        """Return the prompt of one trial, which has `length` tokens including its answer.
 
-        The needle stands behind the share `depth` of the haystack's tokens; distractors, needles
-        with other keys and other values, stand anywhere.
+        The needle follows the share `depth` of the haystack's tokens. Distractors (needles with other keys
+        and values) are put at random positions.
 
         Raises:
             RequestError: the needles don't fit into the length, or the text is too short.
@@ -117,18 +117,18 @@ class NeedlePrompts:
         start = rng.randrange(len(self._text) - size + 1)
         haystack = self._text[start : start + size]
         at = round(depth * size)
-        if self._plan.needle == TOKENS:  # again, to avoid the tokens nearby; sizes stay
+        if self._plan.needle == TOKENS:  # draw again without the tokens nearby; sizes stay the same
             near = haystack[max(0, at - _NEARBY) : at + _NEARBY] + haystack[-_NEARBY:]
             needles = self._draw(rng, avoid=frozenset(near))
         return self._assemble(haystack, needles, [at] + [rng.randrange(size + 1) for _ in needles[1:]])
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of the text; prompts up to this length are never refused for want of text."""
+        """Number of tokens of the text; it is long enough for any prompt up to this length."""
         return len(self._text)
 
     def _assemble(self, haystack: list[int], needles: list[_Needle], places: list[int]) -> NeedlePrompt:
-        """Put every needle at its place in the haystack, and the question at the end."""
+        """Insert every needle at its position in the haystack, and append the question."""
         ids, done, needle_at = list(self._begin), 0, 0
         for index in sorted(range(len(needles)), key=lambda i: places[i]):
             ids += haystack[done : places[index]]
@@ -163,7 +163,7 @@ class NeedlePrompts:
         return needles
 
     def _sentence(self, key: str, value: str) -> _Needle:
-        """Return the needle's token ids, cut such that the cue alone has the same tokens."""
+        """Return the needle's token ids, split so that the cue has the same tokens when it stands alone."""
         before, after = self._plan.needle.split("{value}")
         cue_text = before.rstrip().replace("{key}", key)
         answered = before.replace("{key}", key) + value

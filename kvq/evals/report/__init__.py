@@ -1,1 +1,1 @@
-"""Reports of results: intervals, gates, comparisons, tables, plots and pages."""
+"""Reports about results: intervals, gates, comparisons, tables, plots and pages."""

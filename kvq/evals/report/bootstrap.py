@@ -1,8 +1,8 @@
 """Confidence intervals of means over documents, by resampling whole documents.
 
-Tokens of one document are not independent, so documents are what is drawn. All formats and the
-baseline are resampled together: what a document adds to both cancels, and differences far smaller
-than the spread between documents can be told.
+Tokens of one document are not independent, so whole documents are drawn. All formats and the baseline are
+resampled together: a document's contribution to both cancels, so differences far smaller than the spread
+between documents can be detected.
 """
 
 import math
@@ -17,10 +17,10 @@ from kvq.errors import ConfigError
 
 CONFIDENCE = 0.95
 Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard deviations on each side
-FEWEST_DOCUMENTS = 8  # below, an interval would say little and is left out
+FEWEST_DOCUMENTS = 8  # with fewer, an interval would mean little and is left out
 FEWEST_RESAMPLES = 100
-_DRAWN = 1 << 22  # numbers drawn at once
-_KEPT = 4  # such draws held
+_DRAWN = 1 << 22  # numbers per draw
+_KEPT = 4  # draws that are cached
 
 Interval = tuple[float, float]
 Floats = npt.NDArray[np.float64]
@@ -28,24 +28,24 @@ Statistic = Callable[..., Floats]  # means [resamples] of every column -> statis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bootstrap:  # D36: documents in pairs; formats share one set of draws
+class Bootstrap:  # D36: paired documents; formats share one set of draws
     """Bootstrap options: the number of resamples, and their seed."""
 
     resamples: int = 2000
     seed: int = 0
     _drawn: dict[tuple[int, int], npt.NDArray[np.float32]] = field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # (documents, first resample) -> weights; the same documents are drawn for every format
+    )  # (documents, first resample) -> weights; every format has the same draws
 
     def __post_init__(self) -> None:
         if self.resamples < FEWEST_RESAMPLES:
             raise ConfigError(f"intervals need at least {FEWEST_RESAMPLES} resamples, got {self.resamples}")
 
     def interval(self, statistic: Statistic, *columns: npt.ArrayLike) -> Interval | None:
-        """Return a two-sided 95% interval of a statistic of document means; None for too few documents.
+        """Return a two-sided 95% interval for a statistic of document means; None for too few documents.
 
-        `columns`: one number per document each, [documents], such as its mean loss; documents weigh
-        the same. `statistic` gets the resampled means of the columns, paired.
+        `columns`: arrays [documents] of one number per document, such as its mean loss; all documents have
+        the same weight. `statistic` receives the resampled means of the columns, which are paired.
 
         Percentiles are those of the bootstrap distribution, widened for small samples: at alpha' =
         Phi(-sqrt(n / (n - 1)) t(alpha / 2, n - 1)) for n documents.
@@ -72,7 +72,7 @@ class Bootstrap:  # D36: documents in pairs; formats share one set of draws
         return means
 
     def _weights(self, documents: int, count: int, start: int) -> npt.NDArray[np.float32]:
-        """Return how often each document was drawn, [documents, count], in resamples from `start` on."""
+        """Return the number of draws of each document, [documents, count], in resamples from `start` on."""
         kept = self._drawn.get((documents, start))
         if kept is None:
             random = np.random.default_rng([self.seed, start])
@@ -91,7 +91,7 @@ def expanded_tail(documents: int) -> float:
 
 
 def _t_quantile(p: float, freedom: int) -> float:
-    """Return Student's t quantile, to 0.003 from 5 degrees of freedom on.
+    """Return Student's t quantile, accurate to 0.003 from 5 degrees of freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -111,9 +111,9 @@ def share_interval(hits: int, trials: int) -> Interval | None:
 
 
 def wilson_interval(hits: int, trials: int) -> Interval:
-    """Return a two-sided 95% interval of a share of independent trials.
+    """Return a two-sided 95% interval for a share of independent trials.
 
-    Unlike a bootstrap it has a width where every trial ended alike.
+    Unlike a bootstrap interval, it has a width even if every trial had the same outcome.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
     """
@@ -126,7 +126,7 @@ def wilson_interval(hits: int, trials: int) -> Interval:
 
 
 def change_text(change: float, interval: Interval | None, documents: int) -> str:
-    """Return a relative change with its interval, in enough digits to tell the bounds apart."""
+    """Format a relative change as its interval, with enough digits to distinguish the bounds."""
     if interval is None:
         return f"{change:+.2%}; {documents} documents are too few for an interval"
     low, high = interval

@@ -11,10 +11,10 @@ from kvq.evals.report.bootstrap import Z95
 from kvq.evals.report.gates import IDENTITIES, identity, is_figure
 from kvq.evals.report.sections import row_keys
 
-SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, measured or not
+SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, even an unmeasured one
 QUALITY = ("perplexity", "perplexity_change", "kl_mean", "kl_p999", "top1_agreement", "kv_bytes_per_token",
            "seconds")  # fmt: skip
-FIGURES = {  # section of a result -> what is compared of its rows; every number, where it isn't named
+FIGURES = {  # section of a result -> compared figures of its rows; all numbers of other sections
     "rows": QUALITY,
     "generation": ("same_tokens_mean", "identical"),
     "attention": ("error_mean", "error_max"),
@@ -41,7 +41,7 @@ _WORDS: dict[Any, str] = {
     **{dict: "an object", list: "a list", list[str]: "a list of texts", type(None): "null"},
 }
 _MAX_TEXT = 10_000  # characters
-_SAME = {  # what must agree for figures to be comparable
+_SAME = {  # fields that must be equal for figures to be comparable
     "text_digest": "the texts differ",
     "held_out_digest": "the texts measured on differ",
     "model_digest": "the models differ",
@@ -50,17 +50,18 @@ _SAME = {  # what must agree for figures to be comparable
     "seed": "the seeds differ",
     "resamples": "the intervals are of different numbers of resamples",
 }
-_PLANS = {  # the same of what only some results have
+_PLANS = {  # such fields that only some results have
     "needle_plan": "the needles were asked for differently",
     "lm_eval_plan": "lm-eval's options differ",
 }
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
-    """Read a result whose fields are all of the types that kvq writes.
+    """Read a result, and check that all fields have the types that kvq writes.
 
     Raises:
-        ConfigError: missing, not JSON, another command's, or a field of another type; the message names it.
+        ConfigError: the file is missing, not JSON, from another command, or has a field of a wrong type,
+            which the message names.
     """
     try:
         result = strict_json.read(Path(path))
@@ -82,7 +83,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 class _WrongField(Exception):
-    """Field with a value that kvq would not write."""
+    """Error for a field with a value that kvq would not write."""
 
 
 def _has_sizes(row: object) -> bool:
@@ -90,7 +91,7 @@ def _has_sizes(row: object) -> bool:
 
 
 def _need(value: object, hint: Any, field: str) -> None:
-    """Raise _WrongField unless a value is of a type, and of a size that can be shown and compared."""
+    """Raise _WrongField unless a value has the type `hint` and a size that can be shown and compared."""
     is_whole = len(value) <= _MAX_TEXT if isinstance(value, str) else True
     if not (fits(value, hint) and is_whole and (not isinstance(value, float) or is_figure(value))):
         words = " or ".join(_WORDS[kind] for kind in get_args(hint) or (hint,))
@@ -122,14 +123,14 @@ def _check_row(where: str, row: Any, figures: Iterable[str]) -> None:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare results of one kind, row by row; returns JSON.
+    """Compare two results of one kind row by row; return JSON.
 
-    `rows`: figures of rows that both have: `section` ("rows", or a further task's key), `kv`, `where` (what
-    else tells the row from others of its format), `figure`, `a`, `b`, `difference` (b - a), and their bounds.
-    `only_in_a`, `only_in_b`: other rows. `warnings`: reasons why figures can't be compared.
+    `rows`: figures of rows that are in both: `section` ("rows", or the key of another task), `kv`, `where`
+    (which row of its format it is), `figure`, `a`, `b`, `difference` (b - a), and their bounds. `only_in_a`,
+    `only_in_b`: the other rows. `warnings`: reasons why figures are not comparable.
 
     Raises:
-        ConfigError: one is of kvq perplexity, the other of kvq eval.
+        ConfigError: one result is from kvq perplexity, the other from kvq eval.
     """
     if kind(a) != kind(b):
         raise ConfigError(
@@ -154,12 +155,12 @@ def kind(result: Mapping[str, Any]) -> str:
 
 
 def _keys(result: Mapping[str, Any]) -> list[str]:
-    """Return `rows`, and the keys of further tasks."""
+    """Return `rows` and the keys of other tasks."""
     return ["rows", *row_keys(result)]
 
 
 def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Return a section's rows by identity, if a task names it: only those were checked when read."""
+    """Return a section's rows by identity, if a task names the section: others were not checked when read."""
     rows = result.get(section, []) if section in _keys(result) else []
     return {tuple(row.get(key) for key in ("kv", *IDENTITIES)): row for row in rows}
 
@@ -167,7 +168,7 @@ def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapp
 def _only(
     section: str, rows: Mapping[tuple[Any, ...], Any], others: Mapping[tuple[Any, ...], Any]
 ) -> list[str]:
-    """Return what only one result has: a whole task, a format, or single rows of one."""
+    """Describe the entries that only one result has: a whole task, a format, or single rows of a format."""
     if not others:
         return [f"the task {section}"] if rows else []
     formats = {key[0] for key in others}
@@ -196,7 +197,7 @@ def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> li
 
 
 def _interval(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
-    """Return a figure's 95% bounds: among the intervals, beside it, or from its standard error."""
+    """Return a figure's 95% bounds from separate fields, its standard error or the intervals."""
     low, high, error = (row.get(key) for key in (f"{name}_low", f"{name}_high", "stderr"))
     if is_figure(low) and is_figure(high):
         return low, high

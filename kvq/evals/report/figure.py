@@ -1,4 +1,4 @@
-"""Figures of reports: files and SVG, common style, legends."""
+"""Figures of reports: writing files and SVG, common style, legends."""
 
 import io
 import logging
@@ -16,24 +16,24 @@ from kvq.extras import PLOTS, require
 
 _log = logging.getLogger(__name__)
 
-GREY = "#7d8590"  # read on white and on black
+GREY = "#7d8590"  # legible on white and on black
 _SUFFIXES = (".svg", ".png", ".pdf")
-_BLACK = "#000000"  # what matplotlib draws frames and ticks in
+_BLACK = "#000000"  # matplotlib's colour of frames and ticks
 _LONGEST = 36  # characters of a name
-_TITLE_WIDTH = 15  # characters an inch, of small letters
+_TITLE_WIDTH = 15  # small letters per inch
 _DPI = 160  # of .png files
 _LINE = 0.17  # inches between lines of a legend
 
 
 def check_plot_path(path: str | Path) -> None:
-    """Raise ConfigError if a plot can't be written there: unknown suffix, or no matplotlib."""
+    """Raise ConfigError if no plot can be written to `path`: unknown suffix, or no matplotlib."""
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"can't plot to {path}; the name must end in {', '.join(_SUFFIXES)}")
     require(f"the plot {path}", PLOTS)
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, whose parts make room for each other; needs no display.
+    """Return an empty figure, sized in inches, with constrained layout; needs no display.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -45,36 +45,36 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> None:
-    """Write the figure that `make` makes of what is given into an .svg, .png or .pdf file.
+    """Write the figure that `make(*given)` returns to an .svg, .png or .pdf file.
 
     Raises:
-        EngineError: it can't be drawn.
+        EngineError: the figure can't be drawn.
     """
     check_plot_path(path)
     image = io.BytesIO()
     try:
         _save(make(*given), image, Path(path).suffix[1:])
-    except Exception as error:  # whatever matplotlib makes of it
+    except Exception as error:  # any error of matplotlib's
         raise EngineError(f"can't draw {path}: {first_lines(error)}") from error
     fileio.write_bytes(path, image.getvalue())
 
 
 def drawing(make: Callable[..., Any], *given: Any) -> str:
-    """Return the figure that `make` draws of what is given, as SVG for a page; "" if it draws none.
+    """Return the figure that `make(*given)` draws, as SVG for a page; "" if it returns None.
 
-    A figure that can't be drawn is replaced by words, so that the measurement is not lost.
+    A figure that can't be drawn is replaced by a message, so that the measurement is not lost.
     """
     require("a plot", PLOTS)
     try:
         figure = make(*given)
         return "" if figure is None else svg_of(figure)
-    except Exception as error:  # noqa: BLE001 - whatever matplotlib makes of it
+    except Exception as error:  # noqa: BLE001 - any error of matplotlib's
         _log.warning("a plot of the report can't be drawn: %s", first_lines(error))
         return f'<p class="small">This plot can\'t be drawn: {escape(first_lines(error))}</p>'
 
 
 def svg_of(figure: Any) -> str:
-    """Return a figure as SVG text: labels apart, no background, black in the page's text colour."""
+    """Return a figure as SVG text, without background and with black as the page's text colour."""
     text = io.StringIO()
     _save(figure, text, "svg", is_transparent=True)
     svg = text.getvalue()
@@ -83,7 +83,7 @@ def svg_of(figure: Any) -> str:
 
 def _save(figure: Any, to: IO[Any], form: str, *, is_transparent: bool = False) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph ", UserWarning)  # of a name's letters: drawn as boxes
+        warnings.filterwarnings("ignore", "Glyph ", UserWarning)  # missing letters are drawn as boxes
         draw_literally(figure)
         settle(figure)
         figure.savefig(to, format=form, dpi=_DPI, transparent=is_transparent)
@@ -98,7 +98,7 @@ def finish(axes: Any, x: str, y: str) -> None:
     axes.tick_params(labelsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         ticks = axis.get_major_formatter()
-        if isinstance(ticks, ScalarFormatter):  # no factor beside the axis, under its name
+        if isinstance(ticks, ScalarFormatter):  # no separate factor or offset at the axis
             ticks.set_scientific(False)
             ticks.set_useOffset(False)
     for side in ("top", "right"):
@@ -106,7 +106,7 @@ def finish(axes: Any, x: str, y: str) -> None:
 
 
 def log_axis(axis: Any) -> None:
-    """Label 1, 2, 5 and 10 of every decade in plain figures."""
+    """Label 1, 2, 5 and 10 of every decade in plain numbers."""
     from matplotlib.ticker import LogLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -115,7 +115,7 @@ def log_axis(axis: Any) -> None:
 
 
 def title(figure: Any, text: str) -> None:
-    """Add a grey title above all, wrapped if it is too long."""
+    """Add a grey title above the whole figure, wrapped if it is too long."""
     width = int(figure.get_figwidth() * _TITLE_WIDTH)
     figure.suptitle(fill(text, width), fontsize=8, color=GREY)
 
@@ -130,5 +130,5 @@ def legend_beside(figure: Any, source: Any) -> None:
 
 
 def short(name: str) -> str:
-    """Shorten a name for a tick or a legend to both ends, where names differ."""
+    """Shorten a name for a tick or a legend to its two ends, which distinguish names."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 3]}…{name[-_LONGEST * 2 // 3 + 1 :]}"

@@ -1,15 +1,15 @@
-"""Gates: limits that a measurement must keep, such as `kl_mean<0.01`, for continuous integration.
+"""Gates: limits that a measurement must meet, such as `kl_mean<0.01`, for continuous integration.
 
     [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[UNIT]
 
-A unit is % of shares and changes, nats, mnats or bits of divergences, bits per element, B, KB or KiB per
-token, s, ms or min, x of compression. Broken limits are reported in their unit. A limit that
-no share can have, or that looks like a percentage without its sign, is refused.
+Units are % for shares and changes; nats, mnats or bits for divergences; bits per element; B, KB or KiB per
+token; s, ms or min; and x for compression. Failures are reported in the unit of the gate. A limit that no
+share can reach, or that looks like a percentage without %, is refused.
 
-A gate holds if every row that it concerns holds: those of one format if it names one, else those of
-every quantized format. Missing values fail, and so does NaN. For lm-eval, `lm_eval.acc` is that metric of
-every task that has it and `lm_eval:TASK.acc` of one; `acc,FILTER` is of one filter, `acc_change` is against
-the baseline.
+A gate passes if every row that it concerns meets the limit: the rows of the format that it names, or else of
+every quantized format. Missing values and NaN fail. For lm-eval, `lm_eval.acc` is the metric in every task
+that has it, and `lm_eval:TASK.acc` in one task; `acc,FILTER` selects a filter, and `acc_change` is the
+difference from the baseline.
 """
 
 import itertools
@@ -26,7 +26,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<=": operator.le, ">=": operator.ge},
     **{"<": operator.lt, ">": operator.gt},
 }
-_LARGEST = 1e300  # of any figure; the difference of two is finite, too
+_LARGEST = 1e300  # for any figure, so that the difference of two is finite
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _GATE = re.compile(
     r"\s*(?:(?P<kv>(?!\s*lm_eval:)[^:<>=]+(?:\+(?:sinks|recent)=\d+)*):)?\s*(?:(?P<task>lm_eval:[^<>=\s]+|[a-z_]\w*)\.)?"
@@ -36,12 +36,12 @@ _GATE = re.compile(
 _SHARE = {"%": 0.01}
 _NATS = {"nats": 1.0, "mnats": 1e-3, "bits": math.log(2)}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "min": 60.0}
-_SHARES = (  # and their bounds
+_SHARES = (  # and the bounds of their intervals
     *("top1_agreement", "top5_agreement", "identical", "retrieved", "token_accuracy", "exact_keys"),
 )
 _CHANGE = "perplexity_change"
 _PLAIN = ("perplexity", "documents", "prompts", "new_tokens", "same_tokens", "trials", "layer")
-_UNITS: dict[str, dict[str, float]] = {  # by the beginning of a figure's name; of others a share
+_UNITS: dict[str, dict[str, float]] = {  # by the prefix of a figure's name; other figures are shares
     "kl_": _NATS,
     _CHANGE: _SHARE,
     **{name: {} for name in _PLAIN},
@@ -51,8 +51,8 @@ _UNITS: dict[str, dict[str, float]] = {  # by the beginning of a figure's name; 
     "seconds": _SECONDS,
     "tokens": {"tokens": 1.0},
 }
-IDENTITIES = ("attention_window", "task", "metric", "filter", "length", "depth", "layer")  # and the format
-_FROM_BASE = "_change"  # behind the name of lm-eval's metric: less the baseline's value
+IDENTITIES = ("attention_window", "task", "metric", "filter", "length", "depth", "layer")  # besides `kv`
+_FROM_BASE = "_change"  # suffix of an lm-eval metric: difference from the baseline
 _EXAMPLES = (
     "kl_mean<0.01, perplexity_change<=1%, int4:top1_agreement>0.9, needle.retrieved>=0.95, "
     "lm_eval:TASK.acc>=0.6"
@@ -67,26 +67,26 @@ class Gate:
     kv: str | None
     task: str | None
     figure: str
-    filter: str | None  # of lm-eval's metrics: what was done to answers before they were judged
+    filter: str | None  # of an lm-eval metric: applied to answers before they are scored
     operator: str
     limit: float  # in the figure's own unit
-    unit: str  # that it was given in; "" for the figure's own
-    scale: float  # of that unit
+    unit: str  # as given; "" for the figure's own unit
+    scale: float  # of `unit`, in the figure's own unit
 
     def tell(self, value: float) -> str:
         """Return a figure in the unit of the limit."""
         return f"{value / self.scale:.6g}{'' if self.unit in ('', '%', 'x') else ' '}{self.unit}"
 
     def holds(self, value: object) -> bool:
-        """True if a value keeps the limit; what is no number never does."""
+        """True if a value meets the limit; False for anything that is not a number."""
         return is_figure(value) and _OPERATORS[self.operator](value, self.limit)
 
 
 def parse_gate(text: str) -> Gate:
-    """Read one expression.
+    """Parse one gate expression.
 
     Raises:
-        ConfigError: it is not one; says what one looks like.
+        ConfigError: the text is not a gate; the message shows examples.
     """
     match = _GATE.fullmatch(text)
     if match is None:
@@ -113,7 +113,7 @@ def _scale(text: str, figure: str, unit: str) -> float:
 
 
 def _check_limit(match: re.Match[str], limit: float) -> None:  # D39: an ambiguous limit is refused
-    """Raise ConfigError for a limit of a share or change that can't be meant, or may mean a percentage."""
+    """Raise ConfigError for an impossible limit of a share or change, or one that may be a percentage."""
     figure, number = match["figure"], match["limit"]
     text, start = match.string.strip(), match.string[: match.start("limit")].strip()
     if figure.startswith(_SHARES) and not 0 <= limit <= 1:
@@ -129,10 +129,10 @@ def _check_limit(match: re.Match[str], limit: float) -> None:  # D39: an ambiguo
 def check_gate(
     gate: Gate, *, figures: Mapping[str, Sequence[str]], all_tasks: Sequence[str], formats: Mapping[str, bool]
 ) -> str:
-    """Return the task whose rows a gate is about, before anything is measured.
+    """Return the task whose rows a gate concerns; called before anything is measured.
 
-    `figures`: per task that will run, what its rows hold; where the gate names no task, the first
-    task with that figure is taken. `formats`: per format, whether it is quantized.
+    `figures`: per task that will run, the figures of its rows; if the gate names no task, the first task with
+    the figure is chosen. `formats`: per format, whether it is quantized.
 
     Raises:
         ConfigError: a task that isn't run, or an unknown figure or format.
@@ -168,10 +168,10 @@ def check_gate(
 def failures(
     gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]
 ) -> list[dict[str, Any]]:
-    """Return the rows that break a gate as JSON. `rows`: of its task; `formats`: as for `check_gate`.
+    """Return the rows that fail a gate, as JSON. `rows`: of its task; `formats`: as for `check_gate`.
 
-    Each has `kv`, `where` (what else tells the row from others of its format), `value`, and `told`: the
-    failure in words, with figure and limit in the gate's unit.
+    Each has `kv`, `where` (which row of its format it is), `value`, and `told`: the failure in words, with
+    figure and limit in the gate's unit.
     """
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
     concerned = [(row, figure(row, gate.figure)) for row in rows if row["kv"] in kvs]
@@ -189,7 +189,7 @@ def _failure(gate: Gate, row: Mapping[str, Any], value: object) -> dict[str, Any
 
 
 def missing(gate: Gate, reason: str) -> dict[str, Any]:
-    """Return the failure of a gate without any row: `where` says why there is none."""
+    """Return the failure of a gate that has no rows; its `where` is the reason."""
     kv = gate.kv or "every quantized format"
     return {"kv": kv, "where": reason, "value": None, "has_row": False, "told": f"{kv}: {reason}"}
 
@@ -204,7 +204,7 @@ def figure(row: Mapping[str, Any], name: str) -> object:
 
 
 def identity(row: Mapping[str, Any]) -> str:
-    """Return what distinguishes a row from others of its format, in words."""
+    """Return a text that distinguishes a row from others of its format."""
     return ", ".join(
         f"{key} {row[key]}"
         for key in IDENTITIES
@@ -213,12 +213,12 @@ def identity(row: Mapping[str, Any]) -> str:
 
 
 def is_figure(value: object) -> TypeGuard[float]:
-    """True for a number that can be compared; NaN and infinities are none."""
+    """True for a number that can be compared; False for NaN and infinities."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def metric_figures(metrics: Sequence[str]) -> list[str]:
-    """Return the names of lm-eval's metrics in gates."""
+    """Return the names that gates use for lm-eval's metrics."""
     return [figure for metric in metrics for figure in (metric, metric + _FROM_BASE)]
 
 
@@ -233,9 +233,9 @@ def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 
 def metric_rows(rows: Sequence[Mapping[str, Any]], gate: Gate) -> list[dict[str, Any]]:
-    """Return the lm-eval rows that a gate concerns, with its figure by name.
+    """Return the lm-eval rows that a gate concerns, with the figure added under its name.
 
-    A task that lacks the metric is not among them, unless the gate names the task: then it fails.
+    Tasks that lack the metric have no rows here; a gate that names such a task fails.
     """
     task = (gate.task or "").partition(":")[2]
     metric = gate.figure

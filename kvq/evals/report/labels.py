@@ -1,4 +1,4 @@
-"""Label placement: labels neither overlap nor leave the figure; placed once its layout is known."""
+"""Label placement without overlaps and inside the figure, once its layout is known."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -14,14 +14,14 @@ Boxes = npt.NDArray[np.float64]  # [4] or [boxes, 4]: left, bottom, right, top, 
 
 _REACHES = (5, 8, 12, 18, 26, 36, 48, 62, 80, 105, 135, 170, 210, 260)  # points between marker and label
 _DIRECTIONS = (0, 1, -1, 8, 7, -7, 4, -4, 2, -2, 6, -6, 3, -3, 5, -5)  # sixteenths of a turn: right first
-_LED = 9  # a label further away than these points gets a line to its marker
-_CROSSING = 30  # points of further way that are better than to lie on a drawn line
-_STRANGE = 15  # points of further way that are better than to lie next to another's marker
-_APART = 1.5  # times as far as its own marker: what is further than that is not taken for it
+_LED = 9  # points; labels further away get a line to their marker
+_CROSSING = 30  # points of extra distance that are preferable to crossing a drawn line
+_STRANGE = 15  # points of extra distance that are preferable to a place next to another marker
+_APART = 1.5  # times the distance to its own marker; markers beyond that are not mistaken for it
 _AIR = 1.5  # points around every label
-_ROUNDS = 12  # each halves the labels of an axis at most
+_ROUNDS = 12  # each round at most halves the labels of an axis
 _GREY = "#7d8590"
-_OUTWARDS = np.array([-1, -1, 1, 1])  # what a box grows by on every side
+_OUTWARDS = np.array([-1, -1, 1, 1])  # directions in which a box grows
 
 
 def label_point(
@@ -29,7 +29,7 @@ def label_point(
 ) -> None:
     """Label a point given in data coordinates; `settle` finds the place.
 
-    A label for which there is no room left in the axes is not drawn.
+    A label that does not fit into the axes is not drawn.
     """
     label = axes.annotate(
         *(text, at, (0, 0)),
@@ -44,16 +44,16 @@ def label_point(
 
 
 def draw_literally(figure: Any) -> None:  # D367: `$` just before saving, not by parse_math
-    """Escape all texts: matplotlib would read names with `$` as mathematics, or fail.
+    """Escape all texts, because matplotlib would parse names with `$` as mathematics, or fail.
 
-    Tick labels of logarithmic axes, which are mathematics, stay as they are.
+    Tick labels of logarithmic axes, which are mathematics, are not changed.
     """
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter
 
     axes = _all_axes(figure)
     for axis in axes:
-        if isinstance(axis.get_major_formatter(), FuncFormatter):  # names given for ticks
+        if isinstance(axis.get_major_formatter(), FuncFormatter):  # with tick labels that are names
             ticks = axis.get_majorticklocs()
             names = axis.get_major_formatter().format_ticks(ticks)
             if any(_literal(name) != name for name in names):
@@ -73,11 +73,11 @@ def _literal(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-def settle(figure: Any) -> None:  # D366: labels last: matplotlib settles the layout last
-    """Fix the layout and place all labels; to be called when everything is drawn, before saving.
+def settle(figure: Any) -> None:  # D366: labels last, because matplotlib settles the layout last
+    """Fix the layout and place all labels; call it when everything is drawn, before saving.
 
-    Names below an axis are turned upright where they would touch, then thinned out as figures are; an axis
-    grows until texts behind its bars fit.
+    Names below an axis are rotated if they would touch, then thinned out as numbers are; an axis is
+    lengthened until the texts to the right of its bars fit.
     """
     changed, rounds = True, _ROUNDS
     while changed and rounds:
@@ -99,7 +99,7 @@ def overlap(box: Boxes, others: Boxes) -> npt.NDArray[np.bool_]:
 
 
 def _make_room(axes: Any) -> bool:
-    """Lengthen the x axis if a text in it passes its right end. Returns True if it did."""
+    """Lengthen the x axis if a text passes its right end. Returns True if it was lengthened."""
     start, end = axes.get_xlim()
     left, _, right, _ = axes.get_window_extent().extents
     needed = end
@@ -113,7 +113,7 @@ def _make_room(axes: Any) -> bool:
 
 
 def _spread(axis: Any) -> bool:
-    """Turn or thin out an axis' labels if two of them touch. Returns True if they did."""
+    """Rotate or thin out the labels of an axis if two of them touch. Returns True if they did."""
     from matplotlib.ticker import FixedLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -156,9 +156,10 @@ def _place_all(axes: Any, scale: float) -> None:
 
 
 def _move(label: Any, right: float, up: float, half: float) -> None:
-    """Put a label's middle there, in points, held by the end next to its point.
+    """Move a label's middle to (right, up), in points, anchored at the end next to its marker.
 
-    Widths don't grow evenly with the resolution: a long text held in the middle could reach the marker.
+    Text widths are not proportional to the resolution, so a long text anchored in the middle could reach the
+    marker.
     """
     side = 0 if abs(right) < 1 else 1 if right > 0 else -1
     label.set_horizontalalignment({0: "center", 1: "left", -1: "right"}[side])
@@ -168,16 +169,16 @@ def _move(label: Any, right: float, up: float, half: float) -> None:
 def _best(
     label: Any, taken: Boxes, markers: Boxes, lines: list[Any], scale: float
 ) -> tuple[tuple[float, float], bool, Boxes] | None:
-    """Return the nearest free place of a label: its middle beside the point, if it needs a line, its box."""
+    """Return a label's nearest free place: offset of its middle, whether it needs a line, and its box."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
     inside = _box(label.axes)
-    size = Text.get_window_extent(label)  # an annotation's own box holds its line as well
+    size = Text.get_window_extent(label)  # an annotation's own box includes its line
     half = np.array([size.width, size.height]) / 2 + _AIR * scale
     point = label.axes.transData.transform(label.xy)
     at = np.tile(point, 2)
-    others = markers[~overlap(at, markers)]  # that it does not belong to
+    others = markers[~overlap(at, markers)]  # markers of other labels
     best, least = None, float("inf")
     for reach, turn in product(_REACHES, _DIRECTIONS):  # nearest first
         if reach >= least:
@@ -195,7 +196,7 @@ def _best(
 
 
 def _markers(axes: Any, scale: float) -> Iterator[Boxes]:
-    """Yield the boxes of all points that have a marker."""
+    """Yield the boxes of all markers."""
     from matplotlib.collections import PathCollection
 
     for line in axes.lines:
@@ -209,7 +210,7 @@ def _markers(axes: Any, scale: float) -> Iterator[Boxes]:
 
 
 def _texts(axes: Any) -> list[Any]:
-    """Return texts with a fixed place, without labels of points."""
+    """Return the texts at fixed positions, without the labels of points."""
     from matplotlib.text import Annotation
 
     return [text for text in axes.texts if not isinstance(text, Annotation)]
@@ -220,6 +221,6 @@ def _box(drawn: Any) -> Boxes:
 
 
 def _gaps(box: Boxes, others: Boxes) -> Any:
-    """Return the distances of a box from others."""
+    """Return the distances between a box and others."""
     apart = np.maximum(box[:2] - others[..., 2:], others[..., :2] - box[2:]).clip(min=0)
     return np.hypot(apart[..., 0], apart[..., 1])

@@ -1,16 +1,16 @@
-"""Tables of reports as text cells, for the terminal and for pages, and one self-contained HTML page."""
+"""Tables of reports as text cells, for terminal and page, and the self-contained HTML page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.printable import printable
 
-# Key of a row, dots leading further in -> head, and number format or what makes a text; "" for texts.
+# Key of a row (dots for nested keys) -> head, and number format or function to text; "" for texts
 Columns = Mapping[str, tuple[str, Any]]
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Columns) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells; None is a dash."""
+    """Return heads and cells; None becomes a dash."""
     heads = [head for head, _ in columns.values()]
     return heads, [[_cell(row, key, style) for key, (_, style) in columns.items()] for row in rows]
 
@@ -24,16 +24,16 @@ def _cell(row: Any, key: str, style: Any) -> str:
 
 
 def span(form: str) -> Callable[[tuple[float, float]], str]:
-    """Return a function that writes both bounds in a number format."""
+    """Return a function that formats both bounds of an interval."""
     return lambda bounds: f"{bounds[0]:{form}} .. {bounds[1]:{form}}"
 
 
 def bits(value: float) -> str:
-    """Write a number to three digits, without zeros at the end."""
+    """Format a number with three decimals, without trailing zeros."""
     return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-SIZES: Columns = {  # what a format takes
+SIZES: Columns = {  # of a format
     "bits_per_element": ("bits", bits),
     "kv_bytes_per_token": ("bytes/token", ",.0f"),
     "compression": ("vs bf16", "{:.2f}x".format),
@@ -41,7 +41,7 @@ SIZES: Columns = {  # what a format takes
 
 
 def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the columns of sizes, with those of a sequence of the context if it holds more."""
+    """Return the columns of sizes, with the bits of a whole sequence if these are more."""
     if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
         return SIZES
     held: Columns = {"bits_held": ("bits held", bits)}
@@ -70,8 +70,8 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return the page around parts that are HTML already."""
-    from html import escape  # not for the terminal
+    """Return the page around parts that are already HTML."""
+    from html import escape  # not needed for the terminal
 
     whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -79,11 +79,11 @@ def page(title: str, parts: Iterable[str]) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>{''.join(parts)}</body></html>\n"
     )
-    return printable(whole)  # controls have no place in HTML, and halves of surrogate pairs none in UTF-8
+    return printable(whole)  # HTML allows no control characters, UTF-8 no lone surrogates
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls if it is too wide."""
+    """Return an HTML table that scrolls if it is too wide."""
     from html import escape
 
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)

@@ -10,15 +10,15 @@ from kvq.evals.report.sections import depth_name
 
 Row = dict[str, Any]
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
-_LARGE = 10  # changes of perplexity from here on are shown as factors
+_LARGE = 10  # larger changes of perplexity are shown as factors
 _MARKERS = "osD^vP*X"
 _GRIDS_ACROSS = 3
-_CELLS_ACROSS = 24  # a cell has to hold "100%"
+_CELLS_ACROSS = 24  # a cell must have room for "100%"
 _RETRIEVED = "#1a7f37"
 
 
 def perplexity_figure(result: dict[str, Any]) -> Any:
-    """Plot bytes and perplexity of every format, and its divergence."""
+    """Plot bytes, perplexity and divergence of every format."""
     rows = [r for r in result["rows"] if r["instrument"] != "window"]
     figure = new_figure(9.6, max(4.0, 1.0 + 0.22 * len(rows)))
     left, right = figure.subplots(1, 2)
@@ -46,7 +46,7 @@ def _cost(row: Row) -> str:
 
 
 def _kl_panel(axes: Any, rows: list[Row]) -> None:
-    """Draw points of bits per element against mean KL divergence, logarithmic."""
+    """Plot mean KL divergence, on a logarithmic axis, against bits per element."""
     for row in rows:
         if row["kl_mean"] > 0:
             at = (row["bits_per_element"], row["kl_mean"])
@@ -57,7 +57,7 @@ def _kl_panel(axes: Any, rows: list[Row]) -> None:
 
 
 def finish_kl(axes: Any, x: str) -> None:
-    """Set a logarithmic y axis of mean KL divergence."""
+    """Set up the y axis as a logarithmic axis of mean KL divergence."""
     axes.set_yscale("log")
     axes.grid(alpha=0.25, which="both")
     finish(axes, x, "mean KL divergence, nats per token")
@@ -69,7 +69,7 @@ def format_color(name: str) -> str:
 
 
 def divergence_plot(rows: list[Row]) -> Any:
-    """Plot mean KL over bits per element, and over context depth. None if no format diverges."""
+    """Plot mean KL against bits per element, and against context depth. None if no format diverges."""
     diverging = [row for row in rows if row["kl_mean"] > 0]
     if not diverging:
         return None
@@ -92,7 +92,7 @@ def _looks(rows: Iterable[Row]) -> Iterator[tuple[Row, dict[str, str]]]:
 
 
 def difficulty_plot(rows: list[Row]) -> Any:
-    """Plot the change of perplexity by quarter of the documents, with error bars. None without quarters."""
+    """Plot the perplexity change by quarter of the documents, with error bars. None without quarters."""
     shown = [row for row in rows if row["by_difficulty"] and row["kl_mean"] > 0]
     if not shown:
         return None
@@ -123,7 +123,7 @@ def difficulty_plot(rows: list[Row]) -> Any:
 
 
 def _error_bars(middles: list[float], spans: list[Any]) -> list[list[float]]:
-    """Return the extent of each error bar down and up; 0 without an interval."""
+    """Return the lower and upper lengths of all error bars; 0 without an interval."""
     pairs = [(middle, span or (middle, middle)) for middle, span in zip(middles, spans, strict=True)]
     return [
         [max(0.0, middle - low) for middle, (low, _) in pairs],
@@ -132,7 +132,7 @@ def _error_bars(middles: list[float], spans: list[Any]) -> list[list[float]]:
 
 
 def attention_plot(rows: list[Row]) -> Any:
-    """Plot the mean error of the attention output over layers, and its parts from K and from V alone."""
+    """Plot the mean error of the attention output by layer, and the errors from K and from V alone."""
     figure = new_figure(9.6, 3.6)
     panels = {"error_mean": "K and V", "k_error_mean": "K alone", "v_error_mean": "V alone"}
     formats = {row["kv"]: row for row in rows}
@@ -170,7 +170,7 @@ def generation_plot(rows: list[Row]) -> Any:
 
 
 def needle_plot(rows: list[Row]) -> Any:
-    """Plot a grid per format: lengths across, depths downwards, darker where more was retrieved."""
+    """Plot a grid per format: lengths across, depths downwards, darker cells for more retrieved."""
     formats = list(dict.fromkeys(row["kv"] for row in rows))
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     across = max(1, min(len(formats), _GRIDS_ACROSS, _CELLS_ACROSS // len(lengths)))
@@ -194,11 +194,11 @@ def needle_plot(rows: list[Row]) -> Any:
 
 
 def _draw_cell(axes: Any, x: int, y: int, share: float) -> None:
-    """Draw a square of the grid, paler for less, without colour for nothing."""
+    """Draw a cell of the grid, paler for a smaller share and without colour for 0."""
     from matplotlib.patches import Rectangle
 
     at = (x - 0.48, y - 0.48)
     axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_RETRIEVED, alpha=share, edgecolor="none", lw=0))
-    # Cells let the page shine through, light or dark: only on full ones its text is hard to read
+    # Cells are translucent over a light or dark page; black text is hard to read only on full ones
     color = "#ffffff" if share > 0.85 else "#000000"
     axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=7, color=color)

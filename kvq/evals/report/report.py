@@ -1,4 +1,4 @@
-"""HTML report of `kvq eval` and `kvq perplexity`, one self-contained page."""
+"""HTML report of `kvq eval` and `kvq perplexity`, as one self-contained page."""
 
 from collections.abc import Callable
 from html import escape
@@ -21,7 +21,7 @@ from kvq.evals.report.sections import outcomes, sections
 from kvq.models.check.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
 from kvq.sizes import binary
 
-_PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table
+_PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> plot above its table
     "kl": divergence_plot,
     "by_difficulty": difficulty_plot,
     "attention": attention_plot,
@@ -46,12 +46,12 @@ _TOOK: Columns = {
 
 
 def write_report(path: str | Path, result: dict[str, Any], samples: dict[str, str] | None = None) -> None:
-    """Write the page. `samples` maps KV format names to texts generated from one prompt."""
+    """Write the report. `samples` maps KV format names to texts generated from one prompt."""
     fileio.write_text(path, render(result, samples or {}))
 
 
 def render(result: dict[str, Any], samples: dict[str, str]) -> str:
-    """Return the page's HTML. `result`: the JSON of either command; only that of `kvq eval` has tasks."""
+    """Return the page's HTML. `result`: JSON of either command; only that of `kvq eval` has tasks."""
     rows = result["rows"]
     is_eval = "tasks" in result
     cautions = result.get("cautions", [])
@@ -83,7 +83,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
 
 
 def _sections(result: dict[str, Any]) -> list[str]:
-    """Return the tables, some of them under a plot."""
+    """Return the tables, some with a plot above them."""
     parts = []
     for section in sections(result):
         parts.append(f"<h2>{escape(section.title)}</h2>")
@@ -105,10 +105,10 @@ def _verdicts(rows: list[dict[str, Any]]) -> str:
 
 
 def _summary(rows: list[dict[str, Any]], context: int) -> str:
-    """Return a sentence about the harmless format that saves most."""
+    """Return a sentence about the harmless format that saves the most memory."""
     measured = [r for r in rows if r["instrument"] != "window"]
     harmless = [r for r in measured if verdict(r["kl_mean"], r["perplexity_change"]) == "harmless"]
-    best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # the baseline is one
+    best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # the baseline always is
     means = f"is harmless: mean KL below {HARMLESS_KL:g} and perplexity up by less than {HARMLESS_CHANGE:.0%}"
     windows = rows[0]["tokens"] // (context - 1)
     few = f" Windows: {windows}, too few to be sure." if windows < FEWEST_DOCUMENTS else ""

@@ -1,4 +1,4 @@
-"""JSON envelope of every measuring command."""
+"""JSON envelope of all commands that measure."""
 
 import dataclasses
 import datetime
@@ -21,7 +21,7 @@ from kvq.version import __version__
 def envelope(
     command: list[str], device: torch.device, rows: Sequence[Any], facts: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
-    """Return a measuring command's JSON object: `rows` are dicts or dataclasses, `facts` further keys."""
+    """Return a command's JSON object: `rows` are dicts or dataclasses, `facts` are additional keys."""
     return {
         "kvq_version": __version__,
         "commit": source_commit(),
@@ -35,7 +35,7 @@ def envelope(
 
 
 def _without_secrets(command: list[str]) -> list[str]:
-    """Return the command line without the value of --token."""
+    """Return the command line with the value of --token masked."""
     before = ["", *command]
     return [
         "***" if last == "--token" else "--token=***" if word.startswith("--token=") else word
@@ -44,19 +44,19 @@ def _without_secrets(command: list[str]) -> list[str]:
 
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
-    """Write an envelope, aside and renamed."""
+    """Write an envelope to a temporary file, then rename it."""
     fileio.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def describe_device(device: torch.device) -> str:
-    """Return a line that names the hardware: the GPU, or the CPU with its threads."""
+    """Return a line that describes the hardware: the GPU, or the CPU and its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def versions() -> dict[str, str]:
-    """Return versions that a figure may depend on."""
+    """Return the versions that figures may depend on."""
     import transformers
 
     found = {
@@ -84,7 +84,7 @@ def _cpu_name() -> str:
 def source_commit() -> str | None:
     """Return a source checkout's commit, with `-dirty` if it was changed; None for an installed copy.
 
-    Looked up once: what takes long asks when it begins, so that its result names the code that ran.
+    Looked up once: long measurements call it when they start, so that the result names the code that ran.
     """
     root = Path(__file__).parents[3]
     if not (root / ".git").exists() or sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""Tables of an evaluation as text cells, for the terminal and for the page."""
+"""Tables of an evaluation as text cells, for terminal and page."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from kvq.evals.report.page import Columns, sizes, span, table
 from kvq.models.check.verdict import describe_check
 
 Row = dict[str, Any]
-_KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
-MOST = 0.5  # of the keys; where more are exact, a format is measured less than what it leaves alone
-_RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
+_KEYS = {"needle": ("needle_summary", "needle")}  # of tasks with rows under more than one key
+MOST = 0.5  # share of keys; if more are exact, they determine a format's figures
+_RUN_KEYS = ("seconds", "intervals")  # fields of a row that are not measured figures
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
 _PERPLEXITY: Columns = {"perplexity": ("perplexity", ".3f"), "perplexity_change": ("change", "+.3%")}
@@ -31,7 +31,7 @@ class _Section:
 
 
 def sections(result: dict[str, Any]) -> Iterator[_Section]:
-    """Yield every table that a result of `kvq eval` has figures for; the one of `kvq perplexity`."""
+    """Yield the tables for which a result of `kvq eval` has figures, or the one of `kvq perplexity`."""
     rows: list[Row] = result["rows"]
     if "tasks" not in result:
         yield _plain_perplexity(rows)
@@ -52,7 +52,7 @@ def sections(result: dict[str, Any]) -> Iterator[_Section]:
 
 
 def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is good, text) of the instrument check, tasks and gates, and of mostly exact formats."""
+    """Yield (is good, text) for void tasks, the instrument check, mostly exact formats, and gates."""
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
@@ -69,7 +69,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 def exactness_warning(kv: str, share: float, tokens: int) -> str:
     """Return a warning that a share of the keys was exact in sequences of `tokens` tokens."""
-    percent = f"{floor(1000 * share) / 10:g}%"  # 100% is all
+    percent = f"{floor(1000 * share) / 10:g}%"  # rounded down, so that 100% means all
     return (
         f"with {kv}, {percent} of the keys that queries see in {tokens:,} tokens are exact: its figures are "
         f"more of those than of its formats"
@@ -77,7 +77,7 @@ def exactness_warning(kv: str, share: float, tokens: int) -> str:
 
 
 def row_keys(result: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a result under which its tasks put their rows."""
+    """Return the keys of a result that contain the rows of its tasks."""
     keys = [str(task["key"]) for task in result.get("tasks", [])]
     return [part for key in keys for part in _KEYS.get(key, (key,))]
 
@@ -199,7 +199,7 @@ def _needle_summary(rows: list[Row]) -> _Section:
     return _section("needle_summary", "Needle in a haystack", bounded, columns, note)
 
 
-def _needle(rows: list[Row]) -> _Section:  # D26: the ends are exact with sinks and recent tokens
+def _needle(rows: list[Row]) -> _Section:  # D26: with sinks and recent tokens, both ends are exact
     rows = sorted(rows, key=lambda row: row["depth"])  # stable
     heads, cells = _crossed(
         rows, lambda row: (row["kv"], f"{row['length']:,}"), "depth", "{retrieved:.0%}".format_map
@@ -232,7 +232,7 @@ def _lm_eval(rows: list[Row]) -> _Section:
 def _crossed(
     rows: list[Row], line: Callable[[Row], tuple[str, ...]], across: str, cell: Callable[[Row], str]
 ) -> tuple[list[Any], list[list[str]]]:
-    """Return the values of a key as columns, with a line of cells per identity; a dash for no row."""
+    """Return the values of `across` as heads, and a line of cells per identity; a dash means no row."""
     heads = list(dict.fromkeys(row[across] for row in rows))
     lines: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
@@ -241,7 +241,7 @@ def _crossed(
 
 
 def _other(key: str, rows: list[Row]) -> _Section:
-    """Return a table of whatever the rows of a task hold."""
+    """Return a table of all fields in a task's rows."""
     columns = {name: (name, _plain) for name in rows[0] if name not in _RUN_KEYS}
     return _section(key, key.replace("_", "-"), rows, columns)
 
