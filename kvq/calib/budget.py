@@ -163,7 +163,7 @@ def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
 
 
 def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
-    """True if, in all layers, a kernel for this device other than the reference attends over `code`."""
+    """True if a kernel other than the reference attends over `code` on this device, in every layer."""
     formats = [found[0] for found in candidates(model, [code]).values()]  # alternately K and V
     layers = zip(model.geometry.layers, formats[::2], formats[1::2], strict=True)
     specs = {

@@ -53,7 +53,7 @@ def check_domain(  # D35: judged by divergence, compared with the checked text's
     The recipe is unfit if its divergence from unquantized KV is over a quarter larger, beyond chance.
 
     Raises:
-        RequestError: the text has less than one window.
+        RequestError: the text is shorter than one window.
     """
     window = min(context or 1024, model.prepared.max_context)
     head = _beginning(model, text, window)
@@ -94,7 +94,7 @@ def check_domain(  # D35: judged by divergence, compared with the checked text's
 
 
 def check_length(model: PreparedModel, text: EvalText, context: int | None) -> None:
-    """Raise RequestError if a text has less than one window; called before any long work."""
+    """Raise RequestError if a text is shorter than one window; called before any long work."""
     token_windows(model.tokenizer, text.text, context=min(context or 1024, model.max_context))
 
 

@@ -228,7 +228,7 @@ def _rounded(rows: Tensor) -> HeadCenters:
 
 
 _OUTLIER = 4.0  # times the median channel's root mean square
-_BIAS = 2.0  # both in standard deviations and times the median channel's root mean square
+_BIAS = 2.0  # in standard deviations, and times the median channel's root mean square
 
 
 def summarize(observations: Observations) -> list[dict[str, Any]]:

@@ -206,7 +206,7 @@ class _Search:
         return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
 
     def _near(self, budget: int) -> list[KVRecipe]:
-        """Return the short names within a budget and the next larger one; each adds a recipe to measure."""
+        """Return short names within a budget and the next larger; each takes the recipe's time to measure."""
         named = sorted(self._named, key=self.nbytes)
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 

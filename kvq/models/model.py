@@ -79,18 +79,18 @@ class Model(NotCopyable):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV cache per token over all layers, with scales and padding, or by registered bits."""
+        """Bytes of KV cache per token over all layers, scales and padding included; own formats' by bits."""
         if self.recipe.own:
             return self.bits_per_element * self.geometry.elements_per_token / 8
         return self.layout.kv_bytes_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, including scales and block means, or the registered number."""
+        """Stored bits per K or V element, including scales and block means; own formats' as registered."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.layout.block_size))
 
     def bits_held(self, tokens: int) -> float:
-        """Return the bits per element of all K and V of a sequence of `tokens` tokens, sealed or staged."""
+        """Return the bits per element that a sequence of `tokens` tokens takes, with its staged tokens."""
         layout, elements = self.layout, tokens * self.geometry.elements_per_token
         if self.recipe.own:
             waiting = sum(group.sequence_bytes(tokens) for group in layout.groups if group.is_staging)
@@ -102,7 +102,7 @@ class Model(NotCopyable):
         """Return a model of these weights with another KV recipe; nothing is loaded again.
 
         Raises:
-            ConfigError: unknown or unfit format, or static scales that are missing or another model's.
+            ConfigError: the format is unknown or doesn't fit, or its static scales are missing or wrong.
         """
         return self._with(self.prepared.recipe(kv, self.static_scales), self.static_scales)
 
@@ -130,8 +130,8 @@ class Model(NotCopyable):
         `chunk`: split the prefill into chunks of this many tokens.
 
         Raises:
-            RequestError: no tokens, ids outside the vocabulary, more tokens than the model's context, or
-                K or V values that are not finite.
+            RequestError: there are no tokens, more than the model's context, or ids outside the
+                vocabulary, or K or V values are not finite.
         """
         check_token_ids(token_ids, "token ids are whole numbers in a list")
         token_ids = [operator.index(token) for token in token_ids]

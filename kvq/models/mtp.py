@@ -37,7 +37,7 @@ _TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.") 
 
 
 class MtpHead:  # D261: transformers' class, kvq's attention and blocks
-    """A multi-token-prediction layer on its model's device, from `load_mtp`; `geometry`: its attention's."""
+    """A multi-token-prediction layer on its model's device, with its attention's geometry. See `load_mtp`."""
 
     def __init__(self, mtp: Any, prepared: PreparedModel, geometry: ModelGeometry) -> None:
         self.prepared = prepared  # the model's

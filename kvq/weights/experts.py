@@ -26,7 +26,7 @@ _COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # sizes of the small copy
 _TOLERANCE = 1e-4  # max|a - b| / max|b| of a row
 
 Weight = QuantizedWeight | PlainWeight
-Make = Callable[[str, int, Tensor], Weight]  # (name, expert, its weight [out, in]) -> kernel's
+Make = Callable[[str, int, Tensor], Weight]  # (name, expert, weight [out, in]) -> packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

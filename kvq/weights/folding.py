@@ -1,4 +1,4 @@
-"""Scale folding: places where a decoder layer can absorb scales of Linear inputs without a changed output.
+"""Scale folding: places where a decoder layer absorbs scales of Linear inputs without changing its output.
 
 A Linear layer's columns are multiplied by s and its inputs divided by it; the division is applied to the
 source of the inputs: a norm's weight, or the rows of an earlier Linear layer. The places are not inferred

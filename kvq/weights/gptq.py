@@ -116,7 +116,7 @@ def _of_group(scale: Tensor, zero: Tensor | None, group: int) -> tuple[Tensor, T
 def _round(
     columns: Tensor, factor: Tensor, fmt: WeightFormat, block: int, scales: Iterator[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Return codes int8 [in, out] of columns fp32 [in, out]; rounding a column updates those after it.
+    """Return codes int8 [in, out] of columns fp32 [in, out]; rounding a column updates later columns.
 
     `factor`: fp32 [in, in], upper triangular; factor^T factor is the inverse Hessian. `scales`: each column's
     scales and zero points, requested when the column is reached.

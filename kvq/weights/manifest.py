@@ -38,7 +38,7 @@ def file_digest(path: Path, tell: Tell = int) -> FileDigest:
 
 
 def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
-    """Return the manifest of these files; it is the same for the same files."""
+    """Return the manifest of these files; identical files result in identical bytes."""
     listed = {name: dict(zip(_FIELDS, file, strict=True)) for name, file in files.items()}
     content = {"files": listed, "format_version": _FORMAT_VERSION}
     return _canonical({**content, "digest": xxhash.xxh3_128(_canonical(content)).hexdigest()})

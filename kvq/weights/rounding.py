@@ -1,11 +1,10 @@
 """Round-to-nearest: scales and zero points of groups, and codes for given scales and zero points.
 
 A smaller range clips a group's largest weights and rounds the others more finely; `search_scales` finds the
-best range.
-Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
-Inference", 2018, section 2.1; Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM
-Compression and Acceleration", 2023, section 3.2 (weight clipping); Frantar et al., "GPTQ", 2022, whose
-published code has a search over squared errors.
+best range. Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018, section 2.1; Lin et al., "AWQ: Activation-aware Weight Quantization
+for On-Device LLM Compression and Acceleration", 2023, section 3.2 (weight clipping); Frantar et al., "GPTQ",
+2022, whose published code has a search over squared errors.
 """
 
 from collections.abc import Callable

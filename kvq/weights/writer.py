@@ -95,7 +95,7 @@ class CheckpointWriter:
         return self._out
 
     def abort(self) -> None:
-        """Abort: remove the temporary folder."""
+        """Give up: remove the temporary folder."""
         self._shard.clear()
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
@@ -111,7 +111,7 @@ class CheckpointWriter:
         self.abort()
 
     def _check_open(self) -> Path:
-        """Return the temporary folder; raise ConfigError after the end."""
+        """Return the temporary folder; raise ConfigError if it was renamed or removed."""
         if self._aside is None:
             raise ConfigError(f"{self._out} is finished or given up; make another CheckpointWriter")
         return self._aside

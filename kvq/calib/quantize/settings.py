@@ -141,7 +141,7 @@ class Quantizing:
     revision: str | None = None
     token: str | None = None
     progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
-    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # called with their number
+    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # called with finished layers
 
     def stored_dtype(self) -> str:
         """Return the dtype of scales and unquantized tensors; files of GPTQ and AWQ use fp16.

@@ -80,6 +80,6 @@ class _ComparedStore(LayerStore):
         assert isinstance(batch, SequenceBatch), "the baseline is not staged"
         out, lse = self._baseline.attend(q, batch, options)
         for other, num_groups, errors in self._others:
-            same = (batch,) * num_groups  # all caches are written alike, so every group has these tables
+            same = (batch,) * num_groups  # all caches get the same writes, so every group has these tables
             errors.update(other.attend(q, other.batch_of(same), options)[0], out)
         return out, lse

@@ -1,4 +1,4 @@
-"""Load check: a test whether an unmeasured KV format breaks a model, before the model is served.
+"""Load check: a test of whether an unmeasured KV format breaks a model, before the model is served.
 
 The model runs over a short text with unquantized KV. Every layer also attends over the same K and V as stored
 in the format, and in others of its size. If no layer's attention has an error of `CLEAR_ERROR` or more, the
@@ -26,7 +26,7 @@ from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.model import Model
 
-CLEAR_ERROR = 0.15  # D47; of a layer's attention output: every pair that warned or broke was above it
+CLEAR_ERROR = 0.15  # D47; of a layer's attention output: no pair that warned or broke was below this
 _TOKENS, _FEW_TOKENS = 384, 256  # the latter for models above _LARGE, which need seconds for them
 _LARGE = 1_000_000_000  # weights
 _LEAST_TOKENS = 16
@@ -158,7 +158,7 @@ def measure(model: Model) -> LoadCheck:
 
 
 def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[int]) -> LoadCheck:
-    """Return `found` with a verdict by logits, fp32 [tokens, vocab]; harmless without `stored`.
+    """Return `found` with a verdict from logits, fp32 [tokens, vocab]; without `stored`, it is harmless.
 
     Unjudgeable if the unquantized logits, `exact`, are no better than counting tokens. Since tokens are few,
     a perplexity change counts only beyond two standard errors; divergence is far less noisy.
@@ -210,7 +210,7 @@ def _run(
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:
-    """Return the model in the largest other formats of at most about the same size that kernels run."""
+    """Return the model in the largest other formats that kernels run and that need about as few bits."""
     prepared, found = model.prepared, list[Model]()
     heads, size = prepared.geometry.kv_heads, prepared.block_size
     most = float(asked.bits_per_element(heads, size)) * _SLACK

@@ -29,7 +29,7 @@ def verdict(kl_mean: float, perplexity_change: float) -> Verdict:  # D46: verdic
 
 
 def chance_perplexity(tokens: npt.NDArray[np.int64], vocab_size: int) -> float:
-    """Return the perplexity of a guess by counts: each token is as likely as it was frequent so far.
+    """Return the perplexity of a guess that predicts each token by its frequency so far.
 
     If a uniform guess over the vocabulary is better, its perplexity is returned. `tokens`: a text's.
 
@@ -53,7 +53,7 @@ def cautions(
 ) -> Iterator[str]:
     """Yield reasons, a sentence each, why figures of a model on a text say nothing about formats.
 
-    `perplexity`: of unquantized KV. `chance`: by counting. `look`, `instrument`: the results' fields.
+    `perplexity`: with unquantized KV. `chance`: of guessing by counts. `look`, `instrument`: results' fields.
     """
     if perplexity >= chance:
         yield (

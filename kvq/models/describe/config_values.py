@@ -125,7 +125,7 @@ Build = Callable[[Mapping[str, Any]], nn.Module]  # a config.json's dict -> a mo
 def check_headers(
     folder: Path, config: Mapping[str, Any], geometry: ModelGeometry, entries: Iterable[TensorEntry]
 ) -> None:
-    """Compare what needs no module: the number of layers, and the heads' size with the largest tensor.
+    """Check, without a module, the number of layers, and that a tensor is large enough for the heads.
 
     Raises:
         ModelError: config.json contradicts the weights.
@@ -159,7 +159,7 @@ def check_shapes(
 ) -> None:
     """Compare every parameter's shape with that of the tensor of its name.
 
-    Parameters that transformers combines from several tensors have none; their total is compared with bytes.
+    Parameters that transformers combines from several tensors have none; only their total is checked.
 
     Raises:
         ModelError: a tensor has another shape; the message names the config fields that determine it.

@@ -89,7 +89,7 @@ class _Before:
         return key, value
 
 
-def pass_positions(model: nn.Module) -> None:  # D206: code that counts by a cache gets one that counts
+def pass_positions(model: nn.Module) -> None:  # D206: a stand-in cache that counts positions
     """Give attention that derives positions from a cache the positions of a step's tokens instead."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)

@@ -123,7 +123,7 @@ def default_config(given: Mapping[str, Any]) -> Any:
 def _blamed(
     folder: Path, config: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object], error: Exception
 ) -> ModelError:
-    """Return an error that names the field whose removal avoids it, or else that causes it alone."""
+    """Return an error that names a field whose removal avoids it or, failing that, that alone causes it."""
     kind, cause = {"model_type": config["model_type"]}, first_lines(error)
     # Keep only the check's own message from its report
     told = re.sub(r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2])

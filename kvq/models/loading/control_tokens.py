@@ -16,11 +16,11 @@ from kvq.models.loading.tokenizer import template_source
 
 _PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: unused in texts, unchanged by normalizers
 _BYTES = 0xF0000  # the first of 256 private-plane characters that encode the bytes of hidden text
-_LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # of code models, whose templates don't mention file tokens
+_LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # also code models' file tokens, absent from templates
 _NONCE_LENGTH = 8  # characters: 128 bits
 
 
-class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
+class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads them
     """Control tokens of one tokenizer: its special tokens, and others that its chat template writes.
 
         safe = control.hide(turn["content"])

@@ -95,7 +95,7 @@ def _scale_bytes(model: PreparedModel) -> int:
 
 
 def _narrowest(model: PreparedModel) -> str:
-    """Return the smallest type for all Linear weights without loss: fp32 checkpoints are often widened."""
+    """Return the smallest type that stores all Linear weights exactly; fp32 ones are often widened."""
     matrices = Counter[str]()
     for entry in _matrices(model):
         if entry.dtype in _STORED:

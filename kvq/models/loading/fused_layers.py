@@ -32,7 +32,7 @@ Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor
 
 
 def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -> bool:
-    """Make a model run steps in few calls; return False and change nothing if any layer is of another kind.
+    """Make a model run steps in few calls; return False and change nothing if a layer's kind is unknown.
 
     `windows`: the attention window of every layer, in tokens.
     """
@@ -109,7 +109,7 @@ class _Inputs(TypedDict, total=False):
 class _FusedForward:
     """A model's forward pass up to its last norm; calls other than kvq steps run the model's own code.
 
-    It keeps the layers' parts from when it is created; to replace one later, unfuse the model first.
+    The layers' parts are read once, at creation; to replace a part later, unfuse the model first.
     """
 
     def __init__(self, inner: Any, run: Layers, layers: list[DecoderParts]) -> None:
@@ -198,7 +198,7 @@ class FusedPass:
         return self._ends is not None and self.is_free
 
     def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
-        """Return the step as one call, not yet started; None if it takes several. Arguments: `__call__`."""
+        """Return the step of `__call__` as one call, not yet started; None if it takes several."""
         if self._ends is None or step.keeps_hidden or not self._has_same_ends():
             return None
         return self._layers.whole(self._ends, tokens, positions, wanted, step)

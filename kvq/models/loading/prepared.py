@@ -1,4 +1,4 @@
-"""A model as known without its weights: anything that can't work is refused before the weights are read."""
+"""A model without its weights: anything that can't work is refused before the weights are read."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -197,7 +197,7 @@ class LoadOptions(TypedDict, total=False):
     """Options for loading a model and storing its K and V."""
 
     device: str  # "auto", the default: the first GPU, or the CPU
-    dtype: str  # of computation; "auto", the default: fp32 on a CPU, else the config's
+    dtype: str  # the computation dtype; "auto", the default: fp32 on a CPU, else the config's
     max_context: int | None  # tokens; None, the default: the model's own
     weights: str  # the format that Linear layers are rounded to; "auto", the default: as stored
     block_size: int  # tokens; by default BLOCK_SIZE
@@ -288,7 +288,7 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Return static scales from the kvq.json at `path`, or else from the model folder's, or the checkpoint.
+    """Return static scales from the kvq.json at `path`, else from the model folder's, else the checkpoint's.
 
     Raises:
         ConfigError: the file is unreadable, contains no static scales, or contains another model's.

@@ -29,7 +29,7 @@ from kvq.weights import (
 )
 from kvq.weights.files import read_linear
 
-_HEAD = WeightFormat(code=WeightCode.INT8)  # the head's with integer formats: logits deserve 8 bits
+_HEAD = WeightFormat(code=WeightCode.INT8)  # the head's format if others are integers: logits deserve 8 bits
 _PIECE = 1 << 20  # values rounded at a time, which takes several times their memory
 _Stored = TypeVar("_Stored")
 
@@ -99,7 +99,7 @@ def _check_groups(fmt: WeightFormat, in_features: int, name: str) -> None:
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
-    """Return the format of each Linear layer to be rounded, by name; 8 bits for the head of integer formats.
+    """Return the format that each Linear layer is rounded to, by name; 8 bits for the head if integer.
 
     Raises:
         ConfigError: no layer can be rounded, or one's inputs can't be divided into its format's groups.
@@ -181,7 +181,7 @@ def _install_experts(  # D184: placed by name, then compared with the stack
 ) -> None:
     """Replace stacked experts with the codes that a checkpoint stores per expert, if a kernel runs them.
 
-    Experts stay dequantized if the codes' values differ from those that transformers stacked.
+    Experts stay dequantized if the codes' values differ from the values that transformers stacked.
     """
     for name, (form, own) in expert_places(model, stacked_experts(model), weights).items():
         experts = model.get_submodule(name)

@@ -59,11 +59,11 @@ def template_source(tokenizer: Any) -> str:
 def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
     """Load a tokenizer like `load_tokenizer`, in a process that runs no model.
 
-    Unless torch or transformers is already imported, transformers takes torch for missing from then on. Its
+    Unless torch or transformers is already imported, transformers treats torch as missing from then on. Its
     tokenizers don't need torch, whose import takes two seconds and 180 MB.
     """
     log, is_silent = logging.getLogger("transformers"), lambda record: False
-    log.addFilter(is_silent)  # warns that torch is missing
+    log.addFilter(is_silent)  # transformers would warn that torch is missing
     try:
         with unseen("torch"):
             import transformers  # noqa: F401 - it looks for torch once
@@ -103,7 +103,7 @@ def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
 
 
 def check_knows_text(tokenizer: Any, folder: Path) -> None:
-    """Raise ModelError if a tokenizer can't encode text, as one can't that was made without its files."""
+    """Raise ModelError if a tokenizer can't encode text, for example because its files were missing."""
     if not _knows_text(tokenizer):
         folder = tokenizer_folder(folder)
         raise ModelError(

@@ -54,7 +54,7 @@ class LoadedWeights:
         return self.prepared.digest
 
     def step_rows(self, count: int) -> int:
-        """Return the rows to pad a step of `count` tokens to, so that results don't depend on the batch."""
+        """Return the number of rows to pad `count` tokens to, so that results don't depend on the batch."""
         return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
 
     def logit_rows(self, count: int) -> int:
@@ -68,7 +68,7 @@ class LoadedWeights:
 
     @cached_property
     def fused_pass(self) -> FusedPass | None:
-        """The fused pass through the model on a CPU; None if its results would differ."""
+        """The fused pass through the model on a CPU; None if none has the same results."""
         return FusedPass.of(self.model) if self.device.type == "cpu" else None
 
     @cached_property

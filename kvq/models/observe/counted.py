@@ -81,7 +81,7 @@ def _without_weights(config: Any) -> int:
 
 
 def _real(config: Any, stacked: int) -> int:
-    """Return the number of experts that checkpoints contain, of `stacked` in a module."""
+    """Return how many of a module's `stacked` experts checkpoints contain."""
     others = _without_weights(config)
     return stacked - others if others and stacked > config.n_routed_experts else stacked
 

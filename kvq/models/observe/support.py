@@ -11,7 +11,7 @@ from kvq.models.observe.geometry import observed_geometry, refusal
 
 
 def is_listed(geometry: ModelGeometry) -> bool:
-    """True if a model's family is among those that kvq's authors checked; others must be proven."""
+    """True if a model's family is on the list of checked families; others must be proven."""
     return geometry.model_type in FAMILIES
 
 

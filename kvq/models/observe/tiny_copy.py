@@ -20,7 +20,7 @@ _REACHES = (  # parts of the names of fields for context reach
     *("window", "chunk", "sliding", "span", "local_", "distance", "recent", "prefix", "keep", "attn_block"),
     *("start_size", "floor_scale", "train_length", "index_topk", "index_block", "original_max_position"),
 )
-_READERS = "num_kv_shared_layers"  # how many layers, the last ones, store no K and V
+_READERS = "num_kv_shared_layers"  # number of the last layers, which store no K and V
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # standard deviation of matrices, so large that attention is far from uniform
 _SPREAD_OF_STATES = 0.1  # the same for models that keep states: recurrences amplify rounding errors
@@ -168,7 +168,7 @@ def _is_reach(name: object, value: object) -> bool:
 
 
 def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: int) -> dict[str, Any]:
-    """Return fields for the first layers that cover all kinds; `names`: config names of the layer count."""
+    """Return fields that keep only enough first layers for all kinds; `names`: fields of the layer count."""
     kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
     counted = [name for name in names if name in config]
     layers = config[counted[0]] if counted else len(kinds[0])

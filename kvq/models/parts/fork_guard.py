@@ -32,7 +32,7 @@ class Home:
 
     @classmethod
     def note_fork(cls) -> None:
-        """Record a fork while a thread may hold torch's locks, which no thread of the child releases."""
+        """Record whether an engine's thread, which may hold torch's locks, runs during a fork."""
         if cls._stepping in (0, os.getpid()):
             is_stepping = any(thread.name == cls.ENGINE_THREAD for thread in threading.enumerate())
             cls._stepping = os.getpid() if is_stepping else 0

@@ -18,7 +18,7 @@ def attach_expansions(
 ) -> None:
     """Replace the Linear layer that expands latents with a `LatentExpansion`, wherever latents are stored.
 
-    A quantized weight is dequantized. `dtype`: the model computes in it. `packed`: for own products on a CPU.
+    A quantized weight is dequantized. `dtype`: the computation dtype. `packed`: use kvq's products on a CPU.
 
     Raises:
         ModelError: a layer has no such Linear layer, or several.

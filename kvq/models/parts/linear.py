@@ -160,9 +160,10 @@ def _pack_own(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
-    """Return, by the name of each layer that shares its weight with embeddings (a head), these by name.
+    """Return the embeddings that share each head's weight, by the head's name and their own.
 
-    None are listed, and the weight stays unpacked, if one does more than look rows up, or layers share it.
+    None are listed, and the weight stays unpacked, if an embedding does more than look rows up, or several
+    layers share the weight.
     """
     shared: dict[int, dict[str, nn.Embedding]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -110,7 +110,7 @@ def _logged_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Ten
 
 
 def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:  # D192
-    """Return the change of the model's own logits if embeddings change by one rounding step each.
+    """Return the change of the model's own logits if some embedding values change by one rounding step.
 
     `own`: the model's logits for these tokens.
     """

@@ -43,7 +43,7 @@ class PromptEncoder:
     def encode(
         self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
     ) -> list[int]:
-        """Return a text's token ids. `plain`: without control tokens, whatever the text spells.
+        """Return a text's token ids. `plain`: encode no control tokens, whatever the text spells.
 
         Raises:
             RequestError: it is not a valid text.
@@ -58,7 +58,7 @@ class PromptEncoder:
     def encode_chat(
         self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a conversation in the model's own format; `options`: its template's.
+        """Return the token ids of a conversation in the model's own format; `options`: the template's.
 
         Raises:
             RequestError: the template refuses it or drops a part of it, or it is not valid text.
@@ -72,7 +72,7 @@ class PromptEncoder:
     def shared_lengths(
         self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
     ) -> list[int]:
-        """Return how many first tokens a conversation shares with each of some others; 0 for equal ones.
+        """Return how many first tokens a conversation shares with each of the others; 0 for equal ones.
 
         `tokens`: the result of `encode_chat` for `whole`. The count is that of the tokens that the texts'
         common beginning, tokenized alone, shares with `tokens`.

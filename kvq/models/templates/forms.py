@@ -168,7 +168,7 @@ class _Trial:
             self.find("tool", [forms], done, _word("tool"))
 
     def beside(self, results: Turns) -> None:
-        """Find out whether text is shown beside a call or before it, also in conversations that continue."""
+        """Find out whether text is shown with a call or as a turn before it, also in longer conversations."""
         word, apart = _word("beside"), replace(self.forms, parts_calls=True)
         done = [*_called(word), *results]
         if not self.find(BESIDE, [self.forms], done, _VALUE, word):

@@ -1,4 +1,4 @@
-"""Tensors of AutoAWQ's GEMM format: scales, and qweight and qzeros along outputs, eight reordered per word.
+"""Tensors of AutoAWQ's GEMM format: qweight and qzeros, with eight reordered outputs per word, and scales.
 
 Source: AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`.
 """
