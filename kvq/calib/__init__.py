@@ -1,4 +1,4 @@
-"""Calibration: what K and V of a model look like, observed through its attention."""
+"""Calibration: statistics of a model's K and V, observed through its attention."""
 
 from kvq.calib.observe import Observations, calibrate, observe
 

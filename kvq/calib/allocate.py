@@ -1,8 +1,8 @@
-"""Memory budget allocation: one option per unit, exactly at least total cost.
+"""Memory budget allocation: one option per unit, with exactly the least total cost.
 
-The multiple-choice knapsack problem, solved by dynamic programming over bytes; costs of units are taken
-to add up, which `kvq tune` then verifies on the whole recipe. Source: Kellerer, Pferschy and Pisinger
-2004, Knapsack Problems, section 11.5.
+This is the multiple-choice knapsack problem, solved by dynamic programming over bytes. Costs of units are
+assumed to add up, which `kvq tune` then verifies on the whole recipe. Source: Kellerer, Pferschy and
+Pisinger 2004, Knapsack Problems, section 11.5.
 """
 
 import itertools
@@ -21,14 +21,14 @@ class Allocation:  # D27: exact knapsack over single costs
     """Best choices for every budget."""
 
     def __init__(self, units: Sequence[Sequence[Trial]]) -> None:
-        """Solve for all budgets, O(units x options x bytes / their greatest common divisor).
+        """Solve for all budgets, in O(units x options x bytes / their greatest common divisor).
 
-        There are units, and each has options.
+        There must be at least one unit, each with at least one option.
         """
         self._units = units
         least = [min(option.nbytes for option in options) for options in units]
         above = [[o.nbytes - fewest for o in options] for options, fewest in zip(units, least, strict=True)]
-        self.least_bytes = sum(least)  # per token, of the smallest choice
+        self.least_bytes = sum(least)  # per token, with the smallest choices
         self._unit_bytes = _common_divisor(list(itertools.chain(*above)))
         self._shifts = [[int(nbytes / self._unit_bytes) for nbytes in one] for one in above]
         best = np.zeros(1)
@@ -43,18 +43,18 @@ class Allocation:  # D27: exact knapsack over single costs
                 picked[part][better] = index
             best = grown
             self._picked.append(picked)
-        self._costs = best  # [extra bytes / unit_bytes], exactly that many bytes
-        self.most_bytes = self.least_bytes + (len(best) - 1) * self._unit_bytes  # of the largest choice
+        self._costs = best  # [extra bytes / unit_bytes], for exactly that many bytes
+        self.most_bytes = self.least_bytes + (len(best) - 1) * self._unit_bytes  # with the largest
 
     def cost(self, budget: Fraction | int) -> float:
         """Return the least total cost within `budget` bytes per token."""
         return float(self._costs[self._best(budget)])
 
     def choose(self, budget: Fraction | int) -> list[Trial]:
-        """Return the options of least total cost within `budget` bytes per token, one per unit.
+        """Return the options with the least total cost within `budget` bytes per token, one per unit.
 
         Raises:
-            ConfigError: not even the smallest choices fit.
+            ConfigError: even the smallest choices don't fit.
         """
         at = self._best(budget)
         chosen: list[Trial] = []
@@ -66,10 +66,10 @@ class Allocation:  # D27: exact knapsack over single costs
         return chosen[::-1]
 
     def budget_for(self, cost: float) -> Fraction:
-        """Return the fewest bytes per token whose least total cost is at most `cost`.
+        """Return the fewest bytes per token with which the least total cost is at most `cost`.
 
         Raises:
-            ConfigError: no choice costs so little.
+            ConfigError: every choice costs more.
         """
         enough = np.flatnonzero(self._costs <= cost)
         if not len(enough):

@@ -1,4 +1,4 @@
-"""Plan of `kvq tune`: a budget in bytes per token, formats that meet it, text to try them on."""
+"""Plan of `kvq tune`: a budget in bytes per token, formats that meet it, and text to try them on."""
 
 import re
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from kvq.layout import BLOCK_SIZE
 from kvq.models.loading.prepared import PreparedModel
 from kvq.sizes import parse_bytes
 
-_ENOUGH = 4.0  # bits per element, from which on codes of 2 bits are not tried
-_CONTEXT = 512  # tokens of a window, by default
+_ENOUGH = 4.0  # bits per element; with this budget or more, 2-bit codes are not tried
+_CONTEXT = 512  # tokens per window, by default
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 
@@ -30,7 +30,7 @@ class TunePlan:
     """Goal of a search, the formats it tries, and the text it uses.
 
     Exactly one of `budget_bytes` (per token, without block padding) and `max_kl` (nats per token) is given.
-    `recent` and `sinks` tokens of every sequence, the youngest and the first, stay unquantized.
+    The last `recent` and the first `sinks` tokens of every sequence stay unquantized.
     """
 
     budget_bytes: int | None = None
@@ -38,10 +38,10 @@ class TunePlan:
     codes: Sequence[Code] = ALL_CODES
     recent: int = 0  # tokens
     sinks: int = 0
-    context: int | None = None  # tokens per window; None: 512 or what the model takes
-    max_windows: int = 3  # to search on
-    verify_windows: int = 8  # to measure on
-    known: Sequence[Trial] = ()  # of an earlier search on the text, with this context
+    context: int | None = None  # tokens per window; None: 512 or the model's maximum
+    max_windows: int = 3  # for the search
+    verify_windows: int = 8  # for the verification
+    known: Sequence[Trial] = ()  # from an earlier search on the text, with this context
 
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):
@@ -59,17 +59,17 @@ class TunePlan:
         """Return `count` windows, spread over a text, as token ids.
 
         Raises:
-            RequestError: a text or context that can't be used.
+            RequestError: the text or the context can't be used.
         """
         context = min(_CONTEXT, model.max_context) if self.context is None else self.context
         return spread_windows(model, text, context=context, max_windows=count)
 
     def check(self, model: PreparedModel, text: EvalText, held_out: EvalText) -> int:
-        """Return the tokens of a window, after checks on these texts, before the weights are loaded.
+        """Check the plan with these texts, before the weights are loaded; return the tokens per window.
 
         Raises:
-            ConfigError: a budget below the smallest formats searched, or windows that stay unquantized.
-            RequestError: a text or context that can't be used.
+            ConfigError: the budget is below the smallest formats, or windows would stay unquantized.
+            RequestError: a text or the context can't be used.
         """
         least, budget = smallest_bytes(model, self.codes), self.budget_bytes
         if budget is not None and budget < least:
@@ -90,7 +90,7 @@ class TunePlan:
         """Return a warning if most of a window of `window` tokens stays unquantized.
 
         Raises:
-            ConfigError: all of it does: every recipe would look lossless.
+            ConfigError: the whole window stays unquantized, so every recipe would look lossless.
         """
         given = [f"--{name} {n}" for name, n in (("recent", self.recent), ("sinks", self.sinks)) if n]
         recipe = replace(model.recipe(self.codes[-1].name), exact=self.exact)
@@ -100,10 +100,10 @@ class TunePlan:
 
 
 def parse_budget(model: PreparedModel, text: str) -> int:
-    """Return a budget's bytes per token: bits per element (`4.5bits`), bytes (`900B`) or a format.
+    """Return the bytes per token of a budget in bits per element (`4.5bits`), bytes (`900B`) or a format.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: the text is none of these.
     """
     text = text.strip()
     if match := _BITS.fullmatch(text):
@@ -131,20 +131,20 @@ def parse_budget(model: PreparedModel, text: str) -> int:
 
 
 def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe, block_size: int = BLOCK_SIZE) -> Fraction:
-    """Return bytes per token of a recipe's rows, with scales and without block padding."""
+    """Return bytes per token of a recipe's rows, including scales but not block padding."""
     units = halves(geometry, block_size)
     return sum((half.nbytes(format_in(recipe, half)) for half in units), Fraction(0))
 
 
 def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
-    """Return bytes per token of `bits` bits per element."""
+    """Return the bytes per token for `bits` bits per element."""
     return int(bits * sum(half.kv_heads * half.head_dim for half in halves(geometry)) / 8 + 1e-6)
 
 
 def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:  # D33
     """Return a plan's codes that fit, are useful for its budget, and have compiled attention.
 
-    Codes whose attention isn't compiled here are left out unless the others can't meet the budget.
+    Codes without compiled attention on this device are left out unless the others can't meet the budget.
     """
     dims, budget = {half.head_dim for half in halves(model.geometry)}, plan.budget_bytes
     is_much = budget is not None and budget >= bytes_of_bits(model.geometry, _ENOUGH)
@@ -163,8 +163,8 @@ def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
 
 
 def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
-    """True if something faster than the reference attends from K and V of that code in every layer here."""
-    formats = [found[0] for found in candidates(model, [code]).values()]  # K and V in turn
+    """True if a kernel other than the reference attends over `code` on this device, in every layer."""
+    formats = [found[0] for found in candidates(model, [code]).values()]  # alternately K and V
     layers = zip(model.geometry.layers, formats[::2], formats[1::2], strict=True)
     specs = {
         KernelSpec(
@@ -181,6 +181,6 @@ def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
 
 
 def smallest_bytes(model: PreparedModel, codes: Sequence[Code]) -> Fraction:
-    """Return bytes per token if every half takes the smallest format of these codes."""
+    """Return the bytes per token if every half is in the smallest format of these codes."""
     found = candidates(model, codes).items()
     return sum((min(map(half.nbytes, formats)) for half, formats in found), Fraction(0))

@@ -36,7 +36,7 @@ class Half:
     block_size: int = BLOCK_SIZE  # tokens
 
     def nbytes(self, fmt: KVFormat) -> Fraction:
-        """Return bytes per token, with the once-per-block parts and without block padding."""
+        """Return bytes per token, including per-block data but not block padding."""
         return self.kv_heads * self.head_dim * fmt.bits_per_element(self.head_dim, self.block_size) / 8
 
 
@@ -56,7 +56,7 @@ class Trial:
 
 
 def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
-    """Return K and V of every layer, in the order of layers."""
+    """Return K and V of every layer, in layer order."""
     return [
         Half(layer=layer.index, part=part, kv_heads=layer.kv_heads, head_dim=dim, block_size=block_size)
         for layer in geometry.layers
@@ -65,10 +65,10 @@ def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
 
 
 def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[KVFormat]]:
-    """Return the candidate formats of each half: for every code those of `formats_of`.
+    """Return the candidate formats of each half, which are those of `formats_of` for every code.
 
     Raises:
-        UnfitFormat: a code that rows of some half don't fit.
+        UnfitFormat: a code doesn't fit some half's rows.
     """
     whole = model.cache == "kvq"
     units = halves(model.geometry, model.block_size)
@@ -80,8 +80,8 @@ def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[K
 def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVFormat]:  # D28
     """Return the formats of a code that are searched for a half, smallest first.
 
-    K has scales per channel where blocks are quantized as wholes and its rows fit. V, and K elsewhere, is
-    stored token by token: rotated, with scales of 8 bits, in groups of 64 down to the bare name's.
+    K has per-channel scales if whole blocks are quantized and its rows fit. V, and K otherwise, is quantized
+    per token: rotated, with 8-bit scales, in groups from 64 elements down to the bare name's group size.
     """
     parse = parse_key_format if whole_blocks and half.part == "k" else parse_format
     bare = parse(code.name, half.head_dim)
@@ -95,7 +95,7 @@ def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVF
 def recipe_of(
     geometry: ModelGeometry, chosen: Mapping[tuple[int, str], KVFormat], rest: KVFormat, label: str = ""
 ) -> KVRecipe:
-    """Return a recipe with formats `chosen` by (layer, part), and format `rest` for all others."""
+    """Return a recipe with the formats `chosen` by (layer, part), and the format `rest` for all others."""
     layers = (
         LayerFormats(
             k=chosen.get((layer.index, "k"), rest),
@@ -118,7 +118,7 @@ def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
     """Return the codes named by `--formats int8,int4,int3`.
 
     Raises:
-        ConfigError: another name.
+        ConfigError: a name is not one of the codes.
     """
     known = {code.name: code for code in ALL_CODES}
     for name in names:

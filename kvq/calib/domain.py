@@ -1,4 +1,4 @@
-"""Domain check of a calibration: scales of one kind of text may clip another's."""
+"""Domain check of a calibration: scales from one kind of text may clip values of another kind."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,8 @@ from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 
 _WINDOWS = 32  # of the checked text
-_LARGER = 1.05  # a maximum counts as exceeded from here on
-_WORSE = 1.25  # times the divergence of what is calibrated on the checked text itself
+_LARGER = 1.05  # a maximum counts as exceeded above this ratio
+_WORSE = 1.25  # times the divergence of a recipe calibrated on the checked text itself
 
 
 def verdict_of(check: dict[str, Any]) -> str:
@@ -37,7 +37,7 @@ def verdict_of(check: dict[str, Any]) -> str:
     )
 
 
-def check_domain(  # D35: judged by divergence, against the checked text's own scales
+def check_domain(  # D35: judged by divergence, compared with the checked text's own scales
     model: Model,
     recipe: KVRecipe,
     seen: Observations,
@@ -46,14 +46,14 @@ def check_domain(  # D35: judged by divergence, against the checked text's own s
     context: int | None = None,
     progress: Progress = UNWATCHED.progress,
 ) -> dict[str, Any]:
-    """Try a calibrated recipe on another text, beside the same formats calibrated on that text.
+    """Compare a calibrated recipe, on another text, with the same formats calibrated on that text.
 
     Returns the JSON of `kvq calibrate --check`.
 
-    It is unfit if it diverges from unquantized KV by over a quarter more, and that beyond chance.
+    The recipe is unfit if its divergence from unquantized KV is over a quarter larger, beyond chance.
 
     Raises:
-        RequestError: a text of fewer than one window.
+        RequestError: the text is shorter than one window.
     """
     window = min(context or 1024, model.prepared.max_context)
     head = _beginning(model, text, window)
@@ -78,23 +78,23 @@ def check_domain(  # D35: judged by divergence, against the checked text's own s
         "checked_on": text.name,
         "kv": recipe.name,
         "heads": len(excess),  # of K and of V, over all layers
-        # Whose maximum on the checked text is over 5% above the calibrated one; the worst of all
+        # Heads whose maximum on the checked text exceeds the calibrated one by over 5%; then the worst head
         "heads_exceeded": sum(ratio > _LARGER for ratio, _ in excess),
         "largest_excess": max(excess)[0],
         "worst_head": max(excess)[1],
-        "tokens": given.nll.size,  # predicted
-        "kl_mean": kl,  # from unquantized KV
-        "own_kl_mean": own_kl,  # of the same formats, calibrated on the checked text itself
-        "kl_difference": difference,  # at 95%, from resampling windows in pairs; None for too few
+        "tokens": given.nll.size,  # predicted tokens
+        "kl_mean": kl,  # relative to unquantized KV
+        "own_kl_mean": own_kl,  # for the same formats, calibrated on the checked text itself
+        "kl_difference": difference,  # 95% interval from resampling windows in pairs; None if they are few
         "perplexity_change": float(np.expm1((given.nll - baseline.nll).mean(dtype=np.float64))),
         "own_perplexity_change": float(np.expm1((other.nll - baseline.nll).mean(dtype=np.float64))),
-        "is_fit": None if difference is None or cautions else not is_worse,  # None: can't be told
-        "cautions": cautions,  # why figures of this model on the text say nothing
+        "is_fit": None if difference is None or cautions else not is_worse,  # None: unknown
+        "cautions": cautions,  # why figures of this model on this text prove nothing
     }
 
 
 def check_length(model: PreparedModel, text: EvalText, context: int | None) -> None:
-    """Raise RequestError if a text has no window to check on; called before long work."""
+    """Raise RequestError if a text is shorter than one window; called before any long work."""
     token_windows(model.tokenizer, text.text, context=min(context or 1024, model.max_context))
 
 
@@ -106,7 +106,7 @@ def _beginning(model: Model, text: EvalText, window: int) -> EvalText:
 
 
 def _excess(seen: Observations, own: Observations) -> list[tuple[float, str]]:
-    """Return, per head, the text's own maximum over the calibrated one."""
+    """Return, per head, the ratio of the text's own maximum to the calibrated one, and the head's name."""
     return [
         (found / allowed, f"{part.upper()} of layer {index}, head {head}")
         for index, (mine, given) in enumerate(zip(own.scales().layers, seen.scales().layers, strict=True))

@@ -1,4 +1,4 @@
-"""FP8 scales of one tensor per layer, in the files that other engines read."""
+"""Per-tensor FP8 scales of every layer, in the file formats that other engines read."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ SUFFIXES = (".safetensors", ".json")
 
 
 def check_export_path(path: str | Path) -> None:
-    """Raise ConfigError if FP8 scales can't be written there."""
+    """Raise ConfigError if FP8 scales can't be written to `path`."""
     if Path(path).suffix not in SUFFIXES:
         raise ConfigError(
             f"FP8 scales go into {' or '.join(SUFFIXES)} files, got {path}: .safetensors holds k_scale "
@@ -28,9 +28,9 @@ def check_export_path(path: str | Path) -> None:
 def write_fp8_scales(path: str | Path, observations: Observations, geometry: ModelGeometry) -> None:
     """Write per-tensor FP8 scales, value = code * scale.
 
-    `.safetensors`: `model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1], the names of
-    compressed-tensors checkpoints with a static kv_cache_scheme. `.json`: the schema of
-    KV-cache scaling factors that vLLM introduced and SGLang reads, one factor for K and V alike.
+    `.safetensors`: `model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1], named as in
+    compressed-tensors checkpoints with a static kv_cache_scheme. `.json`: the schema of KV-cache
+    scaling factors that vLLM introduced and SGLang reads, with one factor for both K and V.
     """
     if Path(path).suffix == ".json":
         scales = _fp8_per_tensor(observations)
@@ -45,7 +45,7 @@ def write_fp8_scales(path: str | Path, observations: Observations, geometry: Mod
 
 
 def fp8_scale_tensors(observations: Observations) -> dict[str, torch.Tensor]:
-    """`model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1]: value = code * scale."""
+    """Return `model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1]: value = code * scale."""
     return {
         f"model.layers.{index}.self_attn.{part}_scale": torch.tensor([scale], dtype=torch.float32)
         for index, layer in enumerate(_fp8_per_tensor(observations))
@@ -54,7 +54,7 @@ def fp8_scale_tensors(observations: Observations) -> dict[str, torch.Tensor]:
 
 
 def _fp8_per_tensor(observations: Observations) -> list[dict[str, float]]:
-    """Scales of one FP8 tensor per layer, as other engines take them: absmax over all heads / 448."""
+    """Return per-tensor FP8 scales of every layer, as in other engines: absmax over all heads / 448."""
     return [
         {part: max(float(layer[part].magnitudes.absmax.max()), 2.0**-100) / 448.0 for part in ("k", "v")}
         for layer in observations.layers

@@ -1,4 +1,4 @@
-"""Observation of a model's K and V, unquantized, through the attention that serves it."""
+"""Observation of a model's unquantized K and V, through the attention that serves it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,14 @@ from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 
 _PER_OCTAVE = 32  # a bin is 2.2% wide
-_LOWEST, _HIGHEST = -40, 40  # powers of two that bins reach; smaller elements count as zero
-_BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1  # the first holds what is smaller
+_LOWEST, _HIGHEST = -40, 40  # powers of two that bins span; smaller elements count as zero
+_BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1  # the first is for smaller elements
 
 
 class _Magnitudes:
-    """Absolute values of elements per head: maximum, percentiles, and the best clip of symmetric codes.
+    """Absolute values of elements per head: maximum, percentiles, and the best clip for symmetric codes.
 
-    Counted in logarithmic bins: one pass, no range known beforehand.
+    They are counted in logarithmic bins, in one pass and without a known range.
     """
 
     def __init__(self, heads: int) -> None:
@@ -42,16 +42,16 @@ class _Magnitudes:
         self._counts += torch.bincount(flat, minlength=heads * _BINS).view(heads, _BINS).cpu()
 
     def percentile(self, share: float) -> list[float]:
-        """Return the magnitude that `share` (0 to 1) of each head's elements don't exceed, to a bin."""
+        """Return each head's magnitude that `share` (0 to 1) of its elements don't exceed, within a bin."""
         reached = self._counts.cumsum(1).double() / self._counts.sum(1, keepdim=True)
         index = (reached < share).sum(1).clamp(max=_BINS - 1)
         return torch.minimum(_edges()[index + 1].float(), self.absmax).tolist()
 
     def least_squares_clip(self, levels: int) -> list[float]:
-        """Return, per head, the largest magnitude that symmetric codes of +-`levels` should reach.
+        """Return, per head, the best largest magnitude c for symmetric codes of +-`levels`.
 
-        It minimizes the squared error: (c / levels)^2 / 12 of each element within c, (|x| - c)^2 of
-        each beyond. Source: Choi et al. 2018, PACT, for why; found here by trying every bin's edge.
+        It minimizes the squared error: (c / levels)^2 / 12 for each element within c, (|x| - c)^2 for
+        each beyond. Source of the idea: Choi et al. 2018, PACT; here, the edges of all bins are tried.
         """
         middle = (_edges()[:-1] + _edges()[1:]) / 2  # [bins]
         counts = self._counts.double()
@@ -73,13 +73,13 @@ def _edges() -> Tensor:
 
 
 class _RowStatistics:
-    """K or V of one layer: tensors per head, or per head and channel."""
+    """Statistics of K or V of one layer, per head, or per head and channel."""
 
     def __init__(self, kv_heads: int, dim: int) -> None:
         self.magnitudes = _Magnitudes(kv_heads)  # of the elements
         self.rotated = _Magnitudes(kv_heads)  # after the Hadamard rotation
-        self.total = torch.zeros(kv_heads, dim, dtype=torch.float64)  # summed over tokens
-        self.squares = torch.zeros_like(self.total)  # the same of squares
+        self.total = torch.zeros(kv_heads, dim, dtype=torch.float64)  # sum over tokens
+        self.squares = torch.zeros_like(self.total)  # sum of squares
         self.tokens = 0
 
     def update(self, rows: Tensor) -> None:
@@ -93,7 +93,7 @@ class _RowStatistics:
 
     @property
     def mean(self) -> Tensor:
-        """fp64 [kv_heads, dim], over tokens."""
+        """Mean over tokens, fp64 [kv_heads, dim]."""
         return self.total / self.tokens
 
     @property
@@ -115,10 +115,10 @@ class Observations:
     text: EvalText
     tokens: int
     layers: tuple[dict[str, _RowStatistics], ...]  # "k" and "v"
-    can_center_k: bool  # not where the model caps its scores
+    can_center_k: bool  # False if the model caps its scores
 
     def scales(self) -> StaticScales:
-        """Absolute maxima per head, for static formats."""
+        """Return absolute maxima per head, for static formats."""
         layers = tuple(
             HeadMaxima(
                 k=_maxima(layer["k"].magnitudes),
@@ -131,7 +131,7 @@ class Observations:
         return StaticScales(**self._origin, layers=layers)
 
     def centers(self) -> Centers:
-        """Means per channel, for grouped formats; none of K where the model caps its scores."""
+        """Return means per channel, for grouped formats; None for K if the model caps its scores."""
         layers = tuple(
             LayerCenters(
                 k=_rounded(layer["k"].mean) if self.can_center_k else None, v=_rounded(layer["v"].mean)
@@ -153,15 +153,15 @@ def observe(
     max_windows: int = 32,
     progress: Progress = lambda done, total: None,
 ) -> Observations:
-    """Observe K (after RoPE) and V of every layer while a text runs over unquantized KV.
+    """Observe K (after RoPE) and V of every layer while the model runs over a text with unquantized KV.
 
-    The run is a session's own: the attention function that serves sees the same rows. At most
-    `max_windows` windows of `context` tokens are taken, spread evenly over the text; a text shorter
-    than one window is taken whole. `context` defaults to 1,024 tokens or what the model can take.
+    A session runs the model, so the rows are those that attention gets in serving. At most `max_windows`
+    windows of `context` tokens are used, spread evenly over the text; a text shorter than one window is
+    used whole. `context` defaults to 1,024 tokens or the model's maximum.
 
     Raises:
-        RequestError: a text of fewer than two tokens, a context beyond the model's, no windows, or
-            K or V that are not finite.
+        RequestError: the text has fewer than two tokens, `context` exceeds the model's, `max_windows` is
+            below 1, or K or V are not finite.
     """
     if isinstance(text, str):
         text = EvalText(name="text", text=text)
@@ -196,17 +196,17 @@ def calibrate(
     max_windows: int = 32,
     progress: Progress = lambda done, total: None,
 ) -> StaticScales:
-    """Static scales from a run over a text; see `observe`."""
+    """Return static scales from a run over a text; see `observe`."""
     return observe(model, text, context=context, max_windows=max_windows, progress=progress).scales()
 
 
 def spread_windows(
     model: PreparedModel, text: str, *, context: int | None = None, max_windows: int = 32
 ) -> list[list[int]]:
-    """Windows of `context` tokens, spread evenly over a text; see `observe`.
+    """Return windows of `context` tokens, spread evenly over a text; see `observe`.
 
     Raises:
-        RequestError: a text of fewer than two tokens, a context beyond the model's, or no windows.
+        RequestError: the text has fewer than two tokens, or `context` or `max_windows` is out of range.
     """
     if max_windows < 1:
         raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
@@ -223,12 +223,12 @@ def _maxima(magnitudes: _Magnitudes) -> tuple[float, ...]:
 
 
 def _rounded(rows: Tensor) -> HeadCenters:
-    """Six digits: more than any code keeps, and a file half as large."""
+    """Round to six digits: more precise than any code, and the file is half as large."""
     return tuple(tuple(float(f"{x:.6g}") for x in row) for row in rows.tolist())
 
 
 _OUTLIER = 4.0  # times the median channel's root mean square
-_BIAS = 2.0  # standard deviations from zero, and times the median channel's root mean square
+_BIAS = 2.0  # in standard deviations, and times the median channel's root mean square
 
 
 def summarize(observations: Observations) -> list[dict[str, Any]]:
@@ -256,13 +256,13 @@ def _heads(index: int, part: str, seen: _RowStatistics) -> list[dict[str, Any]]:
             "p99": percentiles[0][head],  # magnitude that 99% of the elements do not exceed
             "p999": percentiles[1][head],
             "p9999": percentiles[2][head],
-            "clip_int8": clips[head],  # of least squared error for 8-bit symmetric codes
+            "clip_int8": clips[head],  # least squared error for 8-bit symmetric codes
             "absmax_rotated": float(rotated.absmax[head]),
             "clip_int8_rotated": rotated_clips[head],
             "outlier_channels": (outlying[head] >= _OUTLIER).nonzero().flatten().tolist(),
             "biased_channels": is_biased[head].nonzero().flatten().tolist(),
-            "largest_outlier": float(outlying[head].max()),  # root mean square, in the median channel's
-            "largest_bias": float((bias / middle)[head].max()),  # of channel means, in the same unit
+            "largest_outlier": float(outlying[head].max()),  # root mean square / the median channel's
+            "largest_bias": float((bias / middle)[head].max()),  # channel mean, in the same unit
         }
         for head in range(seen.rms.shape[0])
     ]

@@ -1,8 +1,8 @@
-"""Finding the recipe that costs least quality within a memory budget, and proving it.
+"""Search for the recipe with the least quality loss within a memory budget, and its verification.
 
-What each half of each layer costs in each format is found alone (`kvq.calib.sensitivity`). Small divergences
-add up well, so a knapsack finds the best recipe for every budget at once; recipes are then measured whole, on
-text that the search did not see, beside the uniform formats.
+The cost of each half of each layer in each format is measured separately (`kvq.calib.sensitivity`). Small
+divergences are nearly additive, so a knapsack finds the best recipe for every budget at once. Whole recipes
+are then measured, together with uniform formats, on text that the search did not use.
 
 Source: per-layer pairs of formats from Li et al. 2025, KVTuner; the search here is exact instead.
 """
@@ -30,21 +30,21 @@ from kvq.evals.watch import Watch
 from kvq.formats import KVFormat, KVRecipe
 from kvq.models import Model
 
-_TRIES = 8  # to meet a limit of divergence, which costs add up to only nearly
-_RIVALS = 2  # uniform pairs of formats that are measured beside the short names
+_TRIES = 8  # to meet a divergence limit, as the sum of costs is only approximate
+_RIVALS = 2  # uniform pairs of formats that are measured in addition to the short names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """A recipe or format with its cost on text that the search did not see."""
+    """A recipe or format with its cost on text that the search did not use."""
 
     kind: str  # "uniform", "tuned" or "chosen"
     row: PerplexityRow
-    window_kl: tuple[float, ...]  # of every window
-    expected_kl: float | None = None  # by the search, of tuned recipes
+    window_kl: tuple[float, ...]  # for every window
+    expected_kl: float | None = None  # the search's estimate, for tuned recipes
 
     def ratio(self, other: "_Point") -> Interval | None:
-        """Return the 95% interval of the ratio of divergences, by resampling windows; None for too few."""
+        """Return the 95% interval of the ratio of divergences, by resampling windows; None if too few."""
         return Bootstrap().interval(np.divide, self.window_kl, other.window_kl)
 
 
@@ -54,26 +54,26 @@ class Tuned:
 
     recipe: KVRecipe
     budget_bytes: int  # per token
-    expected_kl: float  # nats per token, by adding up
-    search_kl: float  # of the whole recipe, on other windows of the search's text
+    expected_kl: float  # nats per token, the sum of the halves' costs
+    search_kl: float  # the whole recipe's, on other windows of the search's text
     points: tuple[_Point, ...]  # the baseline first, the chosen recipe last
     sensitivities: Sensitivities
-    cautions: tuple[str, ...] = ()  # why figures of this model on the text say nothing
+    cautions: tuple[str, ...] = ()  # why figures of this model on this text prove nothing
 
     @property
     def chosen(self) -> PerplexityRow:
-        """Figures of the chosen recipe on text that the search did not see."""
+        """Figures of the chosen recipe on text that the search did not use."""
         return self.points[-1].row
 
     @property
     def rival(self) -> _Point | None:
-        """Best uniform format of at most the chosen recipe's bytes."""
+        """The best uniform format that takes no more bytes than the chosen recipe."""
         most = self.chosen.kv_bytes_per_token
         fitting = [x for x in self.points[1:-1] if x.kind == "uniform" and x.row.kv_bytes_per_token <= most]
         return min(fitting, key=lambda x: x.row.kl_mean, default=None)
 
     def front(self) -> list[_Point]:
-        """Return the points that no other beats in both bytes and divergence, smallest first."""
+        """Return the points that no other point beats in both bytes and divergence, smallest first."""
         best, kept = float("inf"), []
         for point in sorted(self.points, key=lambda p: (p.row.kv_bytes_per_token, p.row.kl_mean)):
             if point.row.kl_mean < best:
@@ -91,14 +91,13 @@ def tune(
     progress: Progress = lambda what, done, total: None,
     keep: Keep = lambda make: None,
 ) -> Tuned:
-    """Search on `text`, verify on `held_out`. `keep` gets a function that returns the trials so far.
+    """Search on `text` and verify on `held_out`. `keep` gets a function that returns the trials so far.
 
-    The recipe is the best that was found on `text`: a uniform format that fits the budget and
-    is better there wins.
+    The recipe is the best one found on `text`, which may also be a uniform format within the budget.
 
     Raises:
         ConfigError: no choice of formats meets the plan.
-        RequestError: a text or context that can't be used.
+        RequestError: a text or the context can't be used.
     """
     window = plan.check(model.prepared, text, held_out)
     found = measure_sensitivities(model, text, plan, progress, keep)
@@ -115,7 +114,7 @@ def tune(
     verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
     watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
     cost = search.allocation.cost
-    verified: list[tuple[str, KVRecipe, float | None]] = [  # with what is expected of it
+    verified: list[tuple[str, KVRecipe, float | None]] = [  # kind, recipe, expected divergence
         *(("uniform", other, None) for other in (model.prepared.recipe("auto"), *uniform)),
         *(("tuned", other, cost(search.nbytes(other))) for other in others),
         ("chosen", replace(recipe, label="chosen"), cost(budget) if is_tuned else None),
@@ -143,7 +142,7 @@ def tune(
 
 
 class _Search:
-    """Best recipe for every budget, from sensitivities, and the uniform formats to compare with."""
+    """Search, by sensitivities, for the best recipe for a budget, and for uniform formats to compare with."""
 
     def __init__(self, model: Model, found: Sensitivities, plan: TunePlan) -> None:
         self._model, self._found, self._plan = model, found, plan
@@ -155,7 +154,7 @@ class _Search:
         return recipe_bytes(self._model.geometry, recipe, self._model.prepared.block_size)
 
     def recipe(self, budget: Fraction | int, label: str) -> KVRecipe:
-        """Return the recipe of least expected cost within `budget` bytes per token."""
+        """Return the recipe with the least expected cost within `budget` bytes per token."""
         return self._recipe(self.allocation.choose(budget), label)
 
     def _recipe(self, chosen: list[Trial], label: str) -> KVRecipe:
@@ -164,9 +163,9 @@ class _Search:
         return replace(recipe, exact=self._plan.exact)
 
     def budget_for(self, max_kl: float) -> int:
-        """Return few bytes per token at which the recipe, measured on the search's text, meets `max_kl`.
+        """Return a small budget, in bytes per token, at which the recipe meets `max_kl` on the search's text.
 
-        Expected and measured divergence are nearly proportional: a few tries narrow it down from both sides.
+        As expected and measured divergence are nearly proportional, a few tries from both sides suffice.
         """
         target, tried = max_kl, dict[int, float]()
         for _ in range(_TRIES):
@@ -188,9 +187,9 @@ class _Search:
     def best(
         self, budget: int, windows: list[list[int]], progress: Callable[[int, int], None]
     ) -> tuple[KVRecipe, float, bool]:
-        """Return the recipe of least divergence within a budget, its divergence, and if it is the search's.
+        """Return the best recipe within a budget, its divergence, and whether it is the search's own.
 
-        `windows`: others than costs were measured on, where there are any; those would favour the search's.
+        `windows`: if possible, not those that costs were measured on, which would favour the search's own.
         """
         recipes = [self.recipe(budget, "tuned"), *self._pairs(budget)]
         costs = mean_divergences(
@@ -201,18 +200,18 @@ class _Search:
         return recipe, costs[best], best == 0
 
     def uniform(self, budget: int) -> list[KVRecipe]:
-        """List the uniform formats to compare with: short names near a budget, the best pairs within it."""
+        """Return the uniform formats to compare with: short names near a budget, the best pairs within it."""
         named = self._near(budget)
         known = [recipe.layers for recipe in named]
         return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
 
     def _near(self, budget: int) -> list[KVRecipe]:
-        """List short names within a budget and the next larger one; each takes as long as the recipe."""
+        """Return short names within a budget and the next larger; each takes the recipe's time to measure."""
         named = sorted(self._named, key=self.nbytes)
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 
     def _pairs(self, budget: int) -> list[KVRecipe]:
-        """Return uniform recipes of least expected cost within a budget, one format for K and one for V."""
+        """Return the best uniform recipes within a budget, with one format for K and one for V."""
         of_part: dict[str, dict[KVFormat, list[Trial]]] = {"k": {}, "v": {}}
         for trial in self._found.trials:
             of_part[trial.half.part].setdefault(trial.fmt, []).append(trial)
@@ -226,7 +225,7 @@ class _Search:
         return [self._recipe(x, f"{x[0].fmt.name}/{x[-1].fmt.name}{exact}") for x in pairs[:_RIVALS]]
 
     def others(self, budget: int) -> list[KVRecipe]:
-        """Make tuned recipes at the bytes of the short names near a budget, for the front."""
+        """Return tuned recipes, for the front, with as many bytes as the short names near a budget."""
         sizes = {self.nbytes(recipe): recipe.name for recipe in self._near(budget)}
         return [
             self.recipe(size, f"tuned, as {name}")

@@ -1,8 +1,8 @@
 """Sensitivity of each half of each layer to each format: KL divergence, one half at a time.
 
-K is tried in the two narrowest codes of at most 4 bits, since what 2 bits do to single attention patterns
-follows no law; V in the narrowest. Divergence is linear in the square of a code's step as long as it is
-small, so that a bit more has a quarter of it: what wider codes and larger groups cost follows.
+K is tried in the two narrowest codes of at most 4 bits, since the effect of 2 bits on single attention
+patterns follows no law; V is tried in the narrowest. A small divergence is linear in the square of a code's
+step, so one more bit quarters it; costs of wider codes and larger groups are estimated from this.
 """
 
 import math
@@ -16,11 +16,11 @@ from kvq.evals.text import EvalText
 from kvq.formats import Code, Grouped, KVFormat, KVRecipe, PerTokenHead
 from kvq.models import Model
 
-Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
-Keep = Callable[[Callable[[], list[Trial]]], object]  # told how to make the trials so far
+Progress = Callable[[str, int, int], None]  # (activity, done, total)
+Keep = Callable[[Callable[[], list[Trial]]], object]  # called with a function that returns the trials so far
 
 _MOST_TRIED = 4  # bits; wider codes differ from the baseline by little more than rounding
-_LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
+_LEAST_COST = 1e-9  # nats, for formats that differ from the baseline by rounding only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,27 +28,27 @@ class Sensitivities:
     """Cost of every half in every format, with the windows it was measured on."""
 
     trials: tuple[Trial, ...]
-    rest: KVFormat  # of the halves that were not tried
+    rest: KVFormat  # the format of halves that are not tried
     windows: tuple[list[int], ...]  # token ids
 
 
 def measure_sensitivities(  # D31: layers before the tried half run once
     model: Model, text: EvalText, plan: TunePlan, progress: Progress, keep: Keep
 ) -> Sensitivities:
-    """Try each half of each layer, and estimate what was not tried; windows are spread over the text.
+    """Try each half of each layer, and estimate formats not tried; windows are spread over the text.
 
-    In all trials the first half is in INT8 at least, which makes all of them staged if keys are quantized by
-    whole blocks: they differ in one half only. What that alone loses is taken off: young tokens in bf16, and
-    in 16-bit weights the rounding of other kernels. The plan's known trials are not measured again.
+    In all trials the first half is quantized, in INT8 if it isn't being tried, so that all trials are staged
+    if keys are quantized by whole blocks, and differ in one half only. The loss with that INT8 alone (tokens
+    staged in bf16; other kernels' rounding with 16-bit weights) is subtracted. Known trials aren't repeated.
 
     Raises:
-        RequestError: a text or context that can't be used, or K or V that are not finite.
+        RequestError: the text or the context can't be used, or K or V are not finite.
     """
     windows = plan.windows(model.prepared, text.text, plan.max_windows)
     rest = model.with_kv("auto").recipe.layers[0].k
     found = candidates(model.prepared, plan.codes)
     first = next(iter(found))
-    pairs = [(first, candidates(model.prepared, [Code.INT8])[first][0])]  # which costs next to nothing
+    pairs = [(first, candidates(model.prepared, [Code.INT8])[first][0])]  # costs almost nothing
     known = [trial for trial in plan.known if not trial.is_estimated]
     pairs += [(half, fmt) for half, formats in found.items() for fmt in _tried(half, formats, known)]
 
@@ -79,16 +79,16 @@ def measure_sensitivities(  # D31: layers before the tried half run once
 
 
 def _tried(half: Half, formats: Sequence[KVFormat], known: Sequence[Trial]) -> list[KVFormat]:
-    """Return the formats of a half to measure: a code's largest one, which has its smallest groups."""
+    """Return the formats of a half to measure: the largest one of a code, which has the smallest groups."""
     before = [trial.fmt for trial in known if trial.half == half]
-    largest = {fmt.code: fmt for fmt in (*formats, *before)}  # the last of a code
+    largest = {fmt.code: fmt for fmt in (*formats, *before)}  # each code's last one
     codes = sorted(largest, key=lambda code: code.bits)
     few = codes[:2] if half.part == "k" and codes[:2][-1].bits <= _MOST_TRIED else codes[:1]
     return [largest[code] for code in few if largest[code] not in before]
 
 
 def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:  # D29: K is tried in two widths, V in one
-    """Return a format's trial, or an estimate from the measured one of the widest code that is no wider."""
+    """Return a format's trial, or an estimate from that of the widest measured code that is no wider."""
     nearest = max((x for x in measured if x.fmt.code.bits <= fmt.code.bits), key=lambda x: x.fmt.code.bits)
     if nearest.fmt == fmt:
         return nearest
@@ -97,11 +97,11 @@ def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:  # D29: K is t
     return Trial(half=half, fmt=fmt, kl=max(kl, _LEAST_COST), is_estimated=True)
 
 
-def _noise(fmt: KVFormat, half: Half) -> float:  # D30: what all trials lose: one half in INT8
+def _noise(fmt: KVFormat, half: Half) -> float:  # D30: the loss common to all trials: a half in INT8
     """Return the square of a code's step, in a unit that all formats of a half share.
 
-    A step is the range of what shares a scale over 2^bits; the square of the range of n numbers of a normal
-    distribution goes as log n.
+    A step is the range of the values that share a scale, divided by 2^bits. The squared range of n normally
+    distributed values grows as log n.
     """
     match fmt.scale:
         case Grouped(group_size=size):

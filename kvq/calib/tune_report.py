@@ -35,7 +35,7 @@ _KINDS = {"uniform": ("#7d8590", "o"), "tuned": ("#0969da", "s"), "chosen": ("#c
 
 
 def point_rows(tuned: Tuned) -> list[Row]:
-    """Return the verified points as JSON rows: keys of `kvq perplexity`, and the kind of each."""
+    """Return the verified points as JSON rows with the keys of `kvq perplexity` and each point's kind."""
     front = {id(point) for point in tuned.front()}
     return [
         {
@@ -50,7 +50,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
 
 
 def tuned_facts(model: Model, tuned: Tuned) -> Row:
-    """Return the JSON beside the points."""
+    """Return the JSON fields other than the points."""
     return {
         "cautions": list(tuned.cautions),
         "budget_bytes": tuned.budget_bytes,
@@ -66,7 +66,7 @@ def tuned_facts(model: Model, tuned: Tuned) -> Row:
 
 
 def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return the cost of each half of each layer in each format tried, as JSON rows."""
+    """Return the cost of each half of each layer in each format, as JSON rows."""
     return [
         {
             "layer": trial.half.layer,
@@ -81,12 +81,12 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
 
 
 def read_trials(path: str | Path, model: Model, same: Row) -> list[Trial]:  # D32
-    """Read what a search measured, finished or interrupted, from the JSON that it wrote.
+    """Read the measurements of a finished or interrupted search from its JSON.
 
-    `same`: fields that have to be as they are here.
+    `same`: fields of the JSON that must have these values.
 
     Raises:
-        ConfigError: no such JSON, or one of another search.
+        ConfigError: there is no such JSON, or it is from another search.
     """
     units = {(half.layer, half.part): half for half in halves(model.geometry, model.prepared.block_size)}
     trials: list[Trial] = []
@@ -121,12 +121,12 @@ def point_columns(rows: Sequence[Row]) -> Columns:
 
 
 def marked(rows: list[Row]) -> list[Row]:
-    """Return points as their table shows them, with a star for those on the front."""
+    """Return the points for their table, with a star for those on the front."""
     return [row | {"kv": f"{row['kv']} *"} if row["is_on_front"] else row for row in rows]
 
 
 def front_figure(rows: list[Row]) -> Any:
-    """Plot mean KL over bits per element, logarithmic: uniform formats, tuned recipes, and the front."""
+    """Plot mean KL (logarithmic) against bits per element: uniform formats, tuned recipes, and the front."""
     shown = [row for row in rows if row["kl_mean"] > 0]
     figure = new_figure(9.6, 4.6)
     axes = figure.subplots()
@@ -145,7 +145,7 @@ def front_figure(rows: list[Row]) -> Any:
 
 
 def sensitivity_figure(rows: list[Row]) -> Any:
-    """Plot bars per half: the least divergence of each code, logarithmic."""
+    """Plot the least divergence (logarithmic) of each code, as bars for every half."""
     least: dict[str, dict[tuple[str, int], float]] = {}  # by code
     for row in rows:
         of_code = least.setdefault(row["format"].split("_")[0], {})
@@ -165,7 +165,7 @@ def sensitivity_figure(rows: list[Row]) -> Any:
 
 
 def write_report(path: str | Path, result: Row) -> None:
-    """Write the page. `result`: as `kvq tune --json` writes it."""
+    """Write the report page. `result`: the JSON of `kvq tune --json`."""
     parts = [
         f"<h1>A KV recipe for {escape(result['model'])}</h1>",
         *(f'<p class="bad"><b>Mind: {escape(line)}.</b></p>' for line in result["cautions"]),
@@ -209,7 +209,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def _mind(tuned: Tuned) -> str:
-    """Return a warning if most keys of the measurement are exact, or an empty text."""
+    """Return a warning if most keys of the measurement are exact, else an empty text."""
     share = tuned.chosen.exact_keys
     return f" Mind: {exactness_warning('it', share, _context(tuned))}." if share > MOST else ""
 
@@ -219,7 +219,7 @@ def _context(tuned: Tuned) -> int:
 
 
 def _staging(tuned: Tuned) -> str:
-    """Return the tokens that a staged recipe keeps unquantized, as text; empty for other recipes."""
+    """Return, in words, the tokens that a staged recipe keeps unquantized; empty for other recipes."""
     if not tuned.recipe.is_staged:
         return ""
     exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size

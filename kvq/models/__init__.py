@@ -1,4 +1,4 @@
-"""Running Hugging Face models over kvq's blocks."""
+"""Hugging Face models that run on kvq's quantized KV blocks."""
 
 from typing import TYPE_CHECKING
 

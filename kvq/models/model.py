@@ -29,19 +29,19 @@ _log = logging.getLogger("kvq")
 
 
 class Model(NotCopyable):
-    """A model whose KV cache lies in blocks of one recipe."""
+    """A model whose KV cache is stored in blocks of one recipe."""
 
     def __init__(
         self, weights: LoadedWeights, recipe: KVRecipe, *, static_scales: StaticScales | None = None
     ) -> None:
-        """`static_scales` go to every static recipe of `with_kv` that brings none of its own."""
+        """`static_scales`: scales for every static recipe passed to `with_kv` that has none of its own."""
         self.weights = weights
         self.recipe = recipe
         self.static_scales = static_scales
 
     @property
     def prepared(self) -> PreparedModel:
-        """All that was known of the model before its weights were loaded."""
+        """Everything known about the model before its weights were loaded."""
         return self.weights.prepared
 
     @property
@@ -69,28 +69,28 @@ class Model(NotCopyable):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text; empty: no file of the model names any."""
+        """The tokens that end a text; empty if no file of the model names any."""
         return self.prepared.end_ids
 
     @property
     def layout(self) -> KVLayout:
-        """The places of codes and scales inside a block."""
+        """The positions of codes and scales inside a block."""
         return self.prepared.layout(self.recipe)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV cache per token over all layers, scales and padding included, or as by bits."""
+        """Bytes of KV cache per token over all layers, scales and padding included; own formats' by bits."""
         if self.recipe.own:
             return self.bits_per_element * self.geometry.elements_per_token / 8
         return self.layout.kv_bytes_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, scales and means of blocks included, or as registered."""
+        """Stored bits per K or V element, including scales and block means; own formats' as registered."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.layout.block_size))
 
     def bits_held(self, tokens: int) -> float:
-        """Bits per element of all K and V that a sequence of `tokens` tokens holds, sealed or not yet."""
+        """Return the bits per element that a sequence of `tokens` tokens takes, with its staged tokens."""
         layout, elements = self.layout, tokens * self.geometry.elements_per_token
         if self.recipe.own:
             waiting = sum(group.sequence_bytes(tokens) for group in layout.groups if group.is_staging)
@@ -102,16 +102,16 @@ class Model(NotCopyable):
         """Return a model of these weights with another KV recipe; nothing is loaded again.
 
         Raises:
-            ConfigError: unknown format, one that doesn't fit, or static scales missing or foreign.
+            ConfigError: the format is unknown or doesn't fit, or its static scales are missing or wrong.
         """
         return self._with(self.prepared.recipe(kv, self.static_scales), self.static_scales)
 
     def with_static_scales(self, scales: StaticScales) -> "Model":
-        """Return this model with other static scales, for this recipe and those of `with_kv`."""
+        """Return this model with other static scales, for its recipe and for recipes passed to `with_kv`."""
         return self._with(self.recipe.with_scales(scales) if self.recipe.is_static else self.recipe, scales)
 
     def check_scales(self) -> None:
-        """Raise ConfigError if the recipe's static scales are missing, or anything in it another model's."""
+        """Raise ConfigError if the recipe lacks its static scales or contains another model's data."""
         self.prepared.check_scales(self.recipe)
 
     def _with(self, recipe: KVRecipe, scales: StaticScales | None) -> "Model":
@@ -120,18 +120,18 @@ class Model(NotCopyable):
         return other
 
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
-        """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
+        """Return a session with pools for `max_sequences` sequences of up to `max_tokens` tokens each."""
         self.check_scales()
         return Session(self.weights, self.layout, max_tokens=max_tokens, max_sequences=max_sequences)
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
-        """Logits after every token, computed over quantized KV.
+        """Return the logits after every token, fp32 [tokens, vocab], computed over quantized KV.
 
-        `chunk` splits the prefill into pieces of that many tokens. Returns fp32 [tokens, vocab].
+        `chunk`: split the prefill into chunks of this many tokens.
 
         Raises:
-            RequestError: no tokens, ids outside the vocabulary, a context beyond the model's, or
-                K or V values that are not finite.
+            RequestError: there are no tokens, more than the model's context, or ids outside the
+                vocabulary, or K or V values are not finite.
         """
         check_token_ids(token_ids, "token ids are whole numbers in a list")
         token_ids = [operator.index(token) for token in token_ids]
@@ -158,15 +158,15 @@ def load(
 ) -> Model:
     """Load a model and choose its KV format.
 
-    `path_or_name`: a Hugging Face folder, a hub name, "tiny", the embedded model, or "tiny-draft", which
-    drafts for it; a `Path` is a folder, whatever it is called. `kv`: a format name, a pair, a kvq.json or a
-    KVRecipe; "auto" is the weights' own type. `scales`: a kvq.json with static scales; one inside the model
-    folder is found by itself. A static format without any is refused when it is first used. `options`: see
+    `path_or_name`: a Hugging Face folder; a hub name; "tiny", the embedded model; or "tiny-draft", its draft
+    model. A `Path` is always a folder. `kv`: a format name, a pair of names, a kvq.json or a KVRecipe; "auto"
+    is the model's dtype. `scales`: a kvq.json with static scales; one inside the model folder is found
+    automatically. A static format without scales is refused when it is first used. `options`: see
     `LoadOptions`.
 
     Raises:
-        ModelError: missing, damaged or refused model.
-        ConfigError: an option that can't be used as given.
+        ModelError: the model is missing, damaged or refused.
+        ConfigError: an option can't be used as given.
     """
     prepared = prepare(path_or_name, **options)
     static = find_scales(prepared, scales)
@@ -174,11 +174,11 @@ def load(
 
 
 def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScales | None = None) -> Model:
-    """Load a model whose files and options were checked.
+    """Load a model whose files and options have been checked.
 
     Raises:
-        ModelError: damaged weights, or a model that would be run wrongly.
-        UnsupportedKernel: no kernel runs the recipe here.
+        ModelError: the weights are damaged, or kvq would run the model incorrectly.
+        UnsupportedKernel: no kernel on this machine runs the recipe.
     """
     prepared.layout(recipe)
     if not recipe.is_static or recipe.static_scales is not None:
@@ -191,14 +191,14 @@ def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScale
 
 
 def runs_in_triton(prepared: PreparedModel) -> bool:
-    """True if a model's kernels are Triton's, so that its layers can be."""
+    """True if a model's kernels run in Triton, so that its fused layers can, too."""
     spec = LinearSpec(fmt=WeightFormat(code=WeightCode.INT8), in_features=1, out_features=1)
     device = Device.of(prepared.device)
     return device.type != "cpu" and select(spec.operation, spec, device, prepared.backend).is_triton
 
 
 def probe_layers(weights: LoadedWeights) -> None:
-    """Probe the model, with its layers fused where they can be, and as they are if that were wrong.
+    """Probe the model with fused layers if possible; if that fails, unfuse the layers and probe again.
 
     Raises:
         ModelError: see `probe`.
@@ -207,7 +207,7 @@ def probe_layers(weights: LoadedWeights) -> None:
     if fuse_layers(weights.model, windows, in_triton=runs_in_triton(weights.prepared)):
         try:
             return probe(weights)
-        except Exception as error:  # noqa: BLE001 - whatever kernels raise on a device of another kind
+        except Exception as error:  # noqa: BLE001 - kernels may raise anything on an unfamiliar device
             _log.warning("layers run in the model's own code: %s", first_lines(error))
             unfuse_layers(weights.model)
             weights.forget_rows()

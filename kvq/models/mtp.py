@@ -1,10 +1,11 @@
 """The multi-token-prediction layer of a checkpoint, in transformers' own code with kvq's attention.
 
-It is a decoder layer that reads what the model made of a token, and the token behind it, and says what
-follows.
+This decoder layer takes the model's hidden state of one token together with the next token, and predicts the
+token after that.
 
-Embedding, head and rotary angles are the model's. Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
-section 2.2; Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction".
+It uses the model's embedding, head and rotary angles. Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical
+Report", section 2.2; Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token
+Prediction".
 """
 
 import re
@@ -32,30 +33,30 @@ from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, pack_linears
 
 _REMEDY = "take the method ngram, self or draft"
-_TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # names that such layers have
+_TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # tensor names of MTP layers
 
 
 class MtpHead:  # D261: transformers' class, kvq's attention and blocks
-    """One such layer on a model's device; `geometry` is that of its attention. Made by `load_mtp`."""
+    """A multi-token-prediction layer on its model's device, with its attention's geometry. See `load_mtp`."""
 
     def __init__(self, mtp: Any, prepared: PreparedModel, geometry: ModelGeometry) -> None:
-        self.prepared = prepared  # of the model
+        self.prepared = prepared  # the model's
         self.geometry = geometry
         self._mtp = mtp
 
     @cached_property
     def layout(self) -> KVLayout:
-        """The layout of blocks for its own K and V, in the model's dtype."""
+        """The layout of blocks for this layer's K and V, in the model's dtype."""
         recipe = KVRecipe.named(DTYPE_NAMES[self.prepared.dtype], self.geometry.head_dims)
         return plan_layout(
             self.geometry, recipe, block_size=self.prepared.block_size, order=self.prepared.order
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedAttention) -> Tensor:
-        """Return the layer's hidden states, [rows, hidden_size], behind its last norm.
+        """Return the layer's hidden states after its last norm, [rows, hidden_size].
 
-        `states`: of the tokens before `tokens`, behind the last norm of the model or of this layer;
-        `tokens`: int64 [rows], at `positions`.
+        `states`: hidden states of the tokens before `tokens`, after the last norm of the model or of this
+        layer; `tokens`: int64 [rows], at `positions`.
         """
         made: Tensor = self._mtp.forward_layer(
             0, states[None], positions[None], None, input_ids=tokens[None], kvq_step=step
@@ -63,7 +64,7 @@ class MtpHead:  # D261: transformers' class, kvq's attention and blocks
         return made[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """[rows, vocab] of what follows the tokens that states were made of, by the model's head."""
+        """Return the model head's logits, [rows, vocab], for the tokens that follow those of `states`."""
         logits: Tensor = self._mtp._project_to_logits(states[None])
         return logits[0]
 
@@ -73,8 +74,8 @@ def load_mtp(model: Model) -> MtpHead:
     """Return the first multi-token-prediction layer of a loaded model's folder.
 
     Raises:
-        ConfigError: it has none, or none that transformers can make and kvq run.
-        ModelError: tensors of it are missing, too many, misshapen or damaged.
+        ConfigError: the folder has none, or none that transformers can build and kvq can run.
+        ModelError: tensors of the layer are missing, unexpected, misshapen or damaged.
     """
     prepared = model.prepared
     count = check_mtp(prepared)
@@ -87,17 +88,17 @@ def load_mtp(model: Model) -> MtpHead:
         geometry = _geometry(model.geometry, config, mtp.config)
     except KVQError:
         raise
-    except Exception as error:  # whatever a layer that is not foreseen makes transformers raise
+    except Exception as error:  # transformers may raise anything for an unfamiliar layer
         raise _not_made(prepared, first_lines(error)) from error
     _place(mtp.layers, prepared, geometry)
     return MtpHead(mtp.eval(), prepared, geometry)
 
 
 def check_mtp(prepared: PreparedModel) -> int:
-    """Return the number of such layers in a model, 1 or more, by what is known without its weights.
+    """Return the number of multi-token-prediction layers in a model, 1 or more, without reading its weights.
 
     Raises:
-        ConfigError: none, or in a form that isn't read.
+        ConfigError: the model has none, or stores them in a form that kvq doesn't read.
     """
     if prepared.is_quantized:
         raise ConfigError(
@@ -117,7 +118,7 @@ def check_mtp(prepared: PreparedModel) -> int:
 
 
 def _load(prepared: PreparedModel, skeleton: Any, count: int) -> Any:
-    """transformers' module with the folder's tensors, as yet without embedding and head."""
+    """Return transformers' module with the folder's tensors, not yet tied to the embedding and head."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_layers import MtpModel
     from transformers.modeling_utils import LoadStateDictConfig
@@ -168,7 +169,7 @@ def _check_whole(prepared: PreparedModel, info: Any) -> None:
 
 
 def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
-    """Return the geometry of the layer's attention: that of a model's layer of its kind."""
+    """Return the geometry of the layer's attention, copied from a layer of the same kind in the model."""
     kinds, mine = getattr(config, "layer_types", None), getattr(own, "layer_types", None)
     found = model.layers[-1]
     if kinds is not None and mine is not None:
@@ -179,7 +180,7 @@ def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
 
 
 def _window(kind: str, config: Any) -> int | None:
-    """Tokens that a layer of a kind sees which no layer of the model is of."""
+    """Return the attention window, in tokens, of a kind of layer that the model itself does not contain."""
     windows: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kind not in windows:
         raise ConfigError(f"kvq runs no multi-token-prediction layer of the kind {kind!r}; {_REMEDY}")

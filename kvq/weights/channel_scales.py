@@ -1,10 +1,10 @@
 """AWQ and SmoothQuant: inputs are divided by scales, and the columns of the weights multiplied by them.
 
-AWQ gives inputs that matter larger weights before rounding, and clips ranges where outputs gain. SmoothQuant
-moves outliers of the inputs into the weights, so that both round well to 8 bits.
+AWQ enlarges the weights of important inputs before rounding, and clips ranges where this reduces the output
+error. SmoothQuant moves outliers of the inputs into the weights, so that both round well to 8 bits.
 
 Sources: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and
-Acceleration", 2023, section 3.2; scales with the weights' magnitudes too as in the authors' published code.
+Acceleration", 2023, section 3.2; scales that also use weight magnitudes follow the authors' published code.
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2022,
 section 4, equations 3 and 4.
 """
@@ -29,7 +29,7 @@ class ChannelScales:
 
     scale: Tensor  # fp32 [in]
     alpha: float  # 0: all scales are 1
-    error: float  # squared, of all outputs, relative to their square
+    error: float  # squared error of all outputs, relative to their squared norm
     unscaled: float  # the same without scales
 
 
@@ -41,14 +41,14 @@ def awq_scales(
     *,
     tied: Tensor | None = None,
 ) -> ChannelScales:
-    """Return the scales of least output error for layers that share their inputs.
+    """Return the scales with the least output error for layers that share their inputs.
 
-    s = mean|x|^alpha and s = mean|x|^alpha / mean|w|^(1 - alpha), each over a grid of alpha, normed to
-    sqrt(max s * min s) = 1. The error is that over all tokens of the statistics, after rounding to
-    nearest; clipping comes once scales are chosen (searched together it gained nothing).
+    Tries s = mean|x|^alpha and s = mean|x|^alpha / mean|w|^(1 - alpha), each over a grid of alpha, normalized
+    to sqrt(max s * min s) = 1. The error is measured over all tokens of the statistics, after rounding to
+    nearest. Clipping follows once scales are chosen (a joint search gained nothing).
 
-    `weights`: fp32 [out, in] each. `tied`: int64 [in], inputs of one number get one scale, as the
-    query heads of one KV head must.
+    `weights`: fp32 [out, in] each. `tied`: int64 [in]; inputs with the same number share a scale, as is
+    necessary for the query heads of one KV head.
     """
     activity = _over_tied(statistics.absmean, tied, "mean")
     magnitude = _over_tied(_relative_magnitude(weights, fmt), tied, "mean")
@@ -71,7 +71,7 @@ def awq_scales(
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
-    """Return the mean over rows of |w| relative to the largest of its group, fp32 [in]."""
+    """Return the mean over rows of |w| relative to the largest |w| of its group, fp32 [in]."""
     parts = []
     for weight in weights:
         groups = weight.abs().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)
@@ -80,7 +80,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
 
 
 def _over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
-    """Return every value, or the mean or the largest ("amax") of the values tied with it."""
+    """Return `values`, each replaced with the mean or the largest ("amax") of the values tied with it."""
     if tied is None:
         return values
     found = torch.zeros(int(tied.max()) + 1, device=values.device)
@@ -88,7 +88,7 @@ def _over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
 
 
 def _normed(scale: Tensor) -> Tensor:
-    """Return scales around 1, at least 1e-4 of the largest for inputs that are always zero."""
+    """Return scales normalized around 1; none is below 1e-4 of the largest, even for inputs always zero."""
     scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
     return scale / (scale.max() * scale.min()).sqrt()
 
@@ -102,11 +102,11 @@ def smooth_scales(
     alphas: tuple[float, ...] = ALPHAS,
     tied: Tensor | None = None,
 ) -> ChannelScales:
-    """Return s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) of the best alpha, for layers that share inputs.
+    """Return s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) with the best alpha, for layers that share inputs.
 
-    Best is the least output error over the statistics' kept tokens, weights and inputs both rounded. With a
-    single alpha nothing is tried, and scales always apply. `weights`: fp32 [out, in] each. `tied`: int64
-    [in], inputs of one number get one scale.
+    The best alpha has the least output error over the statistics' kept tokens, with weights and inputs
+    rounded. A single alpha is always used. `weights`: fp32 [out, in] each. `tied`: int64 [in]; inputs with
+    the same number share a scale.
     """
     rows = statistics.rows
     largest = _over_tied(statistics.absmax, tied, "amax")
@@ -125,7 +125,7 @@ def smooth_scales(
     found = []
     for alpha in alphas:
         scale = largest**alpha / columns.clamp_min(1e-5) ** (1 - alpha)  # equation 4
-        # 1 if an input was always zero, or its weights are
+        # The scale is 1 if an input was always zero, or all its weights are
         scale = torch.where((largest > 0) & (columns > 0), scale, 1.0).clamp(1e-5, 1e5)
         found.append(ChannelScales(scale=scale, alpha=alpha, error=error(scale), unscaled=unscaled))
     if len(alphas) > 1:

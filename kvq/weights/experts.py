@@ -1,7 +1,7 @@
-"""Stacked experts of transformers' modules, all of a layer in two tensors of three dimensions.
+"""Stacked experts of transformers' modules: all experts of a layer in two three-dimensional tensors.
 
-They are known by what they are made of, and what is computed with them by running a small copy: the way of
-computing that gives the same, if one does, is what a kernel does with the real weights.
+They are recognized by their parts, and their arithmetic by running a small copy: if a known form reproduces
+its results, a kernel applies this form to the real weights.
 """
 
 import copy
@@ -22,11 +22,11 @@ from kvq.kernels.gated.reference import COMPILED, Activation
 from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear, runs_library_code
 
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
-_COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # of the small copy
+_COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # sizes of the small copy
 _TOLERANCE = 1e-4  # max|a - b| / max|b| of a row
 
 Weight = QuantizedWeight | PlainWeight
-Make = Callable[[str, int, Tensor], Weight]  # of a name and an expert, from its weight [out, in] as stored
+Make = Callable[[str, int, Tensor], Weight]  # (name, expert, weight [out, in]) -> packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +35,10 @@ class ExpertsForm:
 
     gating: Gating
     is_transposed: bool  # weights are [experts, in, out]
-    is_interleaved: bool  # gates and what they gate take turns
+    is_interleaved: bool  # gate and up rows alternate
 
     def gate_up(self, mixed: Tensor) -> Tensor:
-        """Return an expert's weight [2 n, in] or bias [2 n] with all gates first, then what they gate."""
+        """Return an expert's weight [2 n, in] or bias [2 n] with all gate rows before all up rows."""
         return torch.cat((mixed[::2], mixed[1::2])) if self.is_interleaved else mixed
 
 
@@ -48,7 +48,7 @@ class PackedExperts(Packed):
     def __init__(
         self, kernel: CpuExperts | ReferenceExperts, sizes: tuple[int, int, int], fmt: WeightFormat | None
     ) -> None:
-        """`sizes`: experts, hidden, inner. `fmt`: of the weights, None of floats."""
+        """`sizes`: experts, hidden, inner. `fmt`: the weights' format; None for floats."""
         super().__init__()
         self.kernel = kernel
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
@@ -56,12 +56,12 @@ class PackedExperts(Packed):
 
     @property
     def weight_count(self) -> int:
-        """Number of weights, biases included."""
+        """The number of weights, including biases."""
         biases = self.kernel.bias_bytes // torch.float32.itemsize
         return int(3 * self.num_experts * self.hidden_dim * self.intermediate_dim + biases)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """[..., hidden], and the experts of every row [rows, top] with their weights -> [..., hidden]."""
+        """Map [..., hidden], with every row's experts [rows, top] and their weights, to [..., hidden]."""
         rows = hidden_states.reshape(-1, self.hidden_dim)
         output: Tensor = self.kernel(rows, chosen, weights)
         return output.view(hidden_states.shape)
@@ -72,7 +72,7 @@ class PackedExperts(Packed):
 
 
 def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
-    """Return a model's experts that kernels keep, by name."""
+    """Return a model's packed experts, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedExperts)}
 
 
@@ -97,9 +97,9 @@ def stacked_experts(model: nn.Module) -> dict[str, ExpertsForm]:
 def install_experts(
     model: nn.Module, forms: Mapping[str, ExpertsForm], make: Make, *, fmt: WeightFormat | None, in_cpp: bool
 ) -> None:
-    """Put packed experts in the place of the stacked ones of these names, one layer after the other.
+    """Replace the stacked experts named in `forms` with packed ones, one layer after the other.
 
-    `fmt`: of what `make` makes, None of floats. `in_cpp`: run by the C++ kernels, else by the reference.
+    `fmt`: the format of weights from `make`; None for floats. `in_cpp`: use C++ kernels, not the reference.
     """
     for name, form in forms.items():
         given: Any = model.get_submodule(name)
@@ -122,7 +122,7 @@ def _parts(module: Any, form: ExpertsForm, make: Make) -> dict[str, Any]:
 
 
 def _weight(stored: Tensor, form: ExpertsForm) -> Tensor:
-    """[out, in]."""
+    """Return a stored weight as [out, in]."""
     return stored.T.contiguous() if form.is_transposed else stored
 
 
@@ -149,7 +149,7 @@ def _is_transposed(module: Any) -> bool:
 
 
 def _gatings(module: nn.Module) -> list[Gating]:
-    """Return the possible gatings of a module, by its activation and the numbers it holds."""
+    """Return the possible gatings of a module, given its activation and its float attributes."""
     own = getattr(module, "act_fn", None)
     activation = Activation.SILU if own is None else ACTIVATIONS.get(type(own).__name__)
     if activation not in COMPILED:
@@ -162,8 +162,8 @@ def _gatings(module: nn.Module) -> list[Gating]:
 
 
 @torch.inference_mode()
-def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: known by parts, proven by a small copy
-    """Return the form with the results of a small copy of the module; None if there is none."""
+def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: recognized by parts, proven on a small copy
+    """Return the form that reproduces the results of a small copy of the module; None if no form does."""
     source = torch.Generator().manual_seed(0)
     small: Any = copy.copy(module)
     small.__dict__ |= {
@@ -188,7 +188,7 @@ def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: known by parts, p
     run = inspect.unwrap(type(module).forward)
     try:
         wanted = run(small, *given)
-    except Exception:  # noqa: BLE001 - whatever code raises that takes something else
+    except Exception:  # noqa: BLE001 - code with another signature may raise anything
         return None
     if not isinstance(wanted, Tensor) or wanted.shape != x.shape:
         return None

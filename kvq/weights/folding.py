@@ -1,9 +1,9 @@
-"""Scale folding: places where a decoder layer takes scales of Linear inputs without changing its output.
+"""Scale folding: places where a decoder layer absorbs scales of Linear inputs without changing its output.
 
-A Linear layer's columns are multiplied by s and its inputs divided by it; the division goes into what made
-the inputs: a norm's weight, or the rows of a Linear layer before it. The places are not read from
-names: the layer's own forward pass is traced, and every fold is proven by running the layer before and
-after.
+A Linear layer's columns are multiplied by s and its inputs divided by it; the division is applied to the
+source of the inputs: a norm's weight, or the rows of an earlier Linear layer. The places are not inferred
+from names: the layer's own forward pass is traced, and every fold is proven by running the layer before and
+after it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from kvq.weights.linear import linear_at
 
 Run = Callable[[], Tensor]  # the layer's output on a sample, fp32
-# Linear layers that multiply one tensor, by their names in the decoder layer, and the module that made the
-# tensor, if it is a norm
+# Names of Linear layers in the decoder layer that share an input, and of the norm that computed the input, or
+# None if no norm did
 SharedInput = tuple[tuple[str, ...], str | None]
 
 _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
@@ -27,16 +27,16 @@ class Fold:
     """A place that scales can be folded into."""
 
     names: tuple[str, ...]  # Linear layers whose inputs are divided
-    source: str  # the norm or Linear layer that takes the division
+    source: str  # the norm or Linear layer whose weight is divided
     offset: float = 0.0  # a norm multiplies by weight + offset: 1 in Gemma's form
-    tied: Tensor | None = None  # int64 [in]: which row of a Linear source made which input; None for norms
+    tied: Tensor | None = None  # int64 [in]: each input's row of a Linear source; None for norms
 
 
 def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
-    """Return the Linear layers that share an input, and the norm that made it, in order of their calls."""
+    """Return the Linear layers that share an input, and the norm that computed it, in call order."""
     made: dict[int, str] = {}
     users: dict[int, list[str]] = {}
-    kept: list[Tensor] = []  # alive until the end, so that no id stands for two tensors
+    kept: list[Tensor] = []  # kept alive, so that ids stay unique
     handles = []
 
     def hook(name: str, module: nn.Module) -> Callable[..., None]:
@@ -64,10 +64,10 @@ def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
 def find_folds(  # D178
     layer: nn.Module, run: Run, shared: Iterable[SharedInput], *, head_dim: int | None = None
 ) -> tuple[list[Fold], dict[str, str]]:
-    """Return every fold of a decoder layer that is proven to change nothing; of other Linear layers, why not.
+    """Return every fold of a decoder layer that is proven exact, and reasons for all other Linear layers.
 
-    `run` computes the layer's output on a sample in fp32. `shared`: what `trace_inputs` found. `head_dim`: of
-    V, by which the heads of grouped query attention are recognized.
+    `run` computes the layer's output on a sample in fp32. `shared`: the result of `trace_inputs`. `head_dim`:
+    the head dimension of V, used to recognize the heads of grouped-query attention.
     """
     folds: list[Fold] = []
     skipped: dict[str, str] = {}
@@ -89,10 +89,10 @@ def find_folds(  # D178
 
 
 def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Multiply columns by `scale` and divide what makes the inputs by it, in place, all in fp32.
+    """Multiply columns by `scale` and divide the source of the inputs by it, in place and in fp32.
 
-    A norm's parameters are rounded to `dtype`, in which a checkpoint keeps them, and the columns
-    multiplied by what the division then was, so that rounding changes nothing.
+    A norm's parameters are rounded to `dtype`, the checkpoint's, and the columns are multiplied by the
+    divisors after rounding, so that rounding does not change the output.
 
     Returns the scales in effect, fp32 [in].
     """
@@ -108,7 +108,7 @@ def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype =
 
 
 def undoing(layer: nn.Module, fold: Fold) -> Callable[[], None]:
-    """Return a function that undoes the changes of a fold made after this call."""
+    """Return a function that undoes a fold applied after this call."""
     modules = [layer.get_submodule(name) for name in (fold.source, *fold.names)]
     parameters = {p for module in modules for p in module.parameters(recurse=False)}
     saved = [(p, p.detach().clone()) for p in parameters]
@@ -122,16 +122,16 @@ def undoing(layer: nn.Module, fold: Fold) -> Callable[[], None]:
 
 
 def is_same(output: Tensor, before: Tensor) -> bool:
-    """True if two outputs [..., hidden] agree as a fold must, at every token.
+    """True if two outputs [..., hidden] agree at every token within a fold's tolerance.
 
-    Token by token, since the few tokens of huge hidden states that many models have would hide the others.
+    Tokens are compared separately, since many models have a few huge ones that would hide the others' errors.
     """
     largest = before.abs().amax(-1).clamp_min(1e-30)
     return bool(((output - before).abs().amax(-1) <= _PROOF * largest).all())
 
 
 def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
-    """Fold uneven scales, compare the layer's outputs, and undo it."""
+    """Return whether folding uneven scales keeps the layer's output, and undo the fold."""
     first = linear_at(layer, fold.names[0])
     source = layer.get_submodule(fold.source)
     if fold.tied is None and source.weight.shape != (first.in_features,):  # such as a norm of each head
@@ -148,7 +148,7 @@ def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
 
 
 def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: int | None) -> Iterator[Fold]:
-    """Yield folds into earlier Linear layers whose rows may be the inputs of `name`, the last first."""
+    """Yield folds into earlier Linear layers whose rows may be the inputs of `name`, the latest first."""
     user = linear_at(layer, name)
     for source in reversed(before):
         maker = linear_at(layer, source)

@@ -1,4 +1,4 @@
-"""GPTQ: columns are rounded one by one, and later columns compensate the error.
+"""GPTQ: columns are rounded one by one, and later columns compensate for the error.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 2022, section 3 and algorithm 1; acting order and groups as in the authors' published code.
@@ -23,11 +23,11 @@ _MOST_TRIES = 5
 _log = logging.getLogger(__name__)
 
 
-# D176: groups as inputs lie; "none": columns as they lie. "static": most active inputs first; groups are
-# neighbouring inputs, with scales of the first weights. "group": groups are neighbours in that order
+# D176: "none": columns in input order. "static": most active inputs first, but groups of adjacent inputs,
+# with scales from the initial weights. "group": groups of inputs that are adjacent in the order of activity
 ActOrder = Literal["none", "static", "group"]
-# D175: every group's range, inputs by mean square; "off": minimum to maximum. "squares": least squared error
-# of the weights. "weighted": the same, each input weighted by its mean square
+# D175: the range of every group. "off": minimum to maximum. "squares": least squared error of the weights.
+# "weighted": the same, with each input weighted by its mean square
 ScaleSearch = Literal["off", "squares", "weighted"]
 
 
@@ -35,7 +35,7 @@ ScaleSearch = Literal["off", "squares", "weighted"]
 class GPTQOptions:
     """Options of GPTQ."""
 
-    damping: float = 0.01  # share of the Hessian's mean diagonal that is added to it
+    damping: float = 0.01  # share of the Hessian's mean diagonal that is added to the diagonal
     order: ActOrder = "none"
     search: ScaleSearch = "off"
 
@@ -61,11 +61,11 @@ def gptq(
 ) -> QuantizedWeight:
     """Quantize a weight [out, in] so that its outputs change least, given the sum of x x^T, fp32 [in, in].
 
-    Works in fp32. Scales have `dtype`. A dead input, always zero while calibrating, is rounded to nearest.
+    Works in fp32. Scales have `dtype`. Weights of inputs that were always zero are rounded to nearest.
 
     Raises:
         RequestError: the Hessian can't be factorized; the message names the layer.
-        ConfigError: FP8, or groups that don't divide the inputs.
+        ConfigError: the format is FP8, or its groups don't divide the inputs.
     """
     if not fmt.code.is_integer:
         raise ConfigError("GPTQ is for integer codes; fp8 weights are rounded to nearest")
@@ -94,7 +94,7 @@ def gptq(
         found.append(search_scales(weight, fmt, dtype, cost))
         scales = (_of_group(*found[0], group) for group in (order // size).tolist())
     codes = _round(columns, factor, fmt, _block(size, fmt), scales)
-    in_order = order if options.order == "group" and size < count else None  # as groups follow it
+    in_order = order if options.order == "group" and size < count else None  # groups follow it
     if order is not None and in_order is None:
         codes = torch.empty_like(codes).index_copy_(0, order, codes)
     zeros = [zero for _, zero in found if zero is not None]
@@ -108,7 +108,7 @@ def gptq(
 
 
 def _of_group(scale: Tensor, zero: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """fp32 [out] each."""
+    """Return a group's scales and zero points, fp32 [out] each."""
     own = scale[:, group].float()
     return own, torch.zeros_like(own) if zero is None else zero[:, group].float()
 
@@ -116,10 +116,10 @@ def _of_group(scale: Tensor, zero: Tensor | None, group: int) -> tuple[Tensor, T
 def _round(
     columns: Tensor, factor: Tensor, fmt: WeightFormat, block: int, scales: Iterator[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Return codes int8 [in, out] of columns fp32 [in, out], which are updated as those before them round.
+    """Return codes int8 [in, out] of columns fp32 [in, out]; rounding a column updates later columns.
 
-    `factor`: fp32 [in, in], upper; factor^T factor is the inverse Hessian. `scales`: each column's, and its
-    zero points, asked for when the column is reached.
+    `factor`: fp32 [in, in], upper triangular; factor^T factor is the inverse Hessian. `scales`: each column's
+    scales and zero points, requested when the column is reached.
     """
     count, half = len(columns), 1 << (fmt.code.bits - 1)
     codes = torch.empty(columns.shape, dtype=torch.int8, device=columns.device)
@@ -142,7 +142,7 @@ def _round(
 
 
 def _block(size: int, fmt: WeightFormat) -> int:
-    """Return columns per block, such that groups start where all updates so far have been applied."""
+    """Return the columns per block, chosen so that all updates are applied before a group starts."""
     if fmt.group_size is None:
         return _BLOCK
     if size <= _BLOCK:
@@ -159,11 +159,11 @@ def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:
 def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
     """Return U, upper triangular, with U^T U the inverse of the damped Hessian; fp32 [in, in].
 
-    The Cholesky factor of the Hessian read backwards is U's inverse read backwards: one factorization and
-    one triangular inverse, where the paper's inverse and its factorization take three.
+    The Cholesky factor of the Hessian in reverse order is U's inverse in reverse order. So this takes one
+    factorization and one triangular inverse, where the paper's inverse and its factorization take three.
     """
     mean = float(gram.diagonal().mean())
-    if mean == 0:  # the layer never saw anything but zeros
+    if mean == 0:  # all the layer's inputs were zero
         return torch.eye(len(gram), device=gram.device)
     backwards = (gram / mean).flip(0, 1)  # scale-free: codes don't depend on the Hessian's size
     diagonal = backwards.diagonal()

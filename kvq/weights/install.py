@@ -1,6 +1,6 @@
-"""Installation of packed layers into a model: one by one, or joined if a CPU gains by it.
+"""Installation of packed layers into a model, one by one or joined.
 
-Those of one input are one product then: queries, keys, values; gates and what they gate.
+Joined layers share their input and run as one product: queries, keys and values; gate and up projections.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from kvq.weights.linear import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """A product with its input and thread, and the starts of the parts not taken yet."""
+    """A product with its input and thread, and the start indices of the parts that were not taken yet."""
 
     input: Tensor
     output: Tensor
@@ -37,7 +37,7 @@ class _Computed:
     left: set[int]
 
     def has(self, part: slice, x: Tensor) -> bool:
-        """True if this product is with x, and the part was not taken yet."""
+        """True if this product was computed from x in this thread, and the part was not taken yet."""
         known = self.input
         return (
             part.start in self.left
@@ -51,12 +51,12 @@ class _Computed:
 class _Joined:
     """Product of several weights, computed at the first call of one of its parts.
 
-    The others' parts of the same input are kept until each was taken, and the input with them, so that its
-    memory can't meanwhile become another's. Threads that share a model compute their own.
+    The other parts for the same input are kept until each was taken. The input is kept, too, so that its
+    memory can't be reused in the meantime. Threads that share a model compute their own products.
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight | PlainWeight], kernel: Any) -> None:
-        """`kernel`: one that multiplies by all of them, one after the other."""
+        """`kernel`: a kernel that multiplies by the concatenated weights."""
         self.kernel = kernel
         ends = [sum(weight.out_features for weight in weights[: i + 1]) for i in range(len(weights))]
         self.parts = [
@@ -66,7 +66,7 @@ class _Joined:
         self._kept: _Computed | None = None
 
     def take(self, part: slice, x: Tensor) -> Tensor:
-        """Return one part of the product with x [rows, in]: a view [rows, out of that part]."""
+        """Return one part of the product with x [rows, in]: a view [rows, out of the part]."""
         kept = self._kept
         if kept is None or not kept.has(part, x):
             kept = _Computed(x, self.kernel(x), get_ident(), {own.part.start for own in self.parts})
@@ -99,7 +99,7 @@ class JoinedPart:
         return int(nbytes * rows // self.joined.kernel.out_features)
 
     def values(self) -> Tensor:
-        """Return a copy of the part's rows of a weight in floats, [out, in]."""
+        """Return a copy of the part's rows of a float weight, [out, in]."""
         values: Tensor = self.joined.kernel.values()
         return values[self.part]
 
@@ -112,18 +112,18 @@ _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b| of a row
 
 Weight = QuantizedWeight | PlainWeight
-Weights = Mapping[str, Callable[[], Weight]]  # by a layer's name; made when it is its turn
+Weights = Mapping[str, Callable[[], Weight]]  # by a layer's name; created when needed
 
 
 def install(
     model: nn.Module, weights: Weights, device: torch.device, *, backend: str, dtype: torch.dtype
 ) -> None:
-    """Replace the Linear layers of these names; `dtype` is what the model computes in.
+    """Replace the Linear layers named in `weights`; `dtype` is the dtype that the model computes in.
 
-    Weights that are no codes always go to the C++ kernels.
+    Unquantized weights always use the C++ kernels.
 
     Raises:
-        UnsupportedKernel: the named backend has no kernel for one of them.
+        UnsupportedKernel: the named backend has no kernel for a weight.
     """
     parents: dict[str, list[str]] = {}
     for name in weights:
@@ -162,7 +162,7 @@ def _layer(
     dtype: torch.dtype,
     kernel: JoinedPart | None = None,
 ) -> PackedLinear:
-    """Return the packed layer of a weight; `kernel` already holds it, if given."""
+    """Return the packed layer of a weight; `kernel`: a kernel that already contains the weight, or None."""
     if isinstance(weight, PlainWeight):
         return PlainLinear(weight, bias, kernel or CpuLinear(weight), dtype)
     bias = None if bias is None else bias.to(device)
@@ -173,13 +173,13 @@ def _layer(
 
 
 def _kernel_for(weight: QuantizedWeight, device: torch.device, backend: str) -> Kernel:
-    """Return the best kernel for the device, or that of the named backend."""
+    """Return the best kernel for the device, or the named backend's kernel."""
     spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
     return select(spec.operation, spec, Device.of(device), backend)
 
 
 def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
-    """Return the kernel that multiplies by several weights at once, or None."""
+    """Return a kernel that multiplies by several weights at once; None if they can't be joined."""
     if len({weight.in_features for weight in group}) > 1:
         return None
     if all(isinstance(weight, PlainWeight) for weight in group):
@@ -199,7 +199,7 @@ class GatedMLP(nn.Module):
     """Gated MLP, down(activation(gate(x)) * up(x)), in one call; the layers keep their names."""
 
     def __init__(self, mlp: nn.Module, activation: Activation) -> None:
-        """Take the layers of a module whose gate and up are joined."""
+        """`mlp`: a module whose gate and up projections are joined."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (
             mlp.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")
@@ -226,7 +226,7 @@ class GatedMLP(nn.Module):
 
 @torch.inference_mode()
 def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Replace a gated MLP by one call, if results agree on rows of all magnitudes."""
+    """Replace a gated MLP with one call if results agree on rows of all magnitudes."""
     mlp = model.get_submodule(name)
     gate, down = (getattr(mlp, own, None) for own in ("gate_proj", "down_proj"))
     activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
@@ -240,7 +240,7 @@ def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
         return
     fused = GatedMLP(mlp, activation)
     x = torch.randn(1, 5, gate.in_features, generator=torch.Generator().manual_seed(0))
-    x = (x * torch.logspace(-1, 3, 5)[:, None]).to(dtype)  # rows of one sequence, beyond what some cut off
+    x = (x * torch.logspace(-1, 3, 5)[:, None]).to(dtype)  # beyond some clamps
     wanted, found = mlp(x), fused(x)
     if ((found - wanted).abs().amax(-1) <= _TOLERANCE[dtype] * wanted.abs().amax(-1)).all():
         replace_linear(model, name, fused)

@@ -1,4 +1,4 @@
-"""Packed Linear layers and embeddings: kernels that keep a weight, in codes or in floats."""
+"""Packed Linear layers and embeddings, whose weights a kernel stores as codes or as floats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from kvq.kernels.ops import keep, looked_up_rows, packed_linear
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
 
-ACTIVATIONS = {  # by the class of transformers' module
+ACTIVATIONS = {  # by the class name of transformers' module
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUTanh": Activation.GELU_TANH,
@@ -27,14 +27,14 @@ Kernel = Callable[[Tensor], Tensor]
 
 
 class Packed(nn.Module):
-    """Module for inference whose weights a kernel keeps in its own order."""
+    """Module for inference whose weights a kernel stores in its own order."""
 
     kernel: Any
-    fmt: WeightFormat | None = None  # of the weights; None of floats
+    fmt: WeightFormat | None = None  # the weights' format; None for floats
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as the kernel keeps them."""
+        """The size in bytes of the weights as stored by the kernel."""
         return int(self.kernel.nbytes)
 
     @property
@@ -44,12 +44,12 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """Linear layer whose weight a kernel keeps."""
+    """Linear layer whose weight a kernel stores."""
 
     def __init__(
         self, weight: QuantizedWeight | PlainWeight, bias: Tensor | None, kernel: Kernel, backend: str
     ) -> None:
-        """`kernel` holds the weight and belongs to `backend`."""
+        """`kernel` contains the weight and belongs to `backend`."""
         super().__init__()
         self.in_features = weight.in_features
         self.out_features = weight.out_features
@@ -66,7 +66,7 @@ class PackedLinear(Packed):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         rows = input.reshape(-1, self.in_features)
-        if torch.compiler.is_compiling():  # a graph holds operators, not objects
+        if torch.compiler.is_compiling():  # a graph contains operators, not objects
             output: Tensor = packed_linear(rows, self._kernel_number, self.out_features)
         else:
             output = self.kernel(rows)
@@ -79,16 +79,16 @@ class PackedLinear(Packed):
 
 
 class PlainLinear(PackedLinear):
-    """Packed Linear layer with a weight in floats."""
+    """Packed Linear layer with a float weight."""
 
     def __init__(self, weight: PlainWeight, bias: Tensor | None, kernel: Kernel, dtype: torch.dtype) -> None:
-        """`dtype` is the layer's; the kernel may keep fewer bits."""
+        """`dtype`: the layer's dtype; the kernel may store fewer bits."""
         super().__init__(weight, bias, kernel, "cpu")
         self._dtype = dtype
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight, [out, in], for code that looks at it; the layer has its own."""
+        """A copy of the weight, [out, in], for inspection; the layer doesn't use it."""
         values: Tensor = self.kernel.values()
         return values.to(self._dtype)
 
@@ -107,17 +107,17 @@ class QuantizedLinear(PackedLinear):
 
 
 class Dense:
-    """Product y = x W^T in torch over the weights of several layers with the same inputs."""
+    """Product y = x W^T in torch with the weights of several layers that share their input."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        """Take the layers; call `join` before the first product."""
+        """Store the layers; call `join` before the first product."""
         self._layers = tuple(layers)
         self.in_features = layers[0].in_features
         self.out_features = sum(layer.out_features for layer in layers)
         self.transposed = torch.empty(0)
 
     def join(self) -> None:
-        """Make the weights parts of one tensor, which the layers share."""
+        """Join the weights into one tensor, of which the layers then use parts."""
         if len(self._layers) == 1:
             self.transposed = self._layers[0].weight.detach().t()
             return
@@ -145,9 +145,9 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
 
 
 def runs_library_code(module: nn.Module) -> bool:  # D190
-    """True if a module computes what its class does in a library: no other class's code, its own or hooks.
+    """True if a module runs its library class's code only: no foreign code, replaced `forward` or hooks.
 
-    Code is where it was written: `functools.wraps` gives a function the module's name of another.
+    Code is located by its globals, as `functools.wraps` copies another function's module name.
     """
     code = (getattr(one, "__globals__", {}) for one in (type(module).forward, type(module).__call__))
     homes = {str(own.get("__name__")).partition(".")[0] for own in code}
@@ -156,10 +156,10 @@ def runs_library_code(module: nn.Module) -> bool:  # D190
 
 
 class PackedEmbedding(nn.Module):
-    """Tied embedding: looks rows up in the weight that a head multiplies by, in its kernel's order."""
+    """Tied embedding that looks rows up in a head's weight, in the order of the head's kernel."""
 
     def __init__(self, kernel: CpuLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
-        """`dtype`: of the rows; `scale`: what they are multiplied with, if with anything."""
+        """`dtype`: the dtype of the rows; `scale`: an optional factor for them."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = kernel.out_features, kernel.in_features
         self.kernel = kernel
@@ -169,7 +169,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight, [rows, dim], for code that looks at it; the layer has its own."""
+        """A copy of the weight, [rows, dim], for inspection; the layer doesn't use it."""
         values: Tensor = self.kernel.values()
         return values.to(self.dtype)
 
@@ -187,12 +187,12 @@ class PackedEmbedding(nn.Module):
 
 @torch.inference_mode()
 def is_plain_lookup(module: nn.Embedding) -> bool:
-    """True if a module returns rows of its weight, perhaps times `embed_scale`; it is tried on some."""
+    """True if a module, tried on some rows, returns rows of its weight, perhaps times `embed_scale`."""
     if any(hooks_of(module)) or module.max_norm is not None:
         return False
     ids = torch.arange(module.num_embeddings)[:: max(1, module.num_embeddings // 3)]
     weight = torch.arange(module.num_embeddings * 2.0).remainder(997).view(-1, 2)
-    weight = weight.to(module.weight.dtype)  # its own may have no numbers yet
+    weight = weight.to(module.weight.dtype)  # its own weight may be on meta
     rows, scale = functional.embedding(ids, weight), scale_of(module)
     wanted = rows if scale is None else rows * scale.to(rows.dtype)
     found = functional_call(module, {"weight": weight}, ids)
@@ -220,19 +220,19 @@ def linear_at(model: nn.Module, name: str) -> nn.Linear:
 
 
 def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the one called `name`, dots included."""
+    """Replace the submodule called `name`, dots included, with `module`."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return bytes of all parameters, with Linear layers as their kernels keep them."""
+    """Return the size in bytes of all parameters, with packed weights as stored by their kernels."""
     others = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return others + sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
 
 
 def weight_count(model: nn.Module) -> int:
-    """Return the number of weights, packed ones included; a head that copies the embedding has none."""
+    """Return the number of weights, including packed ones, but not a head that copies the embedding."""
     others = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     is_copy = is_tied and isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""Manifest of a model folder: every file's size and digest, and its own.
+"""Manifest of a model folder: the size and digest of every file, and a digest of the manifest itself.
 
-kvq writes one with each quantized model, and `kvq manifest` for folders of others. A flipped bit anywhere in
-the listed files, or in the manifest, is found. It is no defence against forged files.
+kvq writes a manifest with each quantized model, and `kvq manifest` writes one for any other folder. A flipped
+bit anywhere in the listed files or in the manifest is detected. It is no defence against forged files.
 """
 
 import json
@@ -19,15 +19,15 @@ _FORMAT_VERSION = 1
 _CHUNK_BYTES = 8 << 20
 _MAX_BYTES = 16 << 20
 _FIELDS = ("bytes", "xxh3")
-_READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")  # by loaders
+_READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")  # read by loaders
 _RECIPE = "kvq.json"
 
-Tell = Callable[[int], object]  # hears of every chunk that was read, in bytes
+Tell = Callable[[int], object]  # called with the size in bytes of every chunk that was read
 FileDigest = tuple[int, str]  # a file's size in bytes, and its xxh3_128 in hex
 
 
 def file_digest(path: Path, tell: Tell = int) -> FileDigest:
-    """Read a file whole; OSError is the caller's to explain."""
+    """Return the digest of a file; the caller must handle OSError."""
     hasher, nbytes = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -38,7 +38,7 @@ def file_digest(path: Path, tell: Tell = int) -> FileDigest:
 
 
 def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
-    """Return the manifest of these files; equal files give equal bytes."""
+    """Return the manifest of these files; identical files result in identical bytes."""
     listed = {name: dict(zip(_FIELDS, file, strict=True)) for name, file in files.items()}
     content = {"files": listed, "format_version": _FORMAT_VERSION}
     return _canonical({**content, "digest": xxhash.xxh3_128(_canonical(content)).hexdigest()})
@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
     """Return the files that the folder's manifest lists; None without a manifest.
 
     Raises:
-        ModelError: it is damaged: its bytes aren't the ones that kvq writes for what it says.
+        ModelError: the manifest is damaged: its bytes are not those that kvq writes for its contents.
     """
     path = folder / MANIFEST
     try:
@@ -70,12 +70,12 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
 
 
 def check_manifest(folder: Path) -> dict[str, FileDigest]:
-    """Return the files that the folder's manifest lists, checked except for weights; empty without one.
+    """Return the files that the folder's manifest lists, with contents checked except for weights.
 
-    Files added later are ignored, unless they hold weights.
+    Empty without a manifest. Files added later are ignored unless they contain weights.
 
     Raises:
-        ModelError: a file is missing or of another size, a small one differs, or weights were added.
+        ModelError: a file is missing or has another size, a small file differs, or weights were added.
     """
     files = read_manifest(folder) or {}
     for fault in _faults(folder, files, lambda name: not _holds_weights(name)):
@@ -84,10 +84,10 @@ def check_manifest(folder: Path) -> dict[str, FileDigest]:
 
 
 def verify_manifest(folder: Path) -> bool:  # D186: digests: readers accept flipped payload bits
-    """Read every file that the folder's manifest lists and compare; False: there is no manifest.
+    """Compare every file that the folder's manifest lists; return False if there is no manifest.
 
     Raises:
-        ModelError: as `check_manifest`, or weights that differ; the message names the file.
+        ModelError: as for `check_manifest`, or weights differ; the message names the file.
     """
     files = check_manifest(folder)
     for fault in _faults(folder, files, _holds_weights):
@@ -101,13 +101,13 @@ def find_faults(folder: Path, files: Mapping[str, FileDigest], tell: Tell = int)
 
 
 def listed_files(folder: Path) -> list[Path]:
-    """Return the files for a new manifest of a folder: all that a model is loaded from."""
+    """Return the files for a new manifest of a folder: all files that a model is loaded from."""
     found = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in found if path.name != MANIFEST and not path.name.startswith("."))
 
 
 def write_manifest(folder: Path, tell: Tell = int) -> dict[str, FileDigest]:
-    """Write the manifest of a folder as it is, in place of an older one. Returns what it lists.
+    """Write a manifest of a folder's current files, replacing any older one; return its entries.
 
     Raises:
         ModelError: a file can't be read.
@@ -119,8 +119,7 @@ def write_manifest(folder: Path, tell: Tell = int) -> dict[str, FileDigest]:
 
 
 def relist(path: str | Path) -> None:
-    """Put a file that was just written into its folder's manifest, if one lists it, or lists a model whose
-    recipe it is.
+    """Update a new file's entry in its folder's manifest, if that lists the file or the file is kvq.json.
 
     Raises:
         ModelError: the manifest is damaged.
@@ -136,7 +135,7 @@ def relist(path: str | Path) -> None:
 def _faults(
     folder: Path, files: Mapping[str, FileDigest], is_read: Callable[[str], bool], tell: Tell = int
 ) -> Iterator[ModelError]:
-    """Yield differences, file by file: of content if `is_read`, else of size."""
+    """Yield differences, file by file: in content and size if `is_read(name)`, else in size only."""
     for name, wanted in files.items():
         try:
             if (nbytes := _size(folder / name)) != wanted[0]:

@@ -1,10 +1,10 @@
-"""Round-to-nearest: scales and zero points of groups, and codes under given ones.
+"""Round-to-nearest: scales and zero points of groups, and codes for given scales and zero points.
 
-A smaller range clips a group's largest weights and rounds the others finer; `search_scales` finds the best.
-Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
-Inference", 2018, section 2.1; Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM
-Compression and Acceleration", 2023, section 3.2 (weight clipping); Frantar et al., "GPTQ", 2022, whose
-published code has a search over squared errors.
+A smaller range clips a group's largest weights and rounds the others more finely; `search_scales` finds the
+best range. Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018, section 2.1; Lin et al., "AWQ: Activation-aware Weight Quantization
+for On-Device LLM Compression and Acceleration", 2023, section 3.2 (weight clipping); Frantar et al., "GPTQ",
+2022, whose published code has a search over squared errors.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,11 @@ _SMALLEST_SCALE = 2.0**-24
 def scales_of(
     weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, shrink: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scale in `dtype` and zero point int8 (None if symmetric), [out, groups], of fp32 [out, in].
+    """Return scales in `dtype` and zero points int8 (None if symmetric), [out, groups], for fp32 [out, in].
 
-    Symmetric codes take all 2^bits values: the largest magnitude lies half a step beyond the last one, as
-    GPTQ and compressed-tensors have it. Asymmetric ones take the range between a group's minimum and
-    maximum, zero included. FP8's largest value is 448. `shrink` scales that range: weights beyond it are
-    clipped.
+    Symmetric codes use all 2^bits values: the largest magnitude is half a step beyond the last value, as in
+    GPTQ and compressed-tensors. Asymmetric codes span a group's minimum to its maximum, including zero. The
+    largest value of FP8 is 448. `shrink` scales the range; weights outside it are clipped.
     """
     groups = weight.float().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)
     if fmt.symmetric:
@@ -41,7 +40,7 @@ def scales_of(
 
 
 def codes_of(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: WeightFormat) -> Tensor:
-    """Return nearest codes int8 [out, in] (for FP8 E4M3FN bytes, uint8) of fp32 [out, in]."""
+    """Return the nearest codes, int8 [out, in] (for FP8, E4M3FN bytes as uint8), of fp32 [out, in]."""
     groups = weight.float().view(*scale.shape, -1) / scale.float()[:, :, None]
     if fmt.code is WeightCode.FP8:
         return e4m3.encode(groups.flatten(1))
@@ -53,7 +52,7 @@ def codes_of(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: WeightForm
 
 
 def round_weight(weight: Tensor, fmt: WeightFormat, *, dtype: torch.dtype | None = None) -> QuantizedWeight:
-    """Quantize a weight [out, in] to the nearest codes; `dtype` of the scales, by default the weight's.
+    """Quantize a weight [out, in] to the nearest codes; `dtype`: the scales', by default the weight's.
 
     Raises:
         ConfigError: the format's groups don't divide the inputs.
@@ -63,7 +62,7 @@ def round_weight(weight: Tensor, fmt: WeightFormat, *, dtype: torch.dtype | None
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale as stored: never zero, never infinite; 1 for a group of zeros."""
+    """Return the scale as stored: neither zero nor infinite, and 1 for a group of zeros."""
     limit = torch.finfo(dtype).max
     return torch.where(scale > 0, scale.clamp(_SMALLEST_SCALE, limit), 1.0).to(dtype)
 
@@ -87,7 +86,7 @@ def weighted(importance: Tensor) -> Cost:
 
 
 def quadratic(gram: Tensor, groups: int) -> Cost:
-    """Return the squared error of a group's part of the outputs as a cost; `gram` [in, in] sums x x^T."""
+    """Return the squared error of a group's part of the outputs as a cost; `gram`: sum of x x^T, [in, in]."""
     size = gram.shape[0] // groups
     at = torch.arange(groups, device=gram.device)
     blocks = gram.view(groups, size, groups, size)[at, :, at]  # [groups, inputs, inputs]
@@ -102,7 +101,7 @@ def quadratic(gram: Tensor, groups: int) -> Cost:
 def search_scales(
     weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scales and zero points as `scales_of` does, each group with its range of least cost."""
+    """Return scales and zero points like `scales_of`, with each group's range chosen for the least cost."""
     weight = weight.float()
     scale, zero = scales_of(weight, fmt, dtype)
     if cost is None:
@@ -122,13 +121,13 @@ def search_scales(
 
 
 def clip_weight(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, gram: Tensor) -> QuantizedWeight:
-    """Round to nearest under the ranges of least output error, group by group; `gram` [in, in]."""
+    """Round to nearest within each group's range of least output error; `gram`: sum of x x^T, [in, in]."""
     scale, zero = search_scales(weight, fmt, dtype, quadratic(gram, fmt.groups(weight.shape[1])))
     return QuantizedWeight.pack(fmt, codes_of(weight, scale, zero, fmt), scale, zero)
 
 
 def _error(weight: Tensor, fmt: WeightFormat, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return the change by rounding, [out, groups, inputs of a group]."""
+    """Return the rounding error, [out, groups, inputs of a group]."""
     groups = weight.view(*scale.shape, -1)
     q = codes_of(weight, scale, zero, fmt).view(groups.shape).float()
     if zero is not None:

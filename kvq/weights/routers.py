@@ -1,4 +1,4 @@
-"""Routers of experts: their own code, over products that don't depend on the batch."""
+"""Routers of experts: the modules' own code with products that don't depend on the batch."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.weights.experts import PackedExperts
 
-_WHOLE = 64  # numbers: torch's vectors are of 4 to 16, two or four at a time
+_WHOLE = 64  # values: torch processes vectors of 4 to 16, two or four at a time
 _CONVERSIONS = (Tensor.float, Tensor.type, Tensor.to)
 
 
-class _RouterWeight(nn.Parameter):  # D172: a weight that multiplies itself
-    """An fp32 weight [out, in] whose products `functional.linear` leaves to a kernel."""
+class _RouterWeight(nn.Parameter):  # D172: a weight that computes its own products
+    """An fp32 weight [out, in] whose products in `functional.linear` are computed by a kernel."""
 
     kernel: CpuLinear
 
@@ -29,7 +29,7 @@ class _RouterWeight(nn.Parameter):  # D172: a weight that multiplies itself
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **given)
         if func in _CONVERSIONS and isinstance(found, Tensor) and found.data_ptr() == args[0].data_ptr():
-            return args[0]  # the caller wanted fp32, which it has already; the product follows
+            return args[0]  # the caller requested fp32, which it is already; the product follows
         return found
 
 
@@ -40,7 +40,7 @@ def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Te
         return found.view(*x.shape[:-1], found.shape[1])
 
 
-def _apart(x: Tensor) -> Tensor:  # D173: rows kept apart: the sigmoid's rest has other bits
+def _apart(x: Tensor) -> Tensor:  # D173: separate rows: the sigmoid of a vector's remainder has other bits
     """Return `x` [rows, n] with a gap between its rows, unless rows are whole vectors."""
     if x.shape[1] % _WHOLE == 0:
         return x
@@ -48,7 +48,7 @@ def _apart(x: Tensor) -> Tensor:  # D173: rows kept apart: the sigmoid's rest ha
 
 
 def batch_invariant_routers(model: nn.Module) -> None:
-    """Replace the products of routers beside packed experts by batch-invariant ones."""
+    """Replace the products of routers of packed experts with batch-invariant ones."""
     for block in list(model.modules()):
         if not any(isinstance(child, PackedExperts) for child in block.children()):
             continue

@@ -9,15 +9,15 @@ from kvq.errors import RequestError
 class InputStatistics:  # D177: second moments; memory doesn't grow with the text
     """Sums over the tokens seen by Linear layers that share an input.
 
-    `gram`: fp32 [in, in], the sum of x x^T. From it the squared error of any change E of a weight over
-    all those tokens follows without them: sum |E x|^2 = tr(E gram E^T). `absmax` and `abssum`: fp32 [in].
-    `rows`: the first tokens of every sample, fp32 [kept, in], for what no second moment can tell.
+    `gram`: fp32 [in, in], the sum of x x^T. It determines the squared error of any change E of a weight over
+    all those tokens: sum |E x|^2 = tr(E gram E^T). `absmax` and `abssum`: fp32 [in]. `rows`: some tokens of
+    every sample, fp32 [kept, in], for errors that second moments don't determine.
     """
 
     def __init__(
         self, name: str, in_features: int, device: torch.device, *, rows: int = 0, per_sample: int = 16
     ) -> None:
-        """`rows` tokens are kept at most, `per_sample` of each call of `add`, evenly over it."""
+        """`rows`: the most tokens to keep, up to `per_sample` from each call of `add`, evenly spaced."""
         self.name = name
         self.tokens = 0
         self.gram = torch.zeros(in_features, in_features, device=device)
@@ -31,7 +31,7 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
         """Add inputs [..., in].
 
         Raises:
-            RequestError: they hold NaN or infinity.
+            RequestError: the inputs contain NaN or infinity.
         """
         x = x.reshape(-1, x.shape[-1]).float()
         magnitude = x.abs()
@@ -52,7 +52,7 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
 
     @property
     def absmean(self) -> Tensor:
-        """Mean magnitude of every input, fp32 [in]."""
+        """The mean magnitude of every input, fp32 [in]."""
         return self.abssum / max(1, self.tokens)
 
     @property
@@ -61,7 +61,7 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
         return torch.cat(self._rows) if self._rows else self.gram.new_zeros(0, self.gram.shape[0])
 
     def divide(self, scale: Tensor) -> None:
-        """Divide the statistics by `scale`, fp32 [in]: something before the layer now divides its inputs."""
+        """Divide the statistics by `scale`, fp32 [in], since the layer's inputs are now divided by it."""
         self.gram /= scale
         self.gram /= scale[:, None]
         self.absmax /= scale

@@ -1,4 +1,4 @@
-"""Unstacked experts: Linear layers of each expert, as quantized checkpoints name them."""
+"""Unstacked experts: separate Linear layers for each expert, as in quantized checkpoints."""
 
 import re
 from collections.abc import Collection
@@ -12,12 +12,12 @@ from kvq.weights.experts import ExpertsForm, stacked_experts
 from kvq.weights.linear import linear_of, replace_linear
 
 _NAME = re.compile(r"(.*\.\d+)\.(?:.*\.)?experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)")
-_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # what Mixtral calls them
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class _Expert(nn.Module):
-    """One expert over its rows of the stacked weights."""
+    """One expert, whose Linear layers use its part of the stacked weights."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class UnstackedExperts(nn.Module):  # D182: GPTQ per expert; a fold's proof miss
 
 
 def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:
-    """Unstack experts whose weights a checkpoint has one by one, as vLLM expects of quantized ones.
+    """Unstack experts whose weights a checkpoint stores one by one, as vLLM expects of quantized ones.
 
-    `held`: names of the checkpoint's tensors. Returns what it calls the new Linear layers, by their names in
-    the model.
+    `held`: names of the checkpoint's tensors. Returns the checkpoint's names of the new Linear layers, by
+    their names in the model.
     """
     stored: dict[str, str] = {}
     names = [name.removesuffix(".weight") for name in held if name.endswith(".weight")]
@@ -71,18 +71,18 @@ def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:
 
 
 def is_expert_code(tensor: str) -> bool:
-    """True if a checkpoint's tensor of that name belongs to the codes of one expert."""
+    """True if a checkpoint's tensor of this name belongs to the codes of one expert."""
     layer, _, kind = tensor.rpartition(".")
     return kind in ("weight_scale", "qweight") and _NAME.fullmatch(layer) is not None
 
 
-Places = dict[tuple[int, str], str]  # an expert and a part to the name of its weight in a checkpoint
+Places = dict[tuple[int, str], str]  # (expert, part) -> name of its weight in a checkpoint
 
 
 def expert_places(
     model: nn.Module, forms: dict[str, ExpertsForm], names: Collection[str]
 ) -> dict[str, tuple[ExpertsForm, Places]]:
-    """Return stacked experts whose weights are all among `names`, one by one, by the module's name."""
+    """Return the stacked experts, by module name, whose weights are all listed one by one in `names`."""
     by_layer: dict[str, Places] = {}
     for name in names:
         if (found := _NAME.fullmatch(name)) is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint writer: writes a model folder aside, shard by shard, and renames it in one step."""
+"""Checkpoint writer: writes a temporary model folder, shard by shard, and renames it in one step."""
 
 import json
 import os
@@ -24,24 +24,24 @@ MAX_SHARD_BYTES = 5 << 30
 
 
 class CheckpointWriter:
-    """A model folder being written: `add` tensors, then `finish`. Used as a context manager.
+    """Writer of a model folder, used as a context manager: `add` tensors, then `finish`.
 
-    Everything is written to a folder beside `out`, flushed to the disk, and renamed at the end: under its own
-    name the folder is whole or not there. One shard's tensors at most are held in memory. After an error the
-    folder aside is removed.
+    Everything is written to a temporary folder next to `out`, flushed to disk, and renamed at the end, so
+    `out` is either complete or absent. At most one shard's tensors are held in memory. After an error, the
+    temporary folder is removed.
     """
 
     def __init__(self, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, overwrite: bool = False) -> None:
-        """Make the folder aside. `overwrite`: replace a folder at `out`, but only one with a kvq manifest.
+        """Create the temporary folder. `overwrite`: replace a folder at `out` if it has a kvq manifest.
 
         Raises:
-            ConfigError: `out` exists and may not be replaced, or nothing can be written beside it.
+            ConfigError: `out` exists and may not be replaced, or its parent folder can't be written.
         """
         self._out = Path(os.path.abspath(out))
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
-        # On disk, shards have names of their own: the final ones tell how many there are
+        # Shards have temporary names, since the final names contain their number
         self._shards: dict[str, FileDigest] = {}
         self._shard_of: dict[str, str] = {}  # by tensor
         self._total_bytes = 0
@@ -53,10 +53,10 @@ class CheckpointWriter:
             self._aside = aside
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors, or keep them until a shard is full.
+        """Collect tensors, and write them whenever a shard is full.
 
         Raises:
-            ConfigError: a name is added twice, or nothing more can be written.
+            ConfigError: a name is added twice, or writing fails.
         """
         with self._explained():
             self._check_open()
@@ -71,10 +71,10 @@ class CheckpointWriter:
     def finish(
         self, config: Mapping[str, Any], copied: Sequence[Path] = (), texts: Mapping[str, str] | None = None
     ) -> Path:
-        """Write config.json, copies of `copied`, `texts` by file name, and the manifest; put all in place.
+        """Write config.json, copies of `copied`, `texts` by file name, and the manifest; rename the folder.
 
         Raises:
-            ConfigError: there are no tensors, a file's name is taken, or nothing more can be written.
+            ConfigError: there are no tensors, a file's name is taken, or writing fails.
         """
         with self._explained():
             folder = self._check_open()
@@ -95,7 +95,7 @@ class CheckpointWriter:
         return self._out
 
     def abort(self) -> None:
-        """Leave off: remove the folder aside."""
+        """Give up: remove the temporary folder."""
         self._shard.clear()
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
@@ -107,11 +107,11 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave off unless `finish` was reached."""
+        """Abort unless `finish` succeeded."""
         self.abort()
 
     def _check_open(self) -> Path:
-        """Return the folder aside."""
+        """Return the temporary folder; raise ConfigError if it was renamed or removed."""
         if self._aside is None:
             raise ConfigError(f"{self._out} is finished or given up; make another CheckpointWriter")
         return self._aside
@@ -120,7 +120,7 @@ class CheckpointWriter:
         name = f"shard-{len(self._shards) + 1:05}"
         path = self._check_open() / name
         save_file(_apart(self._shard), path, _METADATA)
-        fileio.as_new(path)  # safetensors' own are their owner's alone
+        fileio.as_new(path)  # safetensors creates files that only their owner can read
         _sync(path)
         self._shards[name] = file_digest(path)
         self._shard_of.update(dict.fromkeys(self._shard, name))
@@ -149,7 +149,7 @@ class CheckpointWriter:
         files[name] = file_digest(path)
 
     def _put_in_place(self, folder: Path) -> None:
-        """Rename; a folder that is replaced gets its name back if that fails."""
+        """Rename the folder; if that fails, restore the name of the folder to be replaced."""
         old = self._out.with_name(f".{self._out.name}.old-{secrets.token_hex(4)}")
         replaced = self._out.exists() and any(self._out.iterdir())
         if self._out.exists():
@@ -157,19 +157,19 @@ class CheckpointWriter:
         if replaced:
             os.rename(self._out, old)
         try:
-            os.rename(folder, self._out)  # an empty folder there gives way
+            os.rename(folder, self._out)  # replaces an empty folder
         except BaseException:
             if replaced:
                 os.rename(old, self._out)
             raise
-        with suppress(OSError):  # a crash may still undo the renaming, but both states are whole
+        with suppress(OSError):  # a crash may undo the renaming, but both states are complete
             _sync(self._out.parent)
         if replaced:
             shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Tidy up after a failure, and say of a failure to write what it was."""
+        """Abort after any error, and turn write errors into a ConfigError with the reason."""
         try:
             yield
         except BaseException as error:
@@ -195,7 +195,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
 
 
 def _keep_all_permissions(folder: Path, older: Path) -> None:
-    """Let a folder and its files be read by whom those of the same names could be."""
+    """Copy the permissions of an older folder and of its files to those of the same names."""
     for path in folder.iterdir():
         if (older / path.name).is_file():
             fileio.keep_permissions(path, os.stat(older / path.name))
@@ -212,7 +212,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Weight quantization of a model: layers, methods, samples, and the folder it writes."""
+"""Weight quantization of a model: layers, methods, samples, and the output folder."""
 
 from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.run import Quantized, quantize_model

@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes: its own NF4 and LLM.int8, made by the package through transformers.
+"""Checkpoints in the NF4 and LLM.int8 formats, written by bitsandbytes through transformers.
 
 Source: Dettmers et al., "QLoRA", 2023, section 3 (NF4); "LLM.int8()", 2022.
 """
@@ -19,13 +19,13 @@ from kvq.weights.writer import check_target
 
 
 def write_bitsandbytes(work: Quantizing, method: str) -> None:
-    """Quantize with bitsandbytes into a folder of its own; transformers and vLLM load it.
+    """Quantize with bitsandbytes into a new folder, which transformers and vLLM load.
 
-    `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, outliers apart).
+    `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, separate outliers).
 
     Raises:
-        ConfigError: nothing can be written there.
-        ModelError: missing, damaged or refused model, or one that the package can't quantize.
+        ConfigError: the folder can't be written.
+        ModelError: the model is missing, damaged or refused, or the package can't quantize it.
     """
     out = work.out
     check_target(out, overwrite=False)
@@ -70,5 +70,5 @@ def _quantized(folder: Path, method: str, device: str) -> Any:
             trust_remote_code=False,
             local_files_only=True,
         )
-    except Exception as error:  # whatever the package raises
+    except Exception as error:  # the package may raise anything
         raise ModelError(f"bitsandbytes can't quantize {folder}: {first_lines(error)}") from error

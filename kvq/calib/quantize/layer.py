@@ -20,7 +20,7 @@ from kvq.weights.linear import linear_at
 from kvq.weights.rounding import clip_weight, round_weight
 from kvq.weights.statistics import InputStatistics
 
-_ROWS = 512  # tokens kept where the rounding of inputs has to be seen
+_ROWS = 512  # tokens kept for methods that measure the rounding of inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,32 +33,32 @@ class ModuleReport:
     format: str
     in_features: int
     out_features: int
-    relative_error: float  # |(W - Q) X| / |W X| over the calibration tokens; without data |W - Q| / |W|
+    relative_error: float  # |(W - Q) X| / |W X| over the calibration tokens; without data, |W - Q| / |W|
     error_of: str  # "outputs" or "weights"
     bytes_before: int
     bytes_after: int
-    alpha: float | None  # of the scales on its inputs; None: it has none
+    alpha: float | None  # of the scales on its inputs; None: not scaled
     seconds: float
 
 
 @dataclass(kw_only=True, slots=True)
 class LayerResult:
-    """One decoder layer, quantized; names are those inside it."""
+    """One quantized decoder layer; names are relative to it."""
 
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # that scales were folded into
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # changed by folded scales
     rows: list[ModuleReport] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why its inputs are not scaled
 
 
 class LayerQuantizer:
-    """Quantizer of one decoder layer, held in fp32."""
+    """Quantizer of one decoder layer, which must be in fp32."""
 
     def __init__(self, targets: Targets, settings: QuantizeSettings, index: int, head_dim: int) -> None:
-        """`head_dim`: of V. Call `quantize` when the layer is in fp32."""
+        """`head_dim`: V's. Call `quantize` when the layer is in fp32."""
         self.settings, self.index = settings, index
         self.layer, self.names = targets.layer(index), targets.layers[index]
-        self.dtype = next(self.layer.parameters()).dtype  # of the checkpoint's weights
+        self.dtype = next(self.layer.parameters()).dtype  # the checkpoint's
         self.prefix, self.head_dim = targets.full_name(index, ""), head_dim
         self.run: Run = lambda: torch.empty(0)
         self.folds: list[Fold] = []
@@ -68,7 +68,7 @@ class LayerQuantizer:
 
     @torch.no_grad()
     def quantize(self, walk: Walk | None) -> LayerResult:
-        """Quantize every chosen Linear layer; the decoder layer computes with the codes from now on.
+        """Quantize every chosen Linear layer; return the codes and any parameters changed by scales.
 
         `walk`: the samples, for methods that need them.
         """
@@ -101,7 +101,7 @@ class LayerQuantizer:
         return result
 
     def _look(self, walk: Walk) -> None:
-        """Find shared inputs, places for scales, and the inputs' statistics."""
+        """Find shared inputs and folds, and collect statistics of the inputs."""
         shared = trace_inputs(self.layer, self.run)
         if self.settings.folds:
             self.folds, self.skipped = find_folds(self.layer, self.run, shared, head_dim=self.head_dim)
@@ -111,7 +111,7 @@ class LayerQuantizer:
             if isinstance(module, UnstackedExperts)
             for names in module.shared_inputs()
         }
-        own = {name for names in experts for name in names}  # most of them are not seen to share their input
+        own = {name for names in experts for name in names}  # most of their shared inputs can't be traced
         groups = [*(names for names, _ in shared if own.isdisjoint(names)), *sorted(experts)]
         handles = [hook for names in groups for hook in self._listen(names)]
         walk.see(self.index)
@@ -119,7 +119,7 @@ class LayerQuantizer:
             handle.remove()
 
     def _listen(self, names: tuple[str, ...]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Collect statistics of the inputs that these layers share."""
+        """Register hooks that collect statistics of the input that these layers share."""
         chosen = [name for name in names if name in self.names]
         if not chosen:
             return []
@@ -131,7 +131,7 @@ class LayerQuantizer:
         return [first.register_forward_pre_hook(lambda _, args: found.add(args[0]))]
 
     def _fold(self, fold: Fold) -> bool:
-        """Choose and fold scales. Returns False, with the fold undone, if outputs change."""
+        """Choose and fold scales. Undo the fold and return False if outputs change."""
         if not any(name in self.statistics for name in fold.names):
             return False
         chosen = self._scales(fold)
@@ -166,7 +166,7 @@ class LayerQuantizer:
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
     def _seen(self, name: str) -> InputStatistics | None:
-        """Return a Linear layer's input statistics; None without a text, or if no token chose its expert."""
+        """Return a Linear layer's input statistics; None without a text or if no token chose its expert."""
         found = self.statistics.get(name)
         return found if found is not None and found.tokens else None
 
@@ -189,13 +189,13 @@ class LayerQuantizer:
             bytes_before=wanted.numel() * self.dtype.itemsize,
             bytes_after=_packed_bytes(weight),
             alpha=self.alphas.get(name),
-            seconds=0.0,  # known when the layer is done
+            seconds=0.0,  # set after the layer is done
         )
 
 
 @torch.no_grad()
 def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None:
-    """Let a layer compute with quantized weights, and inputs rounded as their formats ask."""
+    """Make a layer compute with quantized weights, and with inputs rounded if their formats require it."""
     for name, value in result.parameters.items():
         layer.get_parameter(name).copy_(value)
     for name, weight in result.weights.items():
@@ -208,6 +208,6 @@ def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None
 
 
 def _packed_bytes(weight: QuantizedWeight) -> int:
-    """Return bytes in a file, where 3-bit codes take 3 bits."""
+    """Return the size in bytes in a file, where 3-bit codes take 3 bits."""
     codes = weight.in_features * weight.out_features * weight.fmt.code.bits // 8
     return codes + sum(x.nbytes for x in (weight.scale, weight.zero, weight.order) if x is not None)

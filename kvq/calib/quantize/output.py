@@ -1,4 +1,4 @@
-"""Quantized checkpoint: packed layers, all other tensors unchanged, and the config."""
+"""Writing of a quantized checkpoint: packed layers, all other tensors unchanged, and the config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ KVScales = dict[str, torch.Tensor]  # names of tensors -> fp32 [1]
 
 
 def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
-    """Raise ConfigError, before any work, unless the folder can be written and hold the weights."""
+    """Raise ConfigError unless the folder can be written and its file format can store the weights."""
     file_format = work.file_format
     check_fits(file_format, settings.fmt)
     grouped = settings.act_order == "group" and settings.fmt.group_size is not None
@@ -46,9 +46,9 @@ def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
 def write_checkpoint(
     work: Quantizing, prepared: PreparedModel, partial: Partial, targets: Targets, kv_scales: KVScales | None
 ) -> tuple[list[ModuleReport], dict[str, str]]:
-    """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales."""
+    """Write the folder completely or not at all; return report rows, and why some inputs have no scales."""
     source, progress = prepared.folder, work.progress("writing")
-    dtype = DTYPES.get(work.stored_dtype())  # of what is not quantized; None: as the source stores it
+    dtype = DTYPES.get(work.stored_dtype())  # of unquantized tensors; None: as in the source
     rows: list[ModuleReport] = []
     skipped: dict[str, str] = {}
     formats: dict[str, WeightFormat] = {}
@@ -76,7 +76,7 @@ def write_checkpoint(
             config.pop("torch_dtype", None)
             config["dtype"] = str(dtype).removeprefix("torch.")
         config[QUANTIZED_FROM] = {"name": prepared.source.name, "digest": prepared.digest}
-        # Parameters that are no Linear layer's need not be named
+        # Parameters outside Linear layers need not be listed
         ignored = [name for name, why in targets.ignored.items() if not why.startswith("not a Linear")]
         config["quantization_config"] = quantization_config(
             work.file_format, formats, ignored, kv_scales=kv_scales is not None, act_order=ordered
@@ -98,7 +98,7 @@ def small_files(folder: Path) -> Sequence[Path]:
 def _copy_others(
     writer: CheckpointWriter, source: Path, replaced: set[str], dtype: torch.dtype | None
 ) -> None:
-    """Copy every tensor that was not quantized, unchanged, or floats in `dtype`."""
+    """Copy every tensor that was not replaced, unchanged except that floats are converted to `dtype`."""
     found: set[str] = set()
     for path in weight_files(source):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""Finished layers on disk, so that an interrupted run continues."""
+"""Finished layers on disk, from which an interrupted run continues."""
 
 import fcntl
 import hashlib
@@ -41,14 +41,14 @@ class Partial:
     """The folder OUT.partial: a settings file, and a file for each finished layer."""
 
     def __init__(self, out: Path, settings: dict[str, object], *, restart: bool) -> None:
-        """`settings`: all that decides the layers' bytes. `restart`: throws finished ones away."""
+        """`settings`: everything that determines the layers' bytes. `restart`: discard finished layers."""
         self.folder = partial_folder(out)
         self._settings = settings
         self._digest = hashlib.sha256(json.dumps([settings], sort_keys=True).encode()).hexdigest()
         self._restart = restart
 
     def check(self) -> None:
-        """Raise ConfigError if layers that are there were made with other settings."""
+        """Raise ConfigError if the finished layers were made with other settings."""
         path = self.folder / _SETTINGS
         if self._restart or not path.is_file():
             return
@@ -74,10 +74,10 @@ class Partial:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder if it is not there, and hold it for this process alone inside the block.
+        """Create the folder if necessary, and lock it for this process while the context is open.
 
         Raises:
-            ConfigError: it was made with other settings, is another process's, or can't be made.
+            ConfigError: the folder was made with other settings, is in use, or can't be created.
         """
         try:
             self.folder.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ class Partial:
             os.close(lock)
 
     def save(self, index: int, result: LayerResult) -> None:
-        """Keep a layer."""
+        """Write a finished layer."""
         tensors = {
             f"{part}/{name}": tensor.cpu().contiguous()
             for name, weight in result.weights.items()
@@ -111,7 +111,7 @@ class Partial:
         fileio.write_bytes(_layer_path(self.folder, index), save(tensors, {"kvq": json.dumps(facts)}))
 
     def load(self, index: int) -> LayerResult:
-        """Read a layer back.
+        """Read a finished layer.
 
         Raises:
             ConfigError: the file is damaged.
@@ -135,7 +135,7 @@ class Partial:
                 rows=[ModuleReport(**row) for row in facts["rows"]],
                 skipped=facts["skipped"],
             )
-        except Exception as error:  # whatever a damaged file makes the parsers raise
+        except Exception as error:  # the parsers may raise anything for a damaged file
             raise ConfigError(
                 f"{path} is damaged ({first_lines(error)}); start anew with --restart"
             ) from error
@@ -144,7 +144,7 @@ class Partial:
         return result
 
     def remove(self) -> None:
-        """Throw the folder away."""
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -153,7 +153,7 @@ def _layer_path(folder: Path, index: int) -> Path:
 
 
 def _locked(folder: Path) -> int:
-    """Return a descriptor that locks the folder for this process, until it is closed or the process ends."""
+    """Return a descriptor that locks the folder until it is closed or this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

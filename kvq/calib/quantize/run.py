@@ -1,4 +1,4 @@
-"""`kvq.quantize`: from a model to a quantized checkpoint beside it."""
+"""`kvq.quantize`: quantization of a model to a new checkpoint."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,37 +28,37 @@ from kvq.weights.manifest import relist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantized:
-    """Result of `quantize_model`: the folder written, and the cost of each module."""
+    """Result of `quantize_model`: the written folder, and the error and size of each module."""
 
     out: Path
     rows: tuple[ModuleReport, ...]
     ignored: dict[str, str]  # module -> why it keeps its weights
     skipped: dict[str, str]  # Linear layer -> why its inputs are not scaled
-    samples: int  # windows calibrated on; 0 without data
+    samples: int  # windows used for calibration; 0 without data
     tokens: int
     notes: tuple[str, ...] = ()
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the quantized modules, before."""
+        """The size in bytes of the quantized modules before quantization."""
         return sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the quantized modules, now."""
+        """The size in bytes of the quantized modules after quantization."""
         return sum(row.bytes_after for row in self.rows)
 
 
 def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
-    """Quantize a model's weights into a folder of its own.
+    """Quantize a model's weights into a new folder.
 
-    Finished layers are kept in OUT.partial until the folder is whole: run again with the same settings
-    after an interruption, it goes on there, and writes the same bytes.
+    Finished layers are kept in OUT.partial until the folder is complete. After an interruption, a run with
+    the same settings continues from there and writes the same bytes.
 
     Raises:
-        ConfigError: settings that don't go together, or that don't fit the model; before any work.
-        ModelError: missing, damaged or refused model.
-        RequestError: too short a text, or activations that are not finite.
+        ConfigError: settings are incompatible with each other or the model; raised before any work.
+        ModelError: the model is missing, damaged or refused.
+        RequestError: the text is too short, or activations are not finite.
     """
     check_output(work, settings)
     dtype = work.stored_dtype()
@@ -76,7 +76,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     _check_finite(model, dtype)
     targets = _find_targets(model, settings, prepared)
     seen = None
-    if work.kv_scales:  # of the model as it is: quantized weights move the maxima of K and V little
+    if work.kv_scales:  # from the unquantized model: quantized weights hardly change the maxima of K and V
         whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
         seen = observe(whole, text, progress=work.progress("observing K and V"))
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
@@ -100,7 +100,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 def _find_targets(model: Any, settings: QuantizeSettings, prepared: PreparedModel) -> Targets:
     held = {entry.name for entry in prepared.entries}
-    takes_experts = not settings.folds  # scales of a norm would have to go into all experts at once
+    takes_experts = not settings.folds  # a norm's scales would have to suit all experts at once
     return find_targets(model, settings.fmt, held, takes_experts=takes_experts)
 
 
@@ -124,7 +124,7 @@ def _write(
     targets: Targets,
     seen: Observations | None,
 ) -> tuple[list[ModuleReport], dict[str, str]]:
-    """Write the checkpoint, and a recipe with scales of K and V if those were observed."""
+    """Write the checkpoint and, if K and V were observed, a recipe with their scales."""
     scales = None if seen is None else fp8_scale_tensors(seen)
     written = write_checkpoint(work, prepared, partial, targets, scales)
     if seen is not None:  # static FP8 for K and V, with scales bound to the quantized weights
@@ -144,17 +144,17 @@ def _quantize_layers(
     partial: Partial,
     progress: Progress,
 ) -> None:
-    """Quantize every layer into `partial`, going on after those that are finished there.
+    """Quantize every layer into `partial`, continuing after the layers that are finished there.
 
-    With a method that needs data every layer runs twice over all samples: once for its inputs'
-    statistics, once with quantized weights for the hidden states that the next layer sees. Layers
-    that were finished before run the second time only, so what comes after them is bit for bit the
-    same. Finished layers leave memory.
+    With a method that needs data, every layer runs twice over all samples: once for the statistics of its
+    inputs, and once with quantized weights for the hidden states of the next layer. Layers that were finished
+    earlier run only the second time, so later layers get bit-identical results. Finished layers are removed
+    from memory.
 
     Raises:
-        RequestError: activations that are not finite; the message names the layer.
+        RequestError: activations are not finite; the message names the layer.
     """
-    total, device = len(targets.layers), prepared.device  # the model itself lies in main memory
+    total, device = len(targets.layers), prepared.device  # the model itself is in main memory
     finished = count_finished(partial.folder)
     walk = Walk(targets.model, windows, device) if settings.needs_text else None
     for index in range(total):
@@ -179,7 +179,7 @@ def _quantize_layers(
 def _decisive(
     work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText
 ) -> dict[str, object]:
-    """Return all settings that decide the bytes of a layer."""
+    """Return all settings that determine the bytes of a layer."""
     return settings.described() | {
         "model": prepared.digest,
         "text": text.digest if settings.needs_text else None,
@@ -190,7 +190,7 @@ def _decisive(
 
 
 def _check_finite(model: Any, dtype: str) -> None:
-    """Raise ModelError for weights that are no numbers, such as bf16's largest in fp16."""
+    """Raise ModelError for weights that are not finite, such as large bf16 values converted to fp16."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ModelError(

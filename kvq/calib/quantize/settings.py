@@ -17,28 +17,28 @@ Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
 MOST_SAMPLES = 1024
 FEWEST_SAMPLES = 8
-WHOLE_ROW = -1  # as a group size, in other programs too
-_OWN_METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8")  # rtn and fp8: to nearest, no data
+WHOLE_ROW = -1  # a group size with this meaning in other programs, too
+_OWN_METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8")  # rtn and fp8 round to nearest, without data
 METHODS = (*_OWN_METHODS, "nf4", "int8-bnb")  # the last two are bitsandbytes' own
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
-    """A method, the format it makes, and what it is calibrated on; what isn't said follows from it."""
+    """A method, its weight format and its calibration samples; defaults depend on the method."""
 
     method: str  # one of kvq's own
-    bits: int | None = None  # 8 for smoothquant and fp8, else 4
-    group_size: int | None = None  # 128 inputs; of 8-bit codes the whole row (-1)
+    bits: int | None = None  # None: 8 for smoothquant and fp8, else 4
+    group_size: int | None = None  # None: 128 inputs, or the whole row (-1) for 8-bit codes
     symmetric: bool = True
-    activations: str | None = None  # int8 for smoothquant, else none
+    activations: str | None = None  # None: int8 for smoothquant, else none
     act_order: ActOrder = "none"
     damp: float = 0.01
     scale_search: ScaleSearch = "weighted"
     alpha: float | None = None  # SmoothQuant's; None: the best of a grid
     samples: int = 128
-    context: int | None = None  # tokens of a sample; None: 2,048 or what the model takes
-    seed: int = 0  # of the choice of samples
+    context: int | None = None  # tokens of a sample; None: 2,048 or the model's maximum
+    seed: int = 0  # for the choice of samples
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that don't go together."""
@@ -63,25 +63,25 @@ class QuantizeSettings:
 
     @property
     def needs_text(self) -> bool:
-        """True if the model has to run over a text."""
+        """True if the model must run over a text."""
         return self.method not in ("rtn", "fp8")
 
     @property
     def folds(self) -> bool:
-        """True if inputs are scaled."""
+        """True if the method scales inputs."""
         return self.method in ("awq", "smoothquant")
 
     @cached_property
     def gptq(self) -> GPTQOptions:
-        """Options of GPTQ."""
+        """The options of GPTQ."""
         return GPTQOptions(damping=self.damp, order=self.act_order, search=self.scale_search)
 
     @cached_property
     def fmt(self) -> WeightFormat:
-        """Format of the weights.
+        """The format of the weights.
 
         Raises:
-            ConfigError: there is none such, or the method doesn't make it.
+            ConfigError: no such format exists, or the method doesn't support it.
         """
         is_smooth, is_fp8 = self.method == "smoothquant", self.method == "fp8"
         eight = is_smooth or is_fp8
@@ -127,7 +127,7 @@ class QuantizeSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantizing:
-    """Source and destination of a quantized checkpoint, and how it is made."""
+    """Source and destination of a quantized checkpoint, and options for its creation."""
 
     model: str | Path | ModelSource | PreparedModel
     out: Path
@@ -141,13 +141,13 @@ class Quantizing:
     revision: str | None = None
     token: str | None = None
     progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
-    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # told how many are finished
+    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # called with finished layers
 
     def stored_dtype(self) -> str:
-        """Return the dtype of scales and unquantized tensors; files of GPTQ and AWQ have fp16.
+        """Return the dtype of scales and unquantized tensors; files of GPTQ and AWQ use fp16.
 
         Raises:
-            ConfigError: another dtype, but the file format has fp16 only.
+            ConfigError: another dtype was given, but the file format supports fp16 only.
         """
         if self.file_format == "compressed-tensors":
             return self.dtype
@@ -159,17 +159,17 @@ class Quantizing:
         return "fp16"
 
     def prepared(self) -> PreparedModel:
-        """Return the checked model; none of its weights are read.
+        """Return the checked model, without reading its weights.
 
         Raises:
-            ModelError: missing, damaged or refused model, or one that is quantized already.
+            ModelError: the model is missing, damaged, refused, or already quantized.
         """
         if isinstance(self.model, PreparedModel):
             return self.model
         model = prepare(
             self.model,
             device=self.device,
-            max_context=1,  # of no consequence: nothing is served
+            max_context=1,  # irrelevant, as the model is not served
             revision=self.revision,
             token=self.token,
         )

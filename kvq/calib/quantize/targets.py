@@ -1,4 +1,4 @@
-"""Quantization targets: the Linear layers to quantize, and the reasons to keep others."""
+"""Quantization targets: the Linear layers to quantize, and the reasons to keep the others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ _STACKED = "not a Linear layer: the weights of all experts in one"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Names of Linear layers inside the model."""
+    """The Linear layers of a model that are quantized, and those that are not."""
 
     model: Any
-    prefix: str  # of the list of decoder layers, such as model.layers
-    layers: tuple[tuple[str, ...], ...]  # of every decoder layer the Linear layers, named inside it
+    prefix: str  # name of the list of decoder layers, such as model.layers
+    layers: tuple[tuple[str, ...], ...]  # per decoder layer, its Linear layers by their names inside it
     ignored: dict[str, str]  # module or parameter -> why it keeps its weights
     stored: dict[str, str]  # experts' Linear layers -> their names in the checkpoint
 
@@ -32,7 +32,7 @@ class Targets:
         return layer
 
     def full_name(self, index: int, name: str) -> str:
-        """Return the name in the checkpoint; except for experts, it is that in the model."""
+        """Return the name in the checkpoint, which differs from the name in the model only for experts."""
         full = f"{self.prefix}.{index}.{name}"
         return self.stored.get(full, full)
 
@@ -43,14 +43,13 @@ class Targets:
 
 
 def find_targets(model: Any, fmt: WeightFormat, held: set[str], *, takes_experts: bool) -> Targets:
-    """Choose the Linear layers of the decoder layers; `held` are the names of the checkpoint's tensors.
+    """Choose the Linear layers of the decoder layers; `held`: names of the checkpoint's tensors.
 
-    `takes_experts`: stacked experts that the checkpoint holds one by one are taken apart in the model, and
-    chosen.
+    `takes_experts`: unstack, and choose, stacked experts that the checkpoint stores one by one.
 
     Raises:
-        ModelError: there are none.
-        ConfigError: the format's groups don't divide the inputs of some.
+        ModelError: the decoder layers have no Linear layers.
+        ConfigError: the format's groups don't divide some layer's inputs.
     """
     stored = unstack_experts(model, held) if takes_experts else {}
     prefix, layers = decoder_layers(model)

@@ -1,4 +1,4 @@
-"""Walk of text samples through a decoder: their hidden states, one layer in fp32 at a time."""
+"""Pass of text samples through a decoder: their hidden states, one fp32 layer at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from kvq.calib.quantize.settings import FEWEST_SAMPLES
 from kvq.errors import ModelError, RequestError
 from kvq.evals.text import begin_ids, cut_windows, text_ids
 
-_CONTEXT = 2048  # tokens of a sample, by default
-_PROBE = 64  # tokens of the sample that folds are proven on
+_CONTEXT = 2048  # tokens per sample, by default
+_PROBE = 64  # tokens of the sample used to prove folds
 
 
 def draw_samples(  # D174: the text matters more than the method
@@ -21,10 +21,10 @@ def draw_samples(  # D174: the text matters more than the method
 ) -> list[list[int]]:
     """Draw at most `samples` windows of `context` tokens, by seed, in the order of the text.
 
-    A text with fewer windows gives all it has. `context` defaults to 2,048 tokens, what the model takes.
+    If the text has fewer windows, all are used. `context` defaults to 2,048 tokens or the model's maximum.
 
     Raises:
-        RequestError: a context beyond the model's, or a text of fewer than 8 windows.
+        RequestError: `context` exceeds the model's, or the text has fewer than 8 windows.
     """
     size = min(_CONTEXT, max_context) if context is None else context
     if not 2 <= size <= max_context:
@@ -45,11 +45,11 @@ def draw_samples(  # D174: the text matters more than the method
 
 
 class _Recorded(Exception):
-    """Raised when the model has run far enough."""
+    """All layers' arguments have been recorded."""
 
 
 _Argument = Tensor | tuple[Tensor, ...] | bool | None
-# A layer's arguments beside the hidden states
+# A layer's arguments other than the hidden states
 _Call = tuple[tuple[_Argument, ...], dict[str, _Argument]]
 
 
@@ -57,7 +57,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the name of the list of decoder layers, and the layers.
 
     Raises:
-        ModelError: the model has none that can be told.
+        ModelError: no list in the model can be identified as that of its decoder layers.
     """
     count = model.config.num_hidden_layers  # type: ignore[union-attr]
     for name, module in model.named_modules():
@@ -67,13 +67,13 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 class Walk:
-    """Hidden states of the samples, before one layer after the other.
+    """Hidden states of the samples at the input of one layer after the other.
 
     Memory: samples * context * hidden size * 4 bytes, and one layer in fp32.
     """
 
     def __init__(self, model: Any, windows: list[list[int]], device: torch.device) -> None:
-        """Embed the samples; no layer runs yet."""
+        """Embed the samples, without running any layer."""
         self.device = device
         self.layers = decoder_layers(model)[1]
         self.hidden, self._calls = _record(model, self.layers, windows)
@@ -81,16 +81,16 @@ class Walk:
 
     @torch.no_grad()
     def see(self, index: int) -> None:
-        """Run a layer over all samples for what its hooks see."""
+        """Run a layer over all samples, for its hooks only."""
         for hidden in self.hidden:
             self._run(index, hidden, self._calls)
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
-        """Run a layer over all samples; its outputs are the hidden states from now on.
+        """Run a layer over all samples and replace the hidden states with its outputs.
 
         Raises:
-            RequestError: they are not finite.
+            RequestError: the outputs are not finite.
         """
         for hidden in [*self.hidden, *self._probe_hidden]:
             calls = self._calls if hidden.shape == self.hidden[0].shape else self._probe_calls
@@ -117,7 +117,7 @@ class Walk:
 def _record(
     model: Any, layers: list[nn.Module], windows: list[list[int]]
 ) -> tuple[list[Tensor], list[_Call]]:
-    """Return embeddings fp32 [tokens, hidden] of every window, and each layer's arguments for the first."""
+    """Return every window's embeddings, fp32 [tokens, hidden], and each layer's arguments for the first."""
     embedded: list[Tensor] = []
     calls: list[_Call] = []
 
@@ -156,7 +156,7 @@ def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Te
 
 @contextmanager
 def _embedding_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Return embeddings in fp32, the dtype that positions and masks take over."""
+    """Convert embeddings to fp32 while open; positions and masks inherit the dtype."""
     handles = [
         module.register_forward_hook(lambda _, args, output: output.float())
         for module in model.modules()

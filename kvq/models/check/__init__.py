@@ -1,1 +1,1 @@
-"""Check that a KV format does not break a model: at load, and for models of transformers."""
+"""Checks that a KV format does not break a model, at load and for transformers models."""

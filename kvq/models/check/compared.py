@@ -1,4 +1,4 @@
-"""Caches beside a session's: how far attention over them is off, layer by layer, on the same inputs."""
+"""Comparison caches of a session: the error of attention over them, layer by layer, on the same inputs."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ _TINY = 1e-30  # a norm of zero has no relative error
 
 @dataclass(slots=True)
 class Errors:
-    """Running figures of one layer under one recipe."""
+    """Running error statistics of one layer with one recipe."""
 
     total: float = 0.0
     largest: float = 0.0
     tokens: int = 0
 
     def update(self, got: Tensor, expected: Tensor) -> None:
-        """Take in outputs, [tokens, q_heads, v_head_dim] both."""
+        """Add the errors of outputs, both [tokens, q_heads, v_head_dim]."""
         norm = expected.float().flatten(1).norm(dim=1).clamp(min=_TINY)
         error = (got.float() - expected.float()).flatten(1).norm(dim=1) / norm  # [tokens]
         self.total += float(error.double().sum())
@@ -32,18 +32,18 @@ class Errors:
 
     @property
     def mean(self) -> float:
-        """Over all tokens."""
+        """The mean over all tokens."""
         return self.total / self.tokens
 
 
-Found = dict[tuple[str, int], Errors]  # by the digest of a recipe, and layer
+Found = dict[tuple[str, int], Errors]  # by (digest of a recipe, layer)
 
 
 class ComparedCache:
-    """A session's cache that writes to other caches as well, and attends over them too."""
+    """A session's cache that also writes to other caches and attends over them."""
 
     def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
-        """`others`: by the digest of their recipe."""
+        """`others`: the other caches by the digest of their recipe."""
         self._baseline = baseline
         self.found: Found = defaultdict(Errors)
         self.stores = {
@@ -56,7 +56,7 @@ class ComparedCache:
 
 
 class _ComparedStore(LayerStore):
-    """One layer of the baseline, and of the others."""
+    """One layer of the baseline and of the other caches."""
 
     def __init__(
         self, layer: int, baseline: LayerStore, others: dict[str, CacheBackend], found: Found
@@ -76,10 +76,10 @@ class _ComparedStore(LayerStore):
         return self._baseline.write(k, v, slots)
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
-        """Return the baseline's attention; note how far the others are off it."""
+        """Return the baseline's attention; record the errors of the others."""
         assert isinstance(batch, SequenceBatch), "the baseline is not staged"
         out, lse = self._baseline.attend(q, batch, options)
         for other, num_groups, errors in self._others:
-            same = (batch,) * num_groups  # all are written alike: every group has these tables
+            same = (batch,) * num_groups  # all caches get the same writes, so every group has these tables
             errors.update(other.attend(q, other.batch_of(same), options)[0], out)
         return out, lse

@@ -1,4 +1,4 @@
-"""`kvq.check`: the load check for a model that transformers runs."""
+"""`kvq.check`: the load check for a model run by transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,15 +27,15 @@ from kvq.models.parts.device import DTYPE_NAMES
 def check(
     model: Any, kv: str | Path | KVRecipe = "int4", *, tokenizer: Any = None, scales: str | Path | None = None
 ) -> LoadCheck:
-    """Find out what a KV format costs a model of transformers, as a `KvqCache` stores it: see `LoadCheck`.
+    """Measure how much a KV format, as stored by a `KvqCache`, changes a transformers model: see `LoadCheck`.
 
     `model`: a causal language model of transformers, or one of `kvq.load`. It runs twice over a short text.
-    `tokenizer`: the model's; without, that of the folder it was loaded from. `scales`: as in `KvqCache`.
-    Nothing is written down, and nothing refused: read `verdict`.
+    `tokenizer`: the model's; None: that of the folder it was loaded from. `scales`: as in `KvqCache`.
+    Nothing is stored, and nothing is refused: read `verdict`.
 
     Raises:
-        ConfigError: no tokenizer, or what `KvqCache` refuses.
-        RequestError: K or V that are not finite.
+        ConfigError: there is no tokenizer, or `KvqCache` refuses the format.
+        RequestError: K or V are not finite.
     """
     if isinstance(model, Model):
         return measure(model.with_kv(kv))
@@ -65,7 +65,7 @@ def _tokenizer(folder: str) -> Any:
 
 @contextmanager
 def _attending_from_blocks(model: Any) -> Iterator[None]:
-    """The model as it generates with "kvq" attention; afterwards as it was."""
+    """Switch the model to "kvq" attention and evaluation mode, and restore both afterwards."""
     before, was_training = model.config._attn_implementation, model.training
     register_attention()
     model.set_attn_implementation(NAME)
@@ -78,7 +78,7 @@ def _attending_from_blocks(model: Any) -> Iterator[None]:
 
 
 def _compare(exact: KvqCache, other: KvqCache) -> list[Errors]:
-    """Have the layers of a cache attend over those of another one, too; the errors, once a model ran."""
+    """Make a cache's layers attend over another cache's, too; return errors that are filled in by a run."""
     errors = [Errors() for _ in exact.layers]
     for layer, beside, found in zip(exact.layers, other.layers, errors, strict=True):
         layer.attend = partial(_attend_both, layer.attend, beside, found)
@@ -86,7 +86,7 @@ def _compare(exact: KvqCache, other: KvqCache) -> list[Errors]:
 
 
 def _attend_both(attend: Any, beside: KvqLayer, found: Errors, *given: Any) -> Tensor:
-    """Attend like `KvqLayer.attend`, and over another cache's layer too."""
+    """Attend like `KvqLayer.attend`, and also over another cache's layer to record its error."""
     out: Tensor = attend(*given)
     beside.lazy_initialization(*given[1:3])
     found.update(beside.attend(*given)[0], out[0])

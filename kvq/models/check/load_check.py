@@ -1,8 +1,8 @@
-"""Load check: finds out whether an unmeasured KV format breaks a model, before the model serves.
+"""Load check: a test of whether an unmeasured KV format breaks a model, before the model is served.
 
-The model runs over a short text with unquantized KV. Every layer also attends over what the format, and
-others of its size, make of the same K and V. Where no layer's attention is off by `CLEAR_ERROR`, the format
-is harmless. Else the model runs once more, over the format itself, and `verdict` judges the logits.
+The model runs over a short text with unquantized KV. Every layer also attends over the same K and V as stored
+in the format, and in others of its size. If no layer's attention has an error of `CLEAR_ERROR` or more, the
+format is harmless. Otherwise the model runs again, over the format itself, and `verdict` judges the logits.
 """
 
 import logging
@@ -26,14 +26,14 @@ from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.model import Model
 
-CLEAR_ERROR = 0.15  # D47; of a layer's attention output: no pair that warned or broke was below
-_TOKENS, _FEW_TOKENS = 384, 256  # the latter of models above _LARGE, which take seconds for them
+CLEAR_ERROR = 0.15  # D47; of a layer's attention output: no pair that warned or broke was below this
+_TOKENS, _FEW_TOKENS = 384, 256  # the latter for models above _LARGE, which need seconds for them
 _LARGE = 1_000_000_000  # weights
 _LEAST_TOKENS = 16
 _OTHERS = ("int8", "int6", "k8v4", "int5", "int4", "int3", "int2")  # larger ones first
 _MOST_OTHERS = 3
-_SLACK = 1.05  # of the bits that another format of about the same size may have
-_BEYOND = 1e9  # nats, where logits are not finite
+_SLACK = 1.05  # times the bits, at most, for another format of about the same size
+_BEYOND = 1e9  # nats, if logits are not finite
 _SAID = {"harmless": "is harmless to", "warning": "is not harmless to", "broken": "breaks"}
 _NEWS = "short-names-of-2026-11-28"
 _log = logging.getLogger("kvq")
@@ -41,20 +41,20 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCheck:
-    """Findings about a model and a KV format. Figures of logits are None where one pass sufficed."""
+    """Findings about a model and a KV format. Figures of logits are None if one pass sufficed."""
 
     kv: str
-    verdict: Verdict | Literal["unjudgeable"]  # the last: at chance, few tokens, or no tokenizer
+    verdict: Verdict | Literal["unjudgeable"]  # the last: chance level, few tokens, or no tokenizer
     tokens: int
     layer_errors: tuple[float, ...] = ()  # |a - b| / |b| of attention outputs, the mean over tokens
-    kl_mean: float | None = None  # nats per token, from unquantized KV
+    kl_mean: float | None = None  # nats per token, relative to unquantized KV
     perplexity_change: float | None = None  # relative
     top1_agreement: float | None = None
-    instead: str = ""  # a format of about the same size that is fit, where this one is broken
-    passes: int = 1  # of the model over the text
+    instead: str = ""  # if this format is broken, one of about the same size that isn't
+    passes: int = 1  # passes of the model over the text
 
     def __str__(self) -> str:
-        """The verdict in words, without advice."""
+        """Return the verdict in words, without advice."""
         if self.verdict == "unjudgeable":
             return f"can't tell what {self.kv} costs this model: it only guesses at the check's text"
         worst = sorted(enumerate(self.layer_errors), key=lambda pair: -pair[1])[:3]
@@ -66,7 +66,7 @@ class LoadCheck:
 
     @property
     def refusal(self) -> str:
-        """The reason why the format is refused, and what to do."""
+        """The reason why the format is refused, and the remedy."""
         other = "no other of its size is known to be fit, so take a larger one, or bf16"
         if self.instead:
             other = f"take {self.instead}, which is about as large and fit"
@@ -77,10 +77,10 @@ class LoadCheck:
 
 
 def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck | None:
-    """Check the format of a model that is about to serve, unless that was done before; None: no need to.
+    """Check a model's format before it is served, or recall the findings; None if no check is needed.
 
     Raises:
-        BrokenFormat: it breaks the model, and that was not accepted.
+        BrokenFormat: the format breaks the model, and `accept_divergence` is False.
     """
     if not is_to_check(model.prepared, model.recipe):
         return None
@@ -100,10 +100,10 @@ def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck
 
 
 def refuse_known(model: PreparedModel, recipe: KVRecipe, *, accept_divergence: bool) -> None:
-    """Refuse a format that was found to break the model before, for which no weights have to be read.
+    """Refuse a format that broke the model in an earlier check, without reading weights.
 
     Raises:
-        BrokenFormat: it was, and that was not accepted.
+        BrokenFormat: the format broke the model, and `accept_divergence` is False.
     """
     found = recalled(model, recipe) if is_to_check(model, recipe) and not accept_divergence else None
     if found is not None and found.verdict == "broken":
@@ -111,37 +111,37 @@ def refuse_known(model: PreparedModel, recipe: KVRecipe, *, accept_divergence: b
 
 
 def is_to_check(model: PreparedModel, recipe: KVRecipe) -> bool:
-    """True for a quantized format, unless the model is kvq's own, whose formats are measured (quality.md)."""
+    """True for a quantized format, unless the model is embedded: its formats are measured (quality.md)."""
     return recipe.is_quantized and model.folder not in {x.resolve() for x in EMBEDDED.values()}
 
 
 def recalled(model: PreparedModel, recipe: KVRecipe) -> LoadCheck | None:
-    """Return the findings of an earlier check; None if there are none, or their file is of no use."""
+    """Return the findings of an earlier check; None if there are none, or their file is unusable."""
     try:
         data = recall(model, recipe)
         return None if data is None else LoadCheck(**data | {"layer_errors": tuple(data["layer_errors"])})
-    except (TypeError, KeyError):  # of another version
+    except (TypeError, KeyError):  # written by another version
         return None
 
 
 @torch.inference_mode()
 def measure(model: Model) -> LoadCheck:
-    """Check a model in its format, whether that was done before or not, in three passes at most.
+    """Check a model in its format, even if it was checked before, in at most three passes.
 
-    Recent tokens that the format keeps unquantized are quantized here: of long contexts they are few.
+    Recent tokens that the format keeps unquantized are quantized here, as they are few in long contexts.
     """
     recipe, known = model.recipe, model.prepared
     asked = model.with_kv(replace(recipe, exact=replace(recipe.exact, recent=0)))
     try:
         tokenizer = model.tokenizer
-    except ModelError:  # there is none that loads; such a model is given token ids
+    except ModelError:  # no tokenizer loads; such a model takes token ids
         return LoadCheck(kv=recipe.name, verdict="unjudgeable", tokens=0)
     ids = token_ids(tokenizer, known.max_context, known.geometry.vocab_size, known.stored_values)
     found = LoadCheck(kv=recipe.name, verdict="unjudgeable", tokens=len(ids))
     others = _others(model, asked.recipe)
     try:
         exact, errors = _run(model.with_kv("auto"), ids, [asked, *others])
-    except RequestError:  # K or V that are not finite: whoever serves it will say so
+    except RequestError:  # K or V are not finite, which serving will report
         return found
     found = replace(judge(found, exact, None, ids), layer_errors=errors[0])
     if found.verdict == "unjudgeable" or max(errors[0]) < CLEAR_ERROR:
@@ -158,10 +158,10 @@ def measure(model: Model) -> LoadCheck:
 
 
 def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[int]) -> LoadCheck:
-    """`found` with what logits, fp32 [tokens, vocab], say; harmless without `stored`.
+    """Return `found` with a verdict from logits, fp32 [tokens, vocab]; without `stored`, it is harmless.
 
-    Unjudgeable where the unquantized ones, `exact`, are no better than counting tokens. Of so few tokens
-    perplexity counts for what it changed by beyond two standard errors; divergence is far less noisy.
+    Unjudgeable if the unquantized logits, `exact`, are no better than counting tokens. Since tokens are few,
+    a perplexity change counts only beyond two standard errors; divergence is far less noisy.
     """
     target = torch.tensor(ids[1:], device=exact.device)[:, None]
     reference = exact.log_softmax(-1)
@@ -185,7 +185,7 @@ def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[
 
 
 def token_ids(tokenizer: Any, max_context: int, vocab_size: int, weights: int) -> list[int]:
-    """The first tokens of the text (prose, a function, German, a table); fewer where weights are many."""
+    """Return the first tokens of the text (prose, a function, German, a table), fewer for large models."""
     text = (Path(__file__).parent / "check.txt").read_text(encoding="utf-8")
     most = min(max_context, _TOKENS if weights < _LARGE else _FEW_TOKENS)
     return [token for token in tokenizer(text)["input_ids"][:most] if token < vocab_size]
@@ -194,10 +194,10 @@ def token_ids(tokenizer: Any, max_context: int, vocab_size: int, weights: int) -
 def _run(
     model: Model, ids: list[int], others: Sequence[Model] = ()
 ) -> tuple[Tensor, list[tuple[float, ...]]]:
-    """Logits, and the error of every layer in each of the other formats beside the model's own.
+    """Return the model's logits and, for each of the other formats, the error of every layer.
 
     Raises:
-        RequestError: K or V that are not finite.
+        RequestError: K or V are not finite.
     """
     session = model.session(max_tokens=len(ids))
     caches = {x.recipe.digest(): x.session(max_tokens=len(ids)).cache for x in others}
@@ -210,7 +210,7 @@ def _run(
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:
-    """Return the model in the largest formats of about the same size that run here."""
+    """Return the model in the largest other formats that kernels run and that need about as few bits."""
     prepared, found = model.prepared, list[Model]()
     heads, size = prepared.geometry.kv_heads, prepared.block_size
     most = float(asked.bits_per_element(heads, size)) * _SLACK

@@ -1,7 +1,7 @@
 """Stored findings of load checks: a file for each model and format.
 
-It lies in the user's cache folder, outside the model's. A file that is damaged, of another version or for
-something else counts as none; one that can't be written is done without.
+The files are in the user's cache folder, outside the model's. A file that is damaged, of another version or
+for something else is ignored; a failure to write one is not an error.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ from kvq.formats import KVRecipe
 from kvq.models.loading.prepared import PreparedModel
 from kvq.strict_json import read
 
-VERSION = 1  # raised with what decides: codecs, the text, limits
+VERSION = 1  # increased if codecs, the text or limits change
 _log = logging.getLogger("kvq")
 
 
 def memory_folder() -> Path:  # D48: a model's folder may be read-only
-    """Return the folder of the files."""
+    """Return the folder of the stored findings."""
     return Path.home() / ".cache" / "kvq" / "checks"
 
 
 def recall(model: PreparedModel, recipe: KVRecipe) -> dict[str, Any] | None:
-    """The fields of what was found of a model, by its weights' digest, and a format; None if nothing was."""
+    """Return the fields of stored findings for a model, by its weights' digest, and a format, or None."""
     key = _key(model, recipe)
     try:
         data = read(memory_folder() / f"{key}.json")
@@ -38,7 +38,7 @@ def recall(model: PreparedModel, recipe: KVRecipe) -> dict[str, Any] | None:
 
 
 def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
-    """Write down what was found, a dataclass, if that can be done."""
+    """Store findings, a dataclass, if the file can be written."""
     key, fields = _key(model, recipe), asdict(found)
     try:
         folder = memory_folder()
@@ -49,7 +49,7 @@ def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
 
 
 def is_first(news: str) -> bool:
-    """True if that was never told on this machine; from now on it was. False, too, if it can't be kept."""
+    """True the first time for `news` on this machine; False afterwards, or if that can't be recorded."""
     try:
         memory_folder().mkdir(parents=True, exist_ok=True)
         (memory_folder() / f"{news}.told").touch(exist_ok=False)

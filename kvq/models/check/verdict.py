@@ -1,7 +1,7 @@
-"""Verdicts: what figures say of a format, and why those of some models and texts say nothing.
+"""Verdicts on a format from measured figures, and reasons why figures of some models and texts prove nothing.
 
-Perplexity alone can't judge: what moves every distribution may lower it by luck. Where a model only guesses,
-or heeds nothing of what lies in the cache, it stays whatever is done.
+Perplexity alone can't judge: a format that changes every distribution may lower it by luck. If a model only
+guesses, or ignores the cache's contents, its perplexity stays the same whatever the format.
 """
 
 import math
@@ -21,7 +21,7 @@ Verdict = Literal["harmless", "warning", "broken"]
 def verdict(kl_mean: float, perplexity_change: float) -> Verdict:  # D46: verdicts go by divergence
     """Judge a mean divergence from unquantized KV, in nats, together with a relative change of perplexity.
 
-    Perplexity that falls is as good as one that stays. What is not a number is broken.
+    A lower perplexity counts as an unchanged one. NaN counts as broken.
     """
     if kl_mean < HARMLESS_KL and perplexity_change < HARMLESS_CHANGE:
         return "harmless"
@@ -29,17 +29,17 @@ def verdict(kl_mean: float, perplexity_change: float) -> Verdict:  # D46: verdic
 
 
 def chance_perplexity(tokens: npt.NDArray[np.int64], vocab_size: int) -> float:
-    """Return the perplexity of a guess that knows no language: tokens are as likely as they came before.
+    """Return the perplexity of a guess that predicts each token by its frequency so far.
 
-    Or all of the vocabulary alike, if that is better. `tokens`: of a text, in order, [tokens].
+    If a uniform guess over the vocabulary is better, its perplexity is returned. `tokens`: a text's.
 
-    Source: Witten and Bell, "The Zero-Frequency Problem" (1991), method C for what never came.
+    Source: Witten and Bell, "The Zero-Frequency Problem" (1991), method C for unseen tokens.
     """
     order, places = np.argsort(tokens, kind="stable"), np.arange(len(tokens))
-    is_first = np.diff(tokens[order], prepend=-1) != 0  # of its kind, in that order
+    is_first = np.diff(tokens[order], prepend=-1) != 0  # first occurrence of its token, in that order
     before = np.empty_like(places)
     before[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
-    kinds = np.cumsum(before == 0) - (before == 0)  # that came before
+    kinds = np.cumsum(before == 0) - (before == 0)  # distinct tokens seen before
     unseen = np.maximum(kinds, 1) / np.maximum(vocab_size - kinds, 1)
     losses = np.log(np.maximum(places + kinds, 1)) - np.log(np.where(before, before, unseen))
     return min(math.exp(losses.mean()), float(vocab_size))
@@ -51,9 +51,9 @@ def cautions(
     look: Sequence[Mapping[str, Any]] = (),
     instrument: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Return reasons why figures of a model on a text say nothing about formats, a sentence each.
+    """Yield reasons, a sentence each, why figures of a model on a text say nothing about formats.
 
-    `perplexity`: unquantized. `chance`: by counting. `look`, `instrument`: as results have them.
+    `perplexity`: with unquantized KV. `chance`: of guessing by counts. `look`, `instrument`: results' fields.
     """
     if perplexity >= chance:
         yield (
@@ -74,7 +74,7 @@ def cautions(
 
 
 def describe_check(check: Mapping[str, Any]) -> str:
-    """In words, how the check of the instrument ended."""
+    """Return the result of the instrument check in words."""
     can, advice = ("can", "") if check["passed"] else ("can NOT", "; do not trust small differences")
     return (
         f"instrument: this model on this text {can} show damage: "

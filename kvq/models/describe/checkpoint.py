@@ -1,4 +1,4 @@
-"""Checking a model folder before anything is loaded from it: safetensors and JSON, whole and honest."""
+"""Checks of a model folder before anything is loaded from it: safetensors and JSON must be intact."""
 
 import json
 import math
@@ -11,14 +11,14 @@ import xxhash
 from kvq import strict_json
 from kvq.errors import ModelError, first_lines
 
-UNREAD = {"C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # left alone
+UNREAD = {"C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # not read
 _DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     **UNREAD,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
-_CHUNK_BYTES = 1 << 20  # which the second cache still has when they are hashed
+_CHUNK_BYTES = 1 << 20  # still in the L2 cache when they are hashed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ModelError: missing, unreadable, or not a JSON object.
+        ModelError: the file is missing, unreadable or not a JSON object.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder, sharded or not.
 
     Raises:
-        ModelError: no safetensors, only pickled weights, or an index that names missing files.
+        ModelError: there are no safetensors, only pickled weights, or the index names missing files.
     """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -97,7 +97,7 @@ def read_header(path: Path) -> list[TensorEntry]:
     """Return the tensors of a safetensors file after checking its header against its size.
 
     Raises:
-        ModelError: truncated, overlong, or a header whose shapes, types or offsets don't agree.
+        ModelError: the file is truncated or too long, or its header is inconsistent.
     """
     try:
         size = path.stat().st_size
@@ -152,14 +152,14 @@ def _damaged(path: Path, why: str) -> ModelError:
     return ModelError(f"{path} is damaged: {why}; download or copy it again")
 
 
-def content_digest(files: list[Path]) -> str:  # D209: every tensor's bytes: headers can't tell a fine-tune
+def content_digest(files: list[Path]) -> str:  # D209: every tensor's bytes: headers don't show a fine-tune
     """Return a digest of all tensors' names, shapes, types and bytes, however they are sharded.
 
-    xxh3 over every tensor's bytes, in hex: tells models apart and finds flipped bits; it is no
-    defence against somebody who forges weights on purpose.
+    The digest, xxh3 over every tensor's bytes, in hex, distinguishes models and reveals flipped bits. It is
+    no defence against deliberately forged weights.
     """
     lines = []
-    # Read into over and over: fresh memory costs more than reading
+    # The buffer is reused: fresh memory costs more than reading
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     for path in files:
         entries = read_header(path)

@@ -1,8 +1,8 @@
-"""Checks of a config.json: its values, and whether it and the headers of the weights describe one model.
+"""Checks of a config.json: its values, and whether it and the weights' headers describe the same model.
 
-Values that no model has are refused before a size of 10^18 is looped over or allocated. A wrong shape is
-traced to its fields by trying: those count whose doubling changes it. So no family's rules are written down
-here.
+Impossible values are refused before, say, a size of 10^18 is looped over or allocated. A wrong shape is
+traced to its config fields by trial: they are the fields whose doubling changes it. So no family-specific
+rules are needed.
 """
 
 import math
@@ -19,21 +19,21 @@ from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import ModelGeometry, field_name
 from kvq.models.describe.checkpoint import TensorEntry, read_json
 
-_LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
-_MOST_EXPERTS = 10_000  # since a module is made for each
+_LARGEST = 1 << 53  # exact in all JSON readers; a rope_theta may be 10^10
+_MOST_EXPERTS = 10_000  # since a module is built for each
 _MOST_LAYERS = 10_000
-_NUMBERS_OF_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "shared_layers")  # ends of names
-_POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
-_MAY_BE_ZERO = "loss"  # in names, which nothing but training reads
-_MAY_BE_INFINITE = "_limit"  # ends of names
+_NUMBERS_OF_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "shared_layers")  # suffixes
+_POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # suffixes; logits would be NaN otherwise
+_MAY_BE_ZERO = "loss"  # part of the names of fields that only training reads
+_MAY_BE_INFINITE = "_limit"  # suffix
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 _APART = "config.json and weights belong to different models, or config.json was edited"
-_PACKED = 32  # at most so many numbers lie in one of a packed tensor's
+_PACKED = 32  # the most values that one element of a packed tensor contains
 _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 
 
 def with_floats(value: Any) -> Any:
-    """Return JSON with floats for what transformers saves as `{"__float__": "Infinity"}` and its like."""
+    """Return JSON with floats in place of transformers' objects such as `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         if _is_float(value):
             return float(value[_FLOAT])
@@ -46,10 +46,10 @@ def _is_float(value: Mapping[str, Any]) -> bool:
 
 
 def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-    """Look at every number, the dtype, the architectures and the ids of tokens.
+    """Check every number, the dtype, the architectures and the token ids.
 
     Raises:
-        ModelError: one that can't be; the message names its field.
+        ModelError: a value is impossible; the message names its field.
     """
     where = folder / "config.json"
     for name, value in _values(config):
@@ -91,7 +91,7 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
 
 
 def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-    """Ends of texts that never come, and padding that the embedding has no row for; -1 is none, to some."""
+    """Raise ModelError for end or padding ids outside the vocabulary, except -1, which may mean none."""
     end = config.get("eos_token_id")
     ids = end if isinstance(end, list) else [] if end is None else [end]
     pad = config.get("pad_token_id")
@@ -105,7 +105,7 @@ def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def _values(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no object and no list, under the names that lead to it."""
+    """Yield every value that is neither an object nor a list, with its dotted name."""
     if isinstance(value, Mapping) and _is_float(value):
         yield name, float(value[_FLOAT])
     elif isinstance(value, Mapping):
@@ -119,22 +119,22 @@ def _values(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 Shape = tuple[int, ...]
-Build = Callable[[Mapping[str, Any]], nn.Module]  # a module on the meta device, of a config.json's dict
+Build = Callable[[Mapping[str, Any]], nn.Module]  # a config.json's dict -> a module on the meta device
 
 
 def check_headers(
     folder: Path, config: Mapping[str, Any], geometry: ModelGeometry, entries: Iterable[TensorEntry]
 ) -> None:
-    """Compare what needs no module: how many layers there are, and that heads are not beyond every tensor.
+    """Check, without a module, the number of layers, and that a tensor is large enough for the heads.
 
     Raises:
-        ModelError: config.json says otherwise than the weights.
+        ModelError: config.json contradicts the weights.
     """
     entries = list(entries)
     found = {int(match[1]) for entry in entries if (match := _LAYER.search(entry.name))}
     name = field_name(geometry.model_type, "num_hidden_layers")
     name = name if name in config or "num_layers" not in config else "num_layers"
-    said, extra = config.get(name), config.get("num_nextn_predict_layers") or 0  # which nothing runs
+    said, extra = config.get(name), config.get("num_nextn_predict_layers") or 0  # never run
     if type(said) is not int:
         kinds = config.get("layers_block_type")
         said = len(kinds) if isinstance(kinds, list) else 1 + geometry.last_layer
@@ -159,10 +159,10 @@ def check_shapes(
 ) -> None:
     """Compare every parameter's shape with that of the tensor of its name.
 
-    Parameters that transformers makes of several tensors have none; their number is held against the bytes.
+    Parameters that transformers combines from several tensors have none; only their total is checked.
 
     Raises:
-        ModelError: a tensor of another shape; the message names the fields that it follows from.
+        ModelError: a tensor has another shape; the message names the config fields that determine it.
     """
     model = build(config)
     unnamed = 0
@@ -183,7 +183,7 @@ def check_shapes(
 def _explained(
     folder: Path, config: Mapping[str, Any], build: Build, name: str, stored: Shape, wanted: Shape
 ) -> str:
-    """Return the fields of config.json that a parameter's shape follows from, against what is stored."""
+    """Return a message that compares a stored shape with the config fields that determine it."""
     axis = next((i for i, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b), None)
     if axis is None or len(stored) != len(wanted):
         shapes = f"the shape {list(wanted)}, the weights {list(stored)}"
@@ -202,7 +202,7 @@ def _fields_behind(config: Mapping[str, Any], build: Build, name: str, axis: int
     def size(changed: Mapping[str, Any]) -> int | None:
         try:
             return build(changed).get_parameter(name).shape[axis]
-        except (ModelError, AttributeError, IndexError):  # another kind of model; it tells nothing
+        except (ModelError, AttributeError, IndexError):  # another kind of model, which reveals nothing
             return None
 
     now = size(config)

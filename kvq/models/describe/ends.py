@@ -1,4 +1,4 @@
-"""The tokens that end a text, as the files of a model's folder name them."""
+"""The tokens that end a text, as named by the files of a model's folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +19,11 @@ def read_end_ids(  # D218: generation_config, else config, and always the tokeni
 ) -> frozenset[int]:
     """Return the end tokens of generation_config.json, or else of config.json, and the tokenizer's.
 
-    Empty: none names any. transformers falls back on config.json like this; vLLM and mlx-lm take the
-    tokenizer's besides, which is what a chat template ends turns by.
+    Empty if no file names any. transformers falls back on config.json in the same way; vLLM and mlx-lm add
+    the tokenizer's end token, which chat templates write at the end of a turn.
 
     Raises:
-        ModelError: generation_config.json is no JSON object.
+        ModelError: generation_config.json is not a JSON object.
     """
     own = folder / GENERATION_FILE
     said = _listed(read_json(own).get(_KEY)) if own.is_file() else []
@@ -32,6 +32,6 @@ def read_end_ids(  # D218: generation_config, else config, and always the tokeni
 
 
 def _listed(given: object) -> list[int]:
-    """Ids, from one or a list; -1 is none, to some."""
+    """Return the ids in an id or a list of ids; some files write -1 for none."""
     ids = given if isinstance(given, list) else [given]
     return [token for token in ids if type(token) is int and token >= 0]

@@ -1,4 +1,4 @@
-"""Static FP8 scales of K and V in a checkpoint, beside its weights: value = code * scale."""
+"""Static FP8 scales of K and V stored in a checkpoint with its weights: value = code * scale."""
 
 import logging
 import math
@@ -10,26 +10,26 @@ from kvq.formats.calibrated import HeadMaxima
 from kvq.geometry import ModelGeometry
 from kvq.models.describe.text_part import read_tensors
 
-# compressed-tensors', vLLM's own, those of modelopt and of older vLLM checkpoints; one for both halves.
+# Names of compressed-tensors, vLLM, modelopt and older vLLM checkpoints; `kv_scale` is for both K and V.
 _NAME = re.compile(
     r"\.(\d{1,9})\.\w+\.(?:(?:attn\.)?([kv])_scale|([kv])_proj\.(?:output_scale|[kv]_scale)|kv_scale)$"
 )
 _BESIDE = re.compile(r"\.\d{1,9}\.\w+\.(?:attn\.)?(?:(q|prob)_scale|[kvq]_zero_point)$")  # not read here
-_LARGEST = 448.0  # of FP8's codes
+_LARGEST = 448.0  # the largest FP8 value
 _log = logging.getLogger("kvq")
 
 
 def is_kv_scale(name: str) -> bool:
-    """True if a tensor of that name is a scale of K or V, or one that some checkpoints have beside them."""
+    """True if a tensor of this name is a scale of K or V, or a related one that some checkpoints contain."""
     return _NAME.search(name) is not None or _BESIDE.search(name) is not None
 
 
 def read_kv_scales(
     folder: Path, geometry: ModelGeometry, names: Sequence[str]
 ) -> tuple[HeadMaxima, ...] | None:
-    """Return the scales of every layer, from tensors of these names; None if none can be used.
+    """Return every layer's K and V maxima (scale * 448) from tensors of these names; None if unusable.
 
-    Either is logged, but for no scales at all.
+    Either result is logged, unless there are no scales at all.
     """
     places = {
         (int(match[1]), part): name

@@ -1,7 +1,7 @@
-"""Hooks by which model code that was not made for steps gets what kvq's attention needs of one.
+"""Hooks that pass a step to kvq's attention through model code that was not written for steps.
 
-Layers that don't hand keywords on hand on the step; attention that counts positions by the length of a cache
-gets those of a step's tokens.
+They pass the step through layers that drop keyword arguments, and give the positions of a step's tokens to
+attention that would otherwise derive them from a cache's length.
 """
 
 import dis
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 _STEP = "kvq_step"
-_HOOKED = "kvq_hands_on"  # attribute of a layer that does by now
-_COUNTS = "get_seq_length"  # the method of a cache that attention counts positions by
+_HOOKED = "kvq_hands_on"  # attribute of a layer that already has the hooks
+_COUNTS = "get_seq_length"  # the cache's method from which attention derives positions
 
 
 class _Given(threading.local):
-    """Keywords of the layer that runs in this thread."""
+    """Keyword arguments of the layer that runs in this thread."""
 
     step: Any = None
 
@@ -26,8 +26,8 @@ class _Given(threading.local):
 _given = _Given()
 
 
-def hand_on_steps(model: nn.Module) -> None:  # D200: two hooks hand the step on
-    """Have such layers hand on a step that they are given; doing it again changes nothing."""
+def hand_on_steps(model: nn.Module) -> None:  # D200: two hooks pass the step on
+    """Make layers that drop keyword arguments pass on the step; calling this again changes nothing."""
     for layer in list(model.modules()):
         attention = [x for x in layer.children() if hasattr(x, "layer_idx") and _takes_keywords(x)]
         if (
@@ -50,7 +50,7 @@ def _takes_keywords(module: nn.Module) -> bool:
 
 
 def _hands_keywords_on(module: nn.Module) -> bool:
-    """True if its forward pass calls anything with `**keywords`."""
+    """True if the module's forward pass calls anything with `**keywords`."""
     steps = dis.get_instructions(inspect.unwrap(type(module).forward))
     return any(step.opname == "CALL_FUNCTION_EX" for step in steps)
 
@@ -75,22 +75,22 @@ class _Unused(TypedDict, total=False):
 
 
 class _Before:
-    """The tokens before a step's, as such code asks a cache for them."""
+    """Stand-in for a cache that reports how many tokens precede a step's."""
 
     def __init__(self, positions: Tensor) -> None:
         """`positions`: int64 [tokens]."""
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """int64 [tokens]: a token's position, less its place in the row."""
+        """Return int64 [tokens]: each token's position minus its index in the packed row."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: Unpack[_Unused]) -> tuple[Tensor, Tensor]:
         return key, value
 
 
-def pass_positions(model: nn.Module) -> None:  # D206: code that counts by a cache gets one that counts
-    """Give a model's attention the positions of a step's tokens wherever it would count them by a cache."""
+def pass_positions(model: nn.Module) -> None:  # D206: a stand-in cache that counts positions
+    """Give attention that derives positions from a cache the positions of a step's tokens instead."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)
         if hasattr(module, "layer_idx") and code is not None and _COUNTS in code.co_names:

@@ -1,4 +1,4 @@
-"""transformers' own modules: made from safetensors alone, every tensor accounted for, nothing printed."""
+"""transformers' own modules: built from safetensors alone, every tensor accounted for, nothing printed."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ from kvq.models.describe.kv_scales import is_kv_scale
 from kvq.models.describe.text_models import know_text_model
 from kvq.models.describe.text_part import is_whole, read_config, read_tensors, read_unread
 
-_loading = threading.Lock()  # two loads at a time confuse transformers for good
+_loading = threading.Lock()  # two concurrent loads break transformers permanently
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
 
 
@@ -39,19 +39,19 @@ def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelE
 
 
 def import_class(config_dict: Mapping[str, Any]) -> None:
-    """Import what the model is made of, whose memory is not the weights'."""
+    """Import the model's classes, so that their memory does not count as weights."""
     import_whole("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
+    with suppress(KeyError, ValueError, ImportError):  # loading reports it
         AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
 
 
 def load_config(folder: Path) -> Any:
-    """transformers' configuration of a folder.
+    """Return transformers' configuration of a folder.
 
     Raises:
-        ModelError: it can't be read.
+        ModelError: the configuration can't be read.
     """
     import_whole("transformers")
     from transformers import AutoConfig
@@ -61,15 +61,15 @@ def load_config(folder: Path) -> Any:
             if is_whole(folder):
                 return config_of(read_config(folder))
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes transformers raise
+    except Exception as error:  # transformers may raise anything for a damaged file
         raise _blamed(folder, read_config(folder), config_of, error) from error
 
 
 def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """Return the module that a config.json's dict describes, without numbers and without memory.
+    """Return the module that a config.json's dict describes, without values and without memory.
 
     Raises:
-        ModelError: it describes none; the message names the field.
+        ModelError: the dict describes no valid module; the message names the field.
     """
 
     def build(given: Mapping[str, Any]) -> nn.Module:
@@ -81,14 +81,14 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
     try:
         return build(config)
-    except Exception as error:  # whatever numbers that don't fit make the family's code raise
+    except Exception as error:  # the family's code may raise anything for unfit values
         raise _blamed(folder, config, build, error) from error
 
 
 def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """The module that a config.json's dict describes, with the numbers that its training would begin with.
+    """Return the module that a config.json's dict describes, randomly initialized as before training.
 
-    Made on the device, with kvq's attention.
+    It is built on the device, with kvq's attention.
     """
     from transformers import AutoModelForCausalLM
 
@@ -99,20 +99,20 @@ def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.de
 
 
 def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json's dict without what makes transformers look for codes."""
+    """Return a config.json's dict without the setting that makes transformers expect quantized weights."""
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def config_of(given: Mapping[str, Any]) -> Any:
-    """transformers' configuration of a config.json's dict."""
+    """Return transformers' configuration for a config.json's dict."""
     return type(default_config(given)).from_dict(copy.deepcopy(with_floats(given)))
 
 
 def default_config(given: Mapping[str, Any]) -> Any:
-    """Return the configuration of a family as transformers would begin with.
+    """Return transformers' default configuration of a family.
 
     Raises:
-        KeyError, ValueError: a dict that names no family, or none that transformers knows.
+        KeyError, ValueError: the dict names no family, or one that transformers doesn't know.
     """
     from transformers import AutoConfig
 
@@ -123,9 +123,9 @@ def default_config(given: Mapping[str, Any]) -> Any:
 def _blamed(
     folder: Path, config: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object], error: Exception
 ) -> ModelError:
-    """The error that names the field without which all goes well, else one that fails alike by itself."""
+    """Return an error that names a field whose removal avoids it or, failing that, that alone causes it."""
     kind, cause = {"model_type": config["model_type"]}, first_lines(error)
-    # A check's own words, of its report
+    # Keep only the check's own message from its report
     told = re.sub(r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2])
     others = {name: value for name, value in config.items() if name not in kind}
     rests = {name: {key: other for key, other in config.items() if key != name} for name in others}
@@ -144,16 +144,16 @@ def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any
     try:
         with quiet_logs("transformers"):
             make(config)
-    except Exception as error:  # noqa: BLE001 - this is what is asked
+    except Exception as error:  # noqa: BLE001 - any error is the result
         return first_lines(error)
     return None
 
 
 def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
-    """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, by default with kvq's attention.
+    """Load a folder's model in `dtype` ("auto": the checkpoint's) on the CPU, by default for kvq's attention.
 
     Raises:
-        ModelError: damaged or incomplete; the message says what.
+        ModelError: the weights are damaged or incomplete; the message says how.
     """
     from transformers import AutoModelForCausalLM
 
@@ -178,14 +178,14 @@ def load_module_from(
     *,
     attention: str = PACKED_NAME,
 ) -> Any:
-    """Load a module from a folder's configuration and generation settings, with tensors that hold no codes.
+    """Load a module from a folder's configuration, its generation settings and unquantized tensors.
 
     Raises:
-        ModelError: damaged or incomplete; the message says what.
+        ModelError: the weights are damaged or incomplete; the message says how.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    if hasattr(config, "quantization_config"):  # or transformers would look for codes
+    if hasattr(config, "quantization_config"):  # or transformers would expect quantized weights
         del config.quantization_config
 
     def make(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -201,24 +201,24 @@ def load_module_from(
 def _load(
     folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
 ) -> Any:
-    """Return the module that `make` makes, with every tensor accounted for."""
+    """Return the module that `make` returns, with every tensor accounted for."""
     try:
-        with loading():  # mismatches are told below, in kvq's words
+        with loading():  # mismatches are reported below, in kvq's words
             model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})
-    except Exception as error:  # whatever a damaged folder makes transformers raise
+    except Exception as error:  # transformers may raise anything for a damaged folder
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
     _check_whole(folder, info)
     return model
 
 
 def pin_rope(model: Any, max_context: int) -> None:
-    """Fix the frequencies of every longrope or dynamic RoPE module as for `max_context` tokens.
+    """Fix the frequencies of every longrope or dynamic RoPE module for a context of `max_context` tokens.
 
-    From then on each token is rotated the same in any batch: longrope takes its short factors if
-    `max_context` is within the original training length, else its long ones, for all positions.
+    Each token is then rotated in the same way in any batch: longrope uses its short factors if
+    `max_context` is within the original training length, else its long factors, for all positions.
 
     Raises:
-        ModelError: a batch-dependent RoPE of a form that can't be pinned.
+        ModelError: the model has a batch-dependent RoPE that can't be pinned.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -240,7 +240,7 @@ def pin_rope(model: Any, max_context: int) -> None:
 
 
 def _check_whole(folder: Path, info: dict[str, Any]) -> None:
-    """Raise ModelError unless every tensor has found its place, and every place its tensor."""
+    """Raise ModelError unless the tensors and the module's parameters match one to one."""
     missing = sorted(info["missing_keys"])
     unread = read_unread(folder) if missing else {}
     if odd := next((name for name in missing if name in unread), None):
@@ -271,7 +271,7 @@ def _check_whole(folder: Path, info: dict[str, Any]) -> None:
 
 @contextmanager
 def quiet_logs(*names: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Keep what these loggers say below `level`, and transformers' progress bars, off the terminal."""
+    """Suppress these loggers' messages below `level` and transformers' progress bars."""
     from transformers.utils import logging as hf_logging
 
     loggers = [logging.getLogger(name) for name in names]

@@ -1,4 +1,4 @@
-"""Model names resolved to folders, once: an embedded model, a folder, or a hub name."""
+"""Resolution of model names to folders, done once: an embedded model, a folder, or a hub name."""
 
 import importlib
 import logging
@@ -24,13 +24,13 @@ class ModelSource:  # D208: a resolved path is a type, never a name again
     """Place where a model was found."""
 
     folder: Path  # absolute, links followed
-    name: str  # for tables and clients: the last part of what was typed
+    name: str  # for tables and clients: the last part of the name given
     is_embedded: bool = False
     repository: str | None = None  # on the hub
     revision: str | None = None  # its commit
 
     def __str__(self) -> str:
-        """The place in words; for a hub's model its commit, not where its files are kept."""
+        """Return the place in words; for a hub model, its name and commit instead of the cache folder."""
         if self.is_embedded:
             return f"{self.name}, {_CALLED[self.name]}"
         return str(self.folder) if self.repository is None else f"{self.repository} at {self.revision}"
@@ -45,12 +45,12 @@ def resolve_model(
 ) -> ModelSource:
     """Find a model, downloading it from the hub if it is neither here nor embedded.
 
-    A text is an embedded model's name, else a folder if there is one, else a hub name. A `Path` is a
-    folder, whatever it is called. Without `weights` only the small files of a hub model are fetched.
+    A string is an embedded model's name, else a folder if one exists, else a hub name. A `Path` is always
+    a folder. Without `weights`, only the small files of a hub model are downloaded.
 
     Raises:
-        ModelError: no such folder, or a hub name that is missing, gated or out of reach.
-        ConfigError: a revision of something that is not from the hub.
+        ModelError: no such folder, or a hub name that is missing, gated or unreachable.
+        ConfigError: `revision` is given for a model that is not on the hub.
     """
     if isinstance(model, ModelSource):
         return model
@@ -60,16 +60,16 @@ def resolve_model(
     if local is not None:
         return local
     folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
-    # The hub's cache names folders by the commit that they hold
+    # The hub's cache names folders after the commit that they contain
     commit = folder.name if hub_name(folder) is not None else revision or "main"
     return ModelSource(folder=folder, name=Path(name).name, repository=name, revision=commit)
 
 
 def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
-    """Return the embedded model or the folder that is named so; None for what can be a name on the hub alone.
+    """Return the embedded model or the folder of this name; None if the name can only be a hub name.
 
     Raises:
-        ModelError: it is none of these.
+        ModelError: the name is none of these.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
     if not isinstance(name, str):
@@ -88,7 +88,7 @@ def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder of a model's tokenizer; the embedded draft model has that of the embedded model."""
+    """Return the folder of a model's tokenizer; the embedded draft model uses the embedded model's."""
     is_draft = folder.resolve() == EMBEDDED["tiny-draft"].resolve()
     return EMBEDDED["tiny"].resolve() if is_draft else folder
 
@@ -100,14 +100,14 @@ def _local(name: str) -> ModelSource | None:
         path = Path(name).expanduser()
         if path.is_file():
             raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
-        last = path.name if path.name not in ("", "..") else path.resolve().name  # what dots are called
+        last = path.name if path.name not in ("", "..") else path.resolve().name  # resolve names made of dots
         return ModelSource(folder=path.resolve(), name=last) if path.is_dir() else None
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
         raise ModelError(f"there is no folder {name[:100]!r}: {first_lines(error, 100)}") from error
 
 
 def hub_name(folder: Path) -> str | None:
-    """The name on the hub of a folder that the hub's client keeps, told by its place; None elsewhere."""
+    """Return the hub name of a folder in the hub client's cache, from its path; None for other folders."""
     place = folder.resolve().parent
     if place.name != "snapshots":
         return None
@@ -148,7 +148,7 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """Base errors of the HTTP clients that releases of huggingface_hub use; its own are OSErrors."""
+    """Return base errors of the HTTP clients in huggingface_hub releases; its own errors are OSErrors."""
     found: list[type[Exception]] = [OSError]
     for name in ("httpx2", "httpx"):
         with suppress(ImportError):

@@ -1,13 +1,13 @@
 """Text models that transformers knows only as parts of models that read images.
 
-With a head they are causal language models like others.
+With a head, they are ordinary causal language models.
 """
 
 from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-# The whole models' own heads are this and nothing else.
+# The heads of the whole models are plain Linear layers, too.
 _BARE = (
     *("glm4v_text", "glm4v_moe_text", "glm_ocr_text"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
@@ -15,7 +15,7 @@ _BARE = (
 
 
 class _Inputs(TypedDict, total=False):
-    """Keywords that `generate` and kvq's sessions pass to a model; others are passed on likewise."""
+    """Keyword arguments that `generate` and kvq's sessions pass to a model; others are passed on, too."""
 
     input_ids: Tensor | None
     attention_mask: Tensor | None
@@ -27,7 +27,7 @@ class _Inputs(TypedDict, total=False):
 
 
 def know_text_model(model_type: str) -> None:
-    """Make transformers know the causal language model of a text part that it has no class for."""
+    """Register a causal language model for a text part that transformers has no such class for."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     if model_type not in _BARE:
@@ -35,12 +35,12 @@ def know_text_model(model_type: str) -> None:
     config = type(AutoConfig.for_model(model_type))
     if config not in AutoModelForCausalLM._model_mapping:
         made = _with_head(config, AutoModel._model_mapping[config])
-        AutoModelForCausalLM.register(config, made, exist_ok=True)  # else left out, being no code of others
+        AutoModelForCausalLM.register(config, made, exist_ok=True)  # else refused, as it is not remote code
         _convert_alike(made.__name__, model_type)
 
 
 def _convert_alike(name: str, model_type: str) -> None:
-    """Have a class's tensors joined as the whole model's are: experts lie one by one in checkpoints."""
+    """Convert a class's tensors like the whole model's: checkpoints store experts one by one."""
     from transformers.conversion_mapping import (
         WeightConverter,
         get_checkpoint_conversion_mapping,
@@ -57,7 +57,7 @@ def _with_head(config_class: Any, body: Any) -> Any:
     from transformers import GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    parent = body.__bases__[0]  # the family's, with its rules of loading
+    parent = body.__bases__[0]  # the family's base class, with its loading rules
 
     def make(self: Any, config: Any) -> None:
         parent.__init__(self, config)

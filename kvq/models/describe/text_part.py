@@ -1,4 +1,4 @@
-"""Config and tensors of a model folder; where a model reads images or sound too, of its language part."""
+"""Config and tensors of a model folder or, if the model also reads images or sound, of its text part."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,36 +15,36 @@ from kvq.models.describe.checkpoint import UNREAD, TensorEntry, read_header, rea
 
 
 def is_whole(folder: Path) -> bool:
-    """True if a folder holds a model whose text part alone is served."""
+    """True if a folder contains a model of which only the text part is served."""
     return str(read_json(folder / "config.json").get("model_type")) in KINDS
 
 
 def namer(folder: Path) -> Callable[[str], str | None]:
-    """Return a function from a folder's tensor names to kvq's; it returns None for those of other parts."""
+    """Return a function that maps a folder's tensor names to kvq's, and names of other parts to None."""
     return text_name if is_whole(folder) else str
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json, of its text part, with what other files say of quantized weights.
+    """Return a folder's config.json (its text part), with quantization settings from other files.
 
     Raises:
-        ModelError: missing, unreadable, or not a JSON object.
+        ModelError: the file is missing, unreadable or not a JSON object.
     """
     config = with_modelopt_config(folder, read_json(folder / "config.json"))
     return text_config(config) or config
 
 
 def read_entries(folder: Path) -> tuple[TensorEntry, ...]:
-    """A folder's tensors, of its text part, under the names that it has for them, of types that kvq reads.
+    """Return the text part's tensors, under kvq's names, that have a type kvq reads.
 
     Raises:
-        ModelError: damaged or missing files.
+        ModelError: files are damaged or missing.
     """
     return tuple(entry for entry in _all_entries(folder) if entry.dtype not in UNREAD)
 
 
 def read_unread(folder: Path) -> dict[str, str]:
-    """Return the other tensors' types, by the same names."""
+    """Return the types of the text part's tensors that kvq doesn't read, by kvq's names."""
     return {entry.name: entry.dtype for entry in _all_entries(folder) if entry.dtype in UNREAD}
 
 
@@ -57,15 +57,15 @@ def _all_entries(folder: Path) -> Iterator[TensorEntry]:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Names to tensors of several files; a tensor is mapped from its file when it is asked for."""
+    """Mapping of names to tensors in several files; a tensor is mapped from its file on access."""
 
     def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
-        """Open the files. `named`: what a tensor is called here, None for one that is left out.
+        """Open the files. `named`: maps a stored name to the name here, or to None to omit the tensor.
 
         Raises:
-            ModelError: one is damaged.
+            ModelError: a file is damaged.
         """
-        self._files: dict[str, tuple[Path, Any, str]] = {}  # and its name there
+        self._files: dict[str, tuple[Path, Any, str]] = {}  # path, open file, stored name
         for path in files:
             try:
                 opened = safe_open(path, "pt").__enter__()
@@ -97,10 +97,10 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def read_tensors(folder: Path) -> StoredTensors:
-    """Return a folder's tensors, ready to be read, by kvq's names.
+    """Return a folder's tensors, by kvq's names, to be read on access.
 
     Raises:
-        ModelError: damaged or missing files.
+        ModelError: files are damaged or missing.
     """
     named, unread = namer(folder), read_unread(folder)
     return StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)

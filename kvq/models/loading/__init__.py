@@ -1,1 +1,1 @@
-"""Loading of weights and tokenizers, and replacement of a model's layers by fused ones."""
+"""Loading of weights and tokenizers, and replacement of a model's layers with fused ones."""

@@ -1,8 +1,8 @@
-"""Control tokens, which give a prompt its structure, told apart from text that only spells them.
+"""Control tokens, which give a prompt its structure, distinguished from text that only spells them.
 
-Before a chat template is rendered, spellings such as `<|im_end|>` in untrusted texts are hidden behind
-characters that no text holds; in the result those that are left are the template's own. A second tokenizer,
-the same but that it knows its control tokens by spellings nobody can guess, then reads the whole.
+Before a chat template is rendered, spellings such as `<|im_end|>` in untrusted texts are replaced with
+private characters that no text contains, so any that remain in the result are the template's own. A copy of
+the tokenizer, in which control tokens have spellings that nobody can guess, then encodes the whole text.
 """
 
 import json
@@ -14,24 +14,24 @@ from typing import Any
 from kvq.errors import RequestError
 from kvq.models.loading.tokenizer import template_source
 
-_PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: used in no text, changed by no normalizer
-_BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
-_LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # of code models, whose templates know nothing of files
+_PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: unused in texts, unchanged by normalizers
+_BYTES = 0xF0000  # the first of 256 private-plane characters that encode the bytes of hidden text
+_LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # also code models' file tokens, absent from templates
 _NONCE_LENGTH = 8  # characters: 128 bits
 
 
-class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
+class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads them
     """Control tokens of one tokenizer: its special tokens, and others that its chat template writes.
 
         safe = control.hide(turn["content"])
         text = tokenizer.apply_chat_template([{"role": "user", "content": safe}], tokenize=False)
         ids = control.encode(text)  # with no more control tokens than the template wrote
 
-    A tokenizer without `tokenizer.json`, or whose control tokens can't be told apart, refuses such texts.
+    Texts that spell control tokens are refused if the tokenizer has no `tokenizer.json` or can't be copied.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: of transformers; it is not changed."""
+        """`tokenizer`: a tokenizer of transformers; it is not changed."""
         self._tokenizer = tokenizer
         ids = _control_ids(tokenizer)
         self.spellings = frozenset(ids)
@@ -44,7 +44,7 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
             f"{self._hidden.pattern}|(?P<spelled>{self._spelled.pattern})|{self._reserved.pattern}"
         )
         self._secret = {text: nonce + _number(i) for i, text in enumerate(ids)}
-        # Of such tokens the tokenizer sees other spellings than those that are looked for
+        # The tokenizer normalizes texts before it matches such tokens, so other spellings match, too
         self._is_normalized = any(
             token.normalized
             for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -58,11 +58,11 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
         self._guarded = _guarded(tokenizer, self._secret, ids) if ids else None
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
-        """`value`, a text or lists and dictionaries of them, with control tokens' spellings hidden.
+        """Return a text, or lists and dictionaries of texts, with control tokens' spellings hidden.
 
-        So they are in any case. Beginnings of one at a text's end, and ends at its beginning, are hidden,
-        too, also before and behind white space: what comes to stand beside it may complete them. `whole`: so
-        is a text that is a part of one, around which a template may write the rest.
+        Spellings are hidden in upper and lower case. A spelling's beginning at the end of a text and its end
+        at the start are hidden, too, ignoring white space there, because adjacent text may complete them.
+        `whole`: also hide a text that is part of a spelling, since a template may write the rest around it.
         """
         if isinstance(value, str):
             return self._hide(value, whole)
@@ -73,14 +73,14 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
         return value
 
     def show(self, text: str) -> str:
-        """Return a text as it was before anything in it was hidden; pieces of what hid it are left out."""
+        """Return a text with hidden spellings restored; fragments of the hiding characters are removed."""
         return self._reserved.sub("", self._hidden.sub(lambda found: _shown(found[1]), text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered template, in which untrusted texts were hidden; nothing is added.
+        """Return the token ids of a rendered template with hidden texts; no special tokens are added.
 
         Raises:
-            RequestError: something is hidden in it, and this tokenizer can't read it as plain text.
+            RequestError: a spelling is hidden in it, and this tokenizer can't encode that as plain text.
         """
         if self._begin not in text and not (self._is_normalized and self._guarded is not None):
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -88,12 +88,12 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
         return self._read(self._parts.sub(self._resolved, text), special=False)
 
     def encode_plain(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text that holds no control tokens, whatever it spells.
+        """Return the token ids of a text without any control tokens, whatever the text spells.
 
-        `special`: with what the tokenizer puts around a text by itself.
+        `special`: include the special tokens that the tokenizer adds around a text.
 
         Raises:
-            RequestError: it spells one, and this tokenizer can't read that as plain text.
+            RequestError: the text spells a control token, and this tokenizer can't encode that as plain text.
         """
         if self._guarded is not None:
             self._check_reserved(text)
@@ -113,7 +113,7 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
         if not text or not self.spellings:
             return text
         self._check_reserved(text)
-        bare = text.strip()  # as templates may do it, and then what is left stands beside others
+        bare = text.strip()  # templates may strip it, too, and write the rest next to other text
         if whole and bare and self._is_piece(bare):
             return text.replace(bare, self._veil(bare))
         text = self._hide_whole_ones(text)
@@ -125,7 +125,7 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
         return text[: end - tail] + self._veil(text[end - tail : end]) + text[end:]
 
     def _is_piece(self, text: str) -> bool:
-        """True if a token is a part of a spelling."""
+        """True if a text is a part of a control token's spelling."""
         if len(text) >= self._longest:
             return False
         folded = _folded(text)
@@ -145,25 +145,25 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
         return "".join(parts) + text[done:]
 
     def _num_ending(self, text: str) -> int:
-        """Characters at a text's beginning with which a spelling may end."""
+        """Return how many characters at a text's beginning may be the end of a spelling."""
         folded = _folded(text)
         found = next((n for n in range(len(folded), 0, -1) if folded[:n] in self._ends), 0)
         return _origins(text, folded)[found - 1] + 1 if found else 0
 
     def _num_beginning(self, text: str) -> int:
-        """Characters at a text's end with which a spelling may begin."""
+        """Return how many characters at a text's end may be the beginning of a spelling."""
         folded = _folded(text)
         found = next((at for at in range(len(folded)) if folded[at:] in self._starts), None)
         return len(text) - _origins(text, folded)[found] if found is not None else 0
 
     def _resolved(self, found: re.Match[str]) -> str:
-        """Return the text for the guarded tokenizer, without what a template left of something hidden."""
+        """Return the guarded tokenizer's text for a match, without broken fragments of hidden text."""
         if found["veiled"] is not None:
             return _shown(found["veiled"])
         return self._secret[found["spelled"]] if found["spelled"] is not None else ""
 
     def _check_reserved(self, text: str) -> None:
-        """Raise RequestError if a text could join in with what hides others: somebody has seen it."""
+        """Raise RequestError if a text contains characters of the nonce, which must have leaked."""
         if self._reserved.search(text):
             raise RequestError("the text holds characters of a private Unicode range that are taken here")
 
@@ -174,7 +174,7 @@ class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
 
 
 def _control_ids(tokenizer: Any) -> dict[str, int]:
-    """Added tokens that are special, that the chat template writes, or that look it, by their spelling."""
+    """Return ids, by spelling, of added tokens that are special, in the template, or look like controls."""
     source = template_source(tokenizer)
     found: dict[str, int] = {
         str(token): number
@@ -185,31 +185,31 @@ def _control_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _number(i: int) -> str:
-    """Return a number in two private characters."""
+    """Return a number encoded as two private characters."""
     high, low = divmod(i, len(_PRIVATE))
     return chr(_PRIVATE[high]) + chr(_PRIVATE[low])
 
 
 def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
-    """Return the longest of those that begin at a place, as the tokenizer takes it."""
+    """Return a pattern that, like the tokenizer, matches the longest spelling at a position."""
     longest_first = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _folded(text: str) -> str:  # D293: any case: templates may change it
-    """Fold a text so that all texts which changes of case may turn into each other fold alike."""
-    return text.upper().casefold()  # casefold leaves the dotless i, which upper makes an I
+    """Fold a text so that all texts that differ only in case are folded to the same result."""
+    return text.upper().casefold()  # casefold leaves the dotless i unchanged; upper turns it into I
 
 
 def _origins(text: str, folded: str) -> Sequence[int]:
-    """Return the index of the character that each character of a folded text comes from."""
+    """Return, for each character of a folded text, the index of its original character."""
     if len(folded) == len(text):
         return range(len(text))
     return [at for at, character in enumerate(text) for _ in _folded(character)]
 
 
 def _guarded(tokenizer: Any, secret: dict[str, str], ids: dict[str, int]) -> Any:
-    """Return a copy of the tokenizer with other spellings of its control tokens; None if it can't be made."""
+    """Return a copy of the tokenizer with secret spellings of control tokens; None if that is impossible."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -222,19 +222,19 @@ def _guarded(tokenizer: Any, secret: dict[str, str], ids: dict[str, int]) -> Any
     _rename(tree["model"], secret)
     try:
         guarded = Tokenizer.from_str(json.dumps(tree))
-    except Exception:  # noqa: BLE001 - whatever the parser makes of a vocabulary it does not expect: not guarded
+    except Exception:  # noqa: BLE001 - the parser may raise anything for an unexpected vocabulary
         return None
     same = all(guarded.token_to_id(secret[text]) == number for text, number in ids.items())
     return guarded if same else None
 
 
 def _rename(model: dict[str, Any], secret: dict[str, str]) -> None:
-    """In a tokenizer's vocabulary, where control tokens may stand as pieces like any other."""
+    """Rename control tokens in a tokenizer model, whose vocabulary may contain them as ordinary pieces."""
     if isinstance(model["vocab"], dict):
         model["vocab"] = {secret.get(piece, piece): number for piece, number in model["vocab"].items()}
     else:
         model["vocab"] = [[secret.get(piece, piece), score] for piece, score in model["vocab"]]
-    if "merges" in model:  # none that made such a piece, which would be missing
+    if "merges" in model:  # without merges that would produce a renamed piece
         model["merges"] = [pair for pair in model["merges"] if _joined(pair) not in secret]
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = secret.get(model["unk_token"], model["unk_token"])

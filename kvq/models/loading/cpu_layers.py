@@ -1,4 +1,4 @@
-"""Decoder layers in C++: all of a step in one call, or two calls and attention each."""
+"""Decoder layers in C++: a whole step in one call, or two calls and an attention call per layer."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ class CpuLayers:
         self._layers = [CpuDecoder(parts) for parts in layers]
         self._kinds = sorted({parts.angles for parts in layers})
         self._norm = norm
-        self._stacks: WeakKeyDictionary[LayerStore, CpuStack] = WeakKeyDictionary()  # by the first layer's
+        self._stacks: WeakKeyDictionary[LayerStore, CpuStack] = WeakKeyDictionary()  # by first store
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         """[rows, hidden] -> the same, normed."""
@@ -44,7 +44,7 @@ class CpuLayers:
         wanted: Tensor,
         step: PackedStep,
     ) -> ReadyPass | None:
-        """Return a step in one call, with the bits of several; None where one isn't enough."""
+        """Return a step as one call, bit-identical to several calls; None if it takes several."""
         if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
             return None
         tables = angles.tables(make.dtype, int(positions.max()) + 1)
@@ -69,10 +69,10 @@ class CpuLayers:
         return x
 
     def _stack_of(self, step: PackedStep) -> CpuStack | None:
-        """All layers over the step's cache, if nothing but C++ has a part in its attention."""
+        """Return all layers over the step's cache if its attention runs in C++ alone, else None."""
         if not step.is_plain:
             return None
-        first = step.cache.stores[self._layers[0].parts.index]  # another one once pools have grown
+        first = step.cache.stores[self._layers[0].parts.index]  # a different store after pools have grown
         stack = self._stacks.get(first)
         if stack is None and (stack := self._make_stack(step)) is not None:
             self._stacks[first] = stack

@@ -1,4 +1,4 @@
-"""The bytes of weights that an engine will hold, told from a model's small files and headers."""
+"""The bytes that an engine will need for weights, estimated from a model's small files and headers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,24 +24,24 @@ from kvq.sizing.parameters import count_parameters
 from kvq.weights import is_expert_code, stacked_experts
 
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-_SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read
+_SCALES = (".weight_scale", ".scales")  # suffixes of scale names in the formats that kvq reads
 _HEAD = WeightFormat(code=WeightCode.INT8)
 _ROUNDED_SCALE = 4  # bytes
-_SAMPLE = 4096  # values of a tensor that are looked at
-_WIDENED = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # bits of an fp32 number that such a one leaves empty
+_SAMPLE = 4096  # values that are checked per tensor
+_WIDENED = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # bits of fp32 that are zero in a widened number
 
 
 def planned_weights(model: PreparedModel) -> tuple[Term, ...]:
-    """Every term of the weights, on the model's device.
+    """Return the memory terms of the weights on the model's device.
 
     Raises:
-        ConfigError: a family whose parameters aren't counted.
+        ConfigError: kvq can't count the parameters of the model's family.
     """
     return weight_terms(count_parameters(model.config, model.geometry), held_by_engine(model))
 
 
 def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
-    """Return the memory that a step holds beside weights and KV."""
+    """Return the memory that a step needs in addition to weights and KV."""
     try:
         parameters = count_parameters(model.config, model.geometry)
     except ConfigError:
@@ -50,7 +50,7 @@ def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
 
 
 def held_by_engine(model: PreparedModel) -> HeldAs:
-    """Return the types in which the engine holds what the checkpoint stores."""
+    """Return the types in which the engine keeps the checkpoint's tensors."""
     other, rounded = PLAIN[DTYPE_NAMES[model.dtype]], model.rounded_to
     if rounded is not None:
         form = Stored.of(rounded, _ROUNDED_SCALE)
@@ -77,25 +77,25 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
 
 
 def _packs(model: PreparedModel, fmt: WeightFormat) -> bool:
-    """True if kernels take experts in codes of that format, and those of the model."""
+    """True if kernels support experts stored as codes of `fmt`, and this model's experts."""
     return runs_experts(fmt, model.device, model.backend) is not None and _knows_experts(model)
 
 
 def _knows_experts(model: PreparedModel) -> bool:
-    """True if kernels take the experts of a model that has some."""
+    """True if the model has experts and kernels support them."""
     if not count_parameters(model.config, model.geometry).experts:
         return False
     return bool(stacked_experts(build_on_meta(model.folder, unquantized(model.config))))
 
 
 def _scale_bytes(model: PreparedModel) -> int:
-    """Return the bytes of a stored scale, which kernels keep in its type."""
+    """Return the size of a stored scale in bytes; kernels keep its dtype."""
     types = Counter(entry.dtype for entry in model.entries if entry.name.endswith(_SCALES))
     return 4 if types and types.most_common(1)[0][0] == "F32" else 2
 
 
 def _narrowest(model: PreparedModel) -> str:
-    """Return the type that holds all Linear weights as they are: fp32 checkpoints are often widened ones."""
+    """Return the smallest type that stores all Linear weights exactly; fp32 ones are often widened."""
     matrices = Counter[str]()
     for entry in _matrices(model):
         if entry.dtype in _STORED:
@@ -110,12 +110,12 @@ def _narrowest(model: PreparedModel) -> str:
 
 
 def _matrices(model: PreparedModel) -> list[TensorEntry]:
-    """Return the matrices that layers multiply by; scales of weights in codes are none."""
+    """Return the entries of weight matrices, without the scales of quantized weights."""
     return [entry for entry in model.entries if len(entry.shape) == 2 and not entry.name.endswith(_SCALES)]
 
 
 def _samples(model: PreparedModel) -> Iterator[Tensor]:
-    """The first numbers of fp32 matrices, as bits; of few, since one that is not widened is enough."""
+    """Yield the bits of the first values of each fp32 matrix; the caller stops at one that is not widened."""
     stored = read_tensors(model.folder)
     for entry in _matrices(model):
         if entry.dtype == "F32":

@@ -1,9 +1,9 @@
 """All decoder layers of a model in few calls, where Python and small operations would take most of a step.
 
-A layer of transformers' is some forty tensor operations and a dozen module calls. Models whose layers are all
-of a known kind run steps here: in C++ on CPUs, in Triton on GPUs, one loop over the same description of a
-layer. The model's own code stays in place and runs whatever is no step of kvq's, and the load-time probe
-compares both.
+A decoder layer in transformers takes some forty tensor operations and a dozen module calls. If kvq knows the
+kind of every layer of a model, the model's steps run here, in C++ on CPUs and in Triton on GPUs, as one loop
+over the same description of a layer. The model's own code stays in place for any call that is not a kvq
+step, and the load-time probe compares both.
 """
 
 import weakref
@@ -32,9 +32,9 @@ Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor
 
 
 def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -> bool:
-    """Let a model run steps in few calls; False, and nothing changed, if any layer is of another kind.
+    """Make a model run steps in few calls; return False and change nothing if a layer's kind is unknown.
 
-    `windows`: of every layer's attention, in tokens.
+    `windows`: the attention window of every layer, in tokens.
     """
     inner = model.base_model
     own: Iterable[nn.Module] = getattr(inner, "layers", ())
@@ -57,20 +57,20 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
 
 
 def is_fused(model: Any) -> bool:
-    """True if all layers run in compiled kernels; on CPUs a row's results never depend on other rows."""
+    """True if all layers run in compiled kernels; on CPUs, a row's results then don't depend on others."""
     return isinstance(model.base_model.__dict__.get("forward"), _FusedForward)
 
 
 def unfuse_layers(model: Any) -> None:
-    """Give the model its own code back."""
+    """Restore the model's own forward pass."""
     if is_fused(model):
         del model.base_model.forward
 
 
 def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
-    """Return embedding, last norm and head of a model as compiled code takes them; None where it does not.
+    """Return a model's embedding, last norm and head for compiled code; None if it does not support them.
 
-    `scale`: what embeddings are multiplied with.
+    `scale`: the factor that embeddings are multiplied by.
     """
     embedding, norm = inner.embed_tokens, inner.norm
     known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
@@ -92,13 +92,13 @@ def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
 
 
 def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
-    """Return where the values of these modules lie, and the norm's epsilon."""
+    """Return the data pointers of these modules' weights and the norm's epsilon."""
     own = embedding.weight.data_ptr() if isinstance(embedding, nn.Embedding) else None
     return own, norm.weight.data_ptr(), norm.eps
 
 
 class _Inputs(TypedDict, total=False):
-    """Keywords that a causal language model passes to its layers; others are passed on to its own code."""
+    """Keyword arguments of a causal language model's layers; others are passed on to the model's own code."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -107,16 +107,16 @@ class _Inputs(TypedDict, total=False):
 
 
 class _FusedForward:
-    """A model's forward pass up to its last norm; what is no step of a kvq session goes to its own.
+    """A model's forward pass up to its last norm; calls other than kvq steps run the model's own code.
 
-    Parts of the layers are taken as they are when it is made: replace none afterwards, or unfuse first.
+    The layers' parts are read once, at creation; to replace a part later, unfuse the model first.
     """
 
     def __init__(self, inner: Any, run: Layers, layers: list[DecoderParts]) -> None:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         self._own_of: Callable[..., Any] = type(inner).forward
-        # It holds this: a cycle would outlive its model until collected.
+        # The model refers to this object: a reference cycle would keep both alive until collected.
         self._inner: Callable[[], Any] = weakref.ref(inner)
         parts = [module for module in inner.modules() if module is not inner]
         self._hooks = list(chain.from_iterable(map(hooks_of, parts)))
@@ -127,7 +127,7 @@ class _FusedForward:
         self.width: int = layers[0].output.out_features
 
     def __call__(self, *args: Any, **given: Unpack[_Inputs]) -> Any:
-        """Token ids and positions [1, rows] to hidden states [1, rows, hidden]."""
+        """Return hidden states [1, rows, hidden] for token ids and positions [1, rows]."""
         step = given.get("kvq_step")
         if not isinstance(step, PackedStep) or args or self.is_hooked:
             return self._own_of(self._inner(), *args, **given)
@@ -136,27 +136,27 @@ class _FusedForward:
 
     @property
     def is_hooked(self) -> bool:
-        """True if somebody looks at the layers' modules, which steps go around."""
+        """True if the layers' modules, which steps bypass, have hooks."""
         return any(self._hooks)
 
     def whole(
         self, ends: CpuPass, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
     ) -> ReadyPass | None:
-        """Return a whole step in one call; None where one isn't enough."""
+        """Return a whole step as one call; None if it takes several."""
         if not isinstance(self._run, CpuLayers):
             return None
         return self._run.whole(ends, self._angles, tokens, positions, wanted, step)
 
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        """[1, rows] each -> [rows, hidden], behind the last norm."""
-        x: Tensor = self._inner().embed_tokens(tokens)  # which may have become another model's
+        """[1, rows] each -> [rows, hidden], after the last norm."""
+        x: Tensor = self._inner().embed_tokens(tokens)  # may have been replaced with another model's
         if self.scale != 1.0:
             x = x * self.scale
         return self._run(x[0], self._angles(x, positions), step)
 
 
 class FusedPass:
-    """A step of a fused model that makes logits by its head alone, without transformers' wrapper."""
+    """A step of a fused model that computes logits with the head alone, without transformers' wrapper."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -171,7 +171,7 @@ class FusedPass:
     @classmethod
     @torch.inference_mode()
     def of(cls, model: Any) -> "FusedPass | None":
-        """None of a model that does more than that, to which some hidden states are shown."""
+        """Return a model's pass; None if a trial shows that the model does more than apply its head."""
         head = model.get_output_embeddings()
         if not is_fused(model) or not isinstance(head, nn.Module) or not runs_library_code(model):
             return None
@@ -194,24 +194,24 @@ class FusedPass:
 
     @property
     def is_whole(self) -> bool:
-        """True while modules have no hooks and one compiled call may be enough for a step."""
+        """True while modules have no hooks and one compiled call may suffice for a step."""
         return self._ends is not None and self.is_free
 
     def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
-        """Return the step in one call, not begun, where that is enough; for arguments see `__call__`."""
+        """Return the step of `__call__` as one call, not yet started; None if it takes several."""
         if self._ends is None or step.keeps_hidden or not self._has_same_ends():
             return None
         return self._layers.whole(self._ends, tokens, positions, wanted, step)
 
     def _has_same_ends(self) -> bool:
-        """True while the model has the same embedding and norm, and none of the ends another forward."""
+        """True while embedding and norm are the same, and no `forward` of them or of the head is replaced."""
         ends = self._inner.embed_tokens, self._inner.norm
         is_same = all(now is before for now, before in zip(ends, self._modules, strict=False))
         is_own = not any("forward" in module.__dict__ for module in self._modules)
         return is_same and is_own and _numbers_of(*ends) == self._numbers
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> Tensor:
-        """Logits [wanted, vocab]; tokens and positions: int64 [rows], wanted: int64, rows."""
+        """Return logits [wanted, vocab]; `tokens`, `positions`: int64 [rows]; `wanted`: int64 row indices."""
         whole = self.ready(tokens, positions, wanted, step)
         if whole is not None:
             whole.run()

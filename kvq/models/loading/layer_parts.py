@@ -1,6 +1,6 @@
-"""Parts of transformers' decoder layers of the usual kinds.
+"""Parts of the usual kinds of decoder layers in transformers.
 
-That code is known by the names of its classes; whether it was understood is tried by the load-time probe.
+Layers are recognized by their class names; the load-time probe verifies that they were understood correctly.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from kvq.weights.install import GatedMLP, JoinedPart
 from kvq.weights.linear import ACTIVATIONS, Dense
 
 _Norms = tuple[str | None, str | None, str | None, str | None]
-# Names of the norms of a layer's input, of what attention gives, of the MLP's input, and of what it gives
+# Names of the norms of a layer's input, of attention's output, of the MLP's input, and of the MLP's output
 _BEFORE: _Norms = ("input_layernorm", None, "post_attention_layernorm", None)
 _AROUND: _Norms = (
     *("input_layernorm", "post_attention_layernorm"),
@@ -45,9 +45,9 @@ _PARTS = {"self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout"}
 
 
 def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
-    """Return the parts of a decoder layer of the model `inner`; None where its code is not known.
+    """Return the parts of a decoder layer of the model `inner`; None if its code is not known.
 
-    `window`: tokens that its attention sees, None for all.
+    `window`: the number of tokens that its attention sees; None for all.
     """
     name = type(layer).__name__.removesuffix("DecoderLayer")
     names = _FAMILIES.get(name)
@@ -65,7 +65,7 @@ def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
 
 
 class _Unknown(Exception):
-    """A part that is not of the known kind."""
+    """A part is of an unknown kind."""
 
 
 def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts:
@@ -99,7 +99,7 @@ def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts
 
 
 def _projections(attention: Any) -> list[nn.Module]:
-    """Queries, keys and values, joined already or not; nothing else but known parts stands beside them."""
+    """Return the projections of queries, keys and values, joined or not; all other parts must be known."""
     own = dict(attention.named_children())
     known = {"o_proj", "q_norm", "k_norm"}
     for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
@@ -128,7 +128,7 @@ def _heads(attention: Any, projections: Sequence[nn.Module], inner: Any, name: s
 
 
 def _has_rotary(attention: Any, name: str) -> bool:
-    """Return False for layers without positions."""
+    """Return False for layers without rotary positions."""
     if name == "Exaone4":
         return attention.sliding_window is None or bool(attention.is_sliding)
     return bool(getattr(attention, "use_rope", True))
@@ -143,7 +143,7 @@ def _kind(inner: Any, index: int) -> str:
 
 
 def _mlp(mlp: Any) -> GatedParts | Callable[[Tensor], Tensor]:
-    """Return a gated MLP's parts, or the module where it is another."""
+    """Return the parts of a gated MLP, or a function that runs any other MLP."""
     own = dict(mlp.named_children())
     if isinstance(mlp, GatedMLP):
         return _gated([own["gate_proj"], own["up_proj"]], own["down_proj"], mlp.kernel.activation)
@@ -161,7 +161,7 @@ def _gated(gates: Sequence[nn.Module], down: nn.Module, activation: Activation) 
 
 
 def _rows_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a module of [1, rows, hidden] that may give its router's scores too, as a function of rows."""
+    """Return a module of [1, rows, hidden] as a function of rows, without any router scores it returns."""
 
     def run(x: Tensor) -> Tensor:
         found = mlp(x[None])
@@ -179,7 +179,7 @@ def _norm(norm: Any) -> NormWeight:
 
 
 def _bias(layers: Sequence[nn.Module]) -> Tensor | None:
-    """Return the biases of layers side by side; None where none has one."""
+    """Return the concatenated biases of layers; None if no layer has one."""
     given: list[Any] = list(layers)
     known = [layer.bias.detach() for layer in given if layer.bias is not None]
     if not known:
@@ -190,7 +190,7 @@ def _bias(layers: Sequence[nn.Module]) -> Tensor | None:
 
 
 def _product(layers: Sequence[nn.Module]) -> Product:
-    """Linear layers that share their input as one product."""
+    """Return Linear layers that share their input as one product."""
     given: list[Any] = list(layers)
     if all(type(layer) is nn.Linear for layer in given):
         return Dense(given)

@@ -1,4 +1,4 @@
-"""A model as far as it is known without its weights: what can't work is refused before they are read."""
+"""A model without its weights: anything that can't work is refused before the weights are read."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -35,21 +35,21 @@ from kvq.models.parts.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.parts.fork_guard import Home
 from kvq.weights.manifest import check_manifest
 
-# D185: names what the folder was made from
-QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: the name and digest of what was quantized
+# D185: names the model that the folder was made from
+QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: name and digest of the original model
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedModel:
-    """A model that was found, and everything that its small files and headers say. Made by `prepare`."""
+    """A located model with everything that its small files and headers say about it, made by `prepare`."""
 
     source: ModelSource
     config: Mapping[str, Any]  # config.json, or its text part
     geometry: ModelGeometry
-    entries: tuple[TensorEntry, ...]  # of all weight files
+    entries: tuple[TensorEntry, ...]  # the tensors of all weight files
     device: torch.device
-    dtype: torch.dtype  # that it computes in
-    rounded_to: WeightFormat | None  # what Linear layers are rounded to while they are loaded
+    dtype: torch.dtype  # the dtype of computation
+    rounded_to: WeightFormat | None  # the format that Linear layers are rounded to while they are loaded
     max_context: int  # tokens
     block_size: int
     order: BlockOrder
@@ -58,12 +58,12 @@ class PreparedModel:
 
     @property
     def folder(self) -> Path:
-        """The folder of its files."""
+        """The folder of the model's files."""
         return self.source.folder
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """The size of all stored tensors in bytes."""
         return sum(entry.end - entry.begin for entry in self.entries)
 
     @property
@@ -73,7 +73,7 @@ class PreparedModel:
 
     @property
     def is_quantized(self) -> bool:
-        """True if its weights are stored in codes."""
+        """True if the weights are stored as codes."""
         return self.config.get("quantization_config") is not None
 
     @cached_property
@@ -81,7 +81,7 @@ class PreparedModel:
         """The model's tokenizer.
 
         Raises:
-            ModelError: the folder has none that loads without running its code, or another model's.
+            ModelError: the folder has no tokenizer that loads without running its code, or another model's.
         """
         tokenizer = load_tokenizer(self.folder)
         check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
@@ -89,10 +89,10 @@ class PreparedModel:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text; empty: no file of the model names any.
+        """The tokens that end a text; empty if no file of the model names any.
 
         Raises:
-            ModelError: generation_config.json is no JSON object.
+            ModelError: generation_config.json is not a JSON object.
         """
         own = None  # without a tokenizer, prompts are token ids
         with suppress(ModelError):
@@ -101,11 +101,11 @@ class PreparedModel:
 
     @property
     def digest(self) -> str:
-        """Digest of all tensors of the checkpoint; reads the files once, unless that has begun already."""
+        """Digest of all tensors of the checkpoint; waits for one read of the files, started if necessary."""
         return self._digest.result()
 
     def begin_digest(self) -> None:
-        """Begin to read for the digest in a thread, while whoever loads the weights reads the same pages."""
+        """Start computing the digest in a thread, while loading the weights reads the same pages."""
         _ = self._digest
 
     @cached_property
@@ -115,7 +115,7 @@ class PreparedModel:
         def compute() -> None:
             try:
                 future.set_result(content_digest(weight_files(self.folder)))
-            except BaseException as error:  # noqa: BLE001 - raised again by whoever asks
+            except BaseException as error:  # noqa: BLE001 - raised again by `digest`
                 future.set_exception(error)
 
         Thread(target=compute, name="kvq-digest", daemon=True).start()
@@ -128,13 +128,14 @@ class PreparedModel:
         *,
         whole_blocks: bool | None = None,
     ) -> KVRecipe:
-        """The recipe that `kv` means for this model; `scales` go to one that needs some and brings none.
+        """Return the recipe that `kv` means for this model.
 
-        `whole_blocks`: as `KVRecipe.uniform` takes it; None: True for kvq's own cache.
+        `scales`: used if the recipe is static and has none of its own. `whole_blocks`: as in
+        `KVRecipe.uniform`; None: True for kvq's own cache only.
 
         Raises:
-            UnfitFormat: a format that the head dimensions don't fit; others may.
-            ConfigError: unknown format, or a recipe for other layers.
+            UnfitFormat: the format doesn't fit the head dimensions; another one may.
+            ConfigError: the format is unknown, or the recipe was made for other layers.
         """
         kv = DTYPE_NAMES[self.dtype] if kv == "auto" else kv
         wait = self.cache == "kvq" if whole_blocks is None else whole_blocks
@@ -145,21 +146,21 @@ class PreparedModel:
         return recipe
 
     def layout(self, recipe: KVRecipe) -> KVLayout:
-        """Return the blocks of a recipe.
+        """Return the block layout of a recipe.
 
         Raises:
-            ConfigError: a block size out of range, or a recipe made for other layers.
+            ConfigError: the block size is out of range, or the recipe was made for other layers.
         """
         return plan_layout(self.geometry, recipe, block_size=self.block_size, order=self.order)
 
     def check_scales(self, recipe: KVRecipe) -> None:
-        """Raise ConfigError if a recipe's static scales are missing, or anything in it is another model's."""
+        """Raise ConfigError if a recipe lacks its static scales or contains another model's data."""
         recipe.require_scales()
         if recipe.is_bound:
             self.check_belongs(recipe)
 
     def check_belongs(self, recipe: KVRecipe) -> None:
-        """Raise ConfigError unless what was calibrated is this model's; says if its unquantized one's."""
+        """Raise ConfigError unless a recipe was calibrated on this model, not on its unquantized original."""
         try:
             recipe.check_belongs(model_digest=self.digest, kv_heads=self.geometry.kv_heads)
         except ConfigError as error:
@@ -185,7 +186,7 @@ class PreparedModel:
         """Try the recipe's kernels on a block of each layer group.
 
         Raises:
-            UnsupportedKernel: none runs here, or not the one that was named.
+            UnsupportedKernel: no kernel runs on this machine, or the named backend has none.
             ConfigError: the cache backend can't store the recipe.
         """
         layout = self.layout(recipe)
@@ -193,15 +194,15 @@ class PreparedModel:
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options of loading a model and keeping its K and V."""
+    """Options for loading a model and storing its K and V."""
 
     device: str  # "auto", the default: the first GPU, or the CPU
-    dtype: str  # what it computes in; "auto", the default: fp32 on a CPU, else what its config says
+    dtype: str  # the computation dtype; "auto", the default: fp32 on a CPU, else the config's
     max_context: int | None  # tokens; None, the default: the model's own
-    weights: str  # a format that Linear layers are rounded to; "auto", the default: as stored
+    weights: str  # the format that Linear layers are rounded to; "auto", the default: as stored
     block_size: int  # tokens; by default BLOCK_SIZE
     order: BlockOrder  # by default LAYER_MAJOR
-    backend: str  # of kernels; by default "auto"
+    backend: str  # the kernel backend; by default "auto"
     cache: str  # a cache backend; by default "kvq"
     revision: str | None  # on the hub
     token: str | None  # for the hub
@@ -209,12 +210,12 @@ class LoadOptions(TypedDict, total=False):
 
 @checked
 def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> PreparedModel:  # D207
-    """Find a model and check all that can be checked without reading its weights.
+    """Find a model and check everything that can be checked without reading its weights.
 
     Raises:
-        ModelError: missing, damaged or refused model.
-        ConfigError: an option that is unknown or can't be used as given.
-        EngineError: in a process that was forked from one whose engine ran in a thread.
+        ModelError: the model is missing, damaged or refused.
+        ConfigError: an option is unknown or can't be used as given.
+        EngineError: this process was forked from one whose engine ran in a thread.
     """
     known = sorted(LoadOptions.__annotations__)
     for name in given:
@@ -236,7 +237,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     check_manifest(source.folder)
     config = read_config(source.folder)
     geometry = check_supported(config, max_context=max_context, folder=source.folder)
-    if cache != "kvq":  # others attend over K and V of heads
+    if cache != "kvq":  # other caches attend over K and V of heads, not latents
         geometry = geometry.expanded()
     check_values(source.folder, config, geometry.vocab_size)
     dtype = pick_dtype(given.get("dtype", "auto"), device, config)
@@ -270,12 +271,12 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
 def make_cache(
     model: PreparedModel, layout: KVLayout, *, num_blocks: list[int], backend: str | None = None
 ) -> CacheBackend:
-    """A cache of so many blocks per layer group; kvq's own, whatever the model's is, if kernels are named.
+    """Return a cache of `num_blocks` blocks per layer group, always kvq's own if `backend` names kernels.
 
     Raises:
-        ConfigError: a cache backend that can't store the layout's recipe.
+        ConfigError: the cache backend can't store the layout's recipe.
         OutOfMemory: the blocks don't fit.
-        UnsupportedKernel: no kernel runs the recipe here.
+        UnsupportedKernel: no kernel on this machine runs the recipe.
     """
     if model.cache == "kvq" or backend is not None:
         kernels = backend or model.backend
@@ -287,10 +288,10 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Static scales from a kvq.json, or from the one inside the model folder, or from the checkpoint.
+    """Return static scales from the kvq.json at `path`, else from the model folder's, else the checkpoint's.
 
     Raises:
-        ConfigError: the file is unreadable, holds no static scales, or another model's.
+        ConfigError: the file is unreadable, contains no static scales, or contains another model's.
     """
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():

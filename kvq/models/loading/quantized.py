@@ -1,4 +1,4 @@
-"""Models whose Linear layers are quantized: rounded while they are loaded, or read from their codes."""
+"""Models with quantized Linear layers: rounded while they are loaded, or read from stored codes."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -29,23 +29,23 @@ from kvq.weights import (
 )
 from kvq.weights.files import read_linear
 
-_HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
-_PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory
+_HEAD = WeightFormat(code=WeightCode.INT8)  # the head's format if others are integers: logits deserve 8 bits
+_PIECE = 1 << 20  # values rounded at a time, which takes several times their memory
 _Stored = TypeVar("_Stored")
 
 
-def load_rounded(  # D215: a million numbers at a time; no cache on disk
+def load_rounded(  # D215: a million values at a time; no cache on disk
     folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
 ) -> Any:
-    """Return a folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
+    """Return a folder's model with every Linear layer rounded to the nearest codes of `fmt`.
 
-    On CPUs stacked experts are, too.
+    The head gets 8 bits if `fmt` is an integer format. On CPUs, stacked experts are rounded, too.
 
     Raises:
-        ModelError: damaged or incomplete.
-        ConfigError: groups that don't divide a layer's inputs.
+        ModelError: the weights are damaged or incomplete.
+        ConfigError: the format's groups don't divide a layer's inputs.
     """
-    model = load_module(folder, "auto")  # as stored, and mapped: one layer at a time becomes codes
+    model = load_module(folder, "auto")  # as stored, and mapped: layers are quantized one at a time
     formats = rounded_formats(model, fmt)
     linears = {name: model.get_submodule(name) for name in formats}
 
@@ -53,7 +53,7 @@ def load_rounded(  # D215: a million numbers at a time; no cache on disk
         weight, pieces = linears.pop(name).weight.detach(), []
         for stored in weight.split(max(1, _PIECE // weight.shape[1])):
             piece = stored.float()
-            if not piece.isfinite().all():  # which rounding would hide
+            if not piece.isfinite().all():  # rounding would hide this
                 raise ModelError(f"{folder}: {name}.weight holds NaN or infinity; download or copy it again")
             pieces.append(round_weight(piece, formats[name]))
         return QuantizedWeight.joined(pieces)
@@ -72,10 +72,10 @@ def load_rounded(  # D215: a million numbers at a time; no cache on disk
 
 
 def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
-    """True if experts in codes run in C++ there, False by the reference; None on GPUs: they stay as stored.
+    """True if quantized experts run in C++, False in the reference; None on GPUs: experts stay as stored.
 
     Raises:
-        UnsupportedKernel: the named backend has no kernel there.
+        UnsupportedKernel: the named backend has no kernel for this device.
     """
     if device.type != "cpu":
         return None
@@ -84,7 +84,7 @@ def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool 
 
 
 def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
-    """Raise ConfigError if an expert's inputs can't be cut into the format's groups."""
+    """Raise ConfigError if an expert's inputs can't be divided into the format's groups."""
     for name, form in stacked_experts(model).items():
         for own in ("gate_up_proj", "down_proj"):
             shape = model.get_submodule(name).get_parameter(own).shape
@@ -99,10 +99,10 @@ def _check_groups(fmt: WeightFormat, in_features: int, name: str) -> None:
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
-    """Return the format that each Linear layer of a model is rounded to, by name; the head to 8 bits.
+    """Return the format that each Linear layer is rounded to, by name; 8 bits for the head if integer.
 
     Raises:
-        ConfigError: there is none, or its inputs can't be cut into its format's groups.
+        ConfigError: no layer can be rounded, or one's inputs can't be divided into its format's groups.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = {
@@ -123,11 +123,11 @@ def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightForm
 
 
 def check_scheme(folder: Path, config: object) -> None:
-    """Raise unless a config.json's quantization_config can be read here.
+    """Raise an error unless kvq can read weights with this quantization_config of a config.json.
 
     Raises:
-        ModelError: a method, version or feature that isn't read.
-        ConfigError: a package is missing.
+        ModelError: kvq doesn't read the method, version or feature.
+        ConfigError: a required package is missing.
     """
     if is_bitsandbytes(config):
         require(f"{folder}, quantized by bitsandbytes,", BITSANDBYTES)
@@ -140,16 +140,16 @@ def is_bitsandbytes(config: object) -> bool:
     return isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes"
 
 
-def load_quantized(  # D183: transformers places stand-ins; codes go there
+def load_quantized(  # D183: transformers places stand-ins, which the codes then replace
     folder: Path, config_dict: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, backend: str
 ) -> Any:
-    """Return a folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
+    """Return a folder's model with quantized Linear layers: compressed-tensors, GPTQ, AWQ.
 
-    The codes go to kernels as they are. Stacked experts, which are no Linear layers, are dequantized first,
-    and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
+    Kernels use the codes unchanged. Stacked experts, which are not Linear layers, are dequantized first, and
+    stay dequantized on GPUs. Layers quantized by bitsandbytes are left to bitsandbytes.
 
     Raises:
-        ModelError: damaged, incomplete, or quantized in a way that isn't read.
+        ModelError: the weights are damaged, incomplete, or quantized in a way that kvq doesn't read.
     """
     config = config_dict["quantization_config"]
     if is_bitsandbytes(config):
@@ -158,7 +158,7 @@ def load_quantized(  # D183: transformers places stand-ins; codes go there
     stored = read_tensors(folder)
     weights = read_weights(scheme, stored)
     plain = plain_tensors(scheme, stored, weights)
-    stand_ins = {  # of one element of memory each
+    stand_ins = {  # each has one element of memory
         name: torch.zeros(1, dtype=dtype).expand(weight.out_features, weight.in_features)
         for name, weight in weights.items()
     }
@@ -179,9 +179,9 @@ def load_quantized(  # D183: transformers places stand-ins; codes go there
 def _install_experts(  # D184: placed by name, then compared with the stack
     model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
 ) -> None:
-    """Let kernels have the codes of experts that a checkpoint holds one by one, where there are such kernels.
+    """Replace stacked experts with the codes that a checkpoint stores per expert, if a kernel runs them.
 
-    They do if the codes stand for just what transformers put there; else that stays.
+    Experts stay dequantized if the codes' values differ from the values that transformers stacked.
     """
     for name, (form, own) in expert_places(model, stacked_experts(model), weights).items():
         experts = model.get_submodule(name)
@@ -205,7 +205,7 @@ def _install_experts(  # D184: placed by name, then compared with the stack
 
 
 def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
-    """True if a tensor holds the values that these codes stand for."""
+    """True if a stacked tensor equals the dequantized weights."""
     pairs = zip(weights, stacked, strict=False)
     return len(weights) == len(stacked) and all(
         torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
@@ -213,10 +213,10 @@ def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
 
 
 def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
-    """Return the weights that lie there in codes, by the layer's name.
+    """Return the quantized weights among `stored`, by the layer's name.
 
     Raises:
-        ModelError: a tensor that is missing, or not what the scheme says.
+        ModelError: a tensor is missing or doesn't match the scheme.
     """
     weights = {}
     for name in coded_layers(stored):
@@ -229,7 +229,7 @@ def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str,
 
 
 def coded_layers(stored: Collection[str]) -> list[str]:
-    """Return the Linear layers whose weights lie in codes among tensors of these names."""
+    """Return the Linear layers whose weights are quantized, given the names of all tensors."""
     names = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
@@ -239,10 +239,10 @@ def coded_layers(stored: Collection[str]) -> list[str]:
 def plain_tensors(
     scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Collection[str]
 ) -> dict[str, _Stored]:
-    """Return the stored tensors that are no codes, no scales, and no scales of K or V.
+    """Return the stored tensors other than codes, their scales, and scales of K or V.
 
     Raises:
-        ModelError: a weight is there in codes and as it was.
+        ModelError: a weight is stored both quantized and unquantized.
     """
     taken = {part for name in coded for part in scheme.names_of(name)}
     plain = {name: stored[name] for name in stored if name not in taken and not is_kv_scale(name)}
@@ -257,7 +257,7 @@ def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtyp
 
 
 def _places(model: nn.Module, stand_ins: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map names on disk to the Linear layers in which transformers put their stand-ins."""
+    """Map names on disk to the Linear layers in which transformers placed their stand-ins."""
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     return {
         names[module.weight.data_ptr()]: place

@@ -1,7 +1,7 @@
 """A model without its weights: transformers' own module on torch's meta device, from headers alone.
 
-What a checkpoint lacks, has too much of or has in other shapes is found in a tenth of a second, before
-gigabytes are read. Where it can be, the skeleton is then filled from the mapped files, Linear layers packed.
+It reveals missing, unexpected and misshapen tensors in a tenth of a second, before gigabytes are read. If
+possible, the skeleton is then filled from the mapped files, with packed Linear layers.
 """
 
 import logging
@@ -40,9 +40,9 @@ _log = logging.getLogger("kvq")
 
 
 class _StandIn(Tensor):
-    """A tensor without memory, which stays so wherever a loader moves it."""
+    """A tensor without memory, which stays that way wherever a loader moves it."""
 
-    def to(  # type: ignore[override]  # torch's overloads, without what no loader asks for
+    def to(  # type: ignore[override]  # torch's overloads, without those that no loader uses
         self, *_: object, dtype: torch.dtype | None = None, device: object = None, non_blocking: bool = False
     ) -> Tensor:
         if dtype in (None, self.dtype):
@@ -51,14 +51,14 @@ class _StandIn(Tensor):
 
 
 def build_skeleton(prepared: PreparedModel) -> tuple[Any, dict[str, Tensor]] | None:
-    """Return the module of a model that was prepared, every parameter on the meta device, and its tensors.
+    """Return a prepared model's module, with every parameter on the meta device, and its stand-in tensors.
 
-    These, by their names on disk, are what transformers made it of, without memory. None where transformers
-    can't make a module without numbers; then loading tells.
+    The stand-ins, by their names on disk, are the tensors without memory that transformers built the module
+    from. None if transformers can't build a module without values; loading then reports any error.
 
     Raises:
-        ModelError: tensors that are missing, too many or misshapen, or a model that would be run wrongly.
-        ConfigError: groups of a weight format that don't divide a layer's inputs.
+        ModelError: tensors are missing, unexpected or misshapen, or kvq would run the model incorrectly.
+        ConfigError: the weight format's groups don't divide a layer's inputs.
     """
     config = prepared.config.get("quantization_config")
     plain = load_config(prepared.folder)
@@ -70,7 +70,7 @@ def build_skeleton(prepared: PreparedModel) -> tuple[Any, dict[str, Tensor]] | N
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         prepared.stored_bytes,
     )
-    if is_bitsandbytes(config):  # whose layers are made from the numbers
+    if is_bitsandbytes(config):  # its layers are built from the values
         return None
     try:
         model: Any = load_module_from(prepared.folder, plain, tensors, prepared.dtype)
@@ -88,11 +88,11 @@ def build_skeleton(prepared: PreparedModel) -> tuple[Any, dict[str, Tensor]] | N
 
 
 def check_runs(model: Any, prepared: PreparedModel) -> None:
-    """Raise ModelError unless a model's attention can be replaced, and its shape is the one read here."""
+    """Raise ModelError unless a model's attention can be replaced and kvq reads the same geometry from it."""
     if not can_replace_attention(model):
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
     if not is_listed(prepared.geometry):
-        return  # read off transformers' own code
+        return  # its geometry comes from transformers' own code
     live, ours = (x.expanded() for x in (parse_geometry(model.config.to_dict()), prepared.geometry))
     if live != ours:
         name = next(
@@ -106,13 +106,13 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
 
 
 def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
-    """Return the tensors that transformers would get, by name, without memory."""
+    """Return the tensors that transformers would load, by name, without memory."""
     entries = {entry.name: entry for entry in prepared.entries}
     if config is None or is_bitsandbytes(config):
         return {
             name: _stand_in(entry.shape, prepared.dtype)
             for name, entry in entries.items()
-            if f"{name}.absmax" not in entries  # four bits a number, packed without their shape
+            if f"{name}.absmax" not in entries  # four bits per value, packed without their shape
         }
     scheme = parse_config(config)
     stored = read_tensors(prepared.folder)
@@ -128,14 +128,14 @@ def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def by_storage(stand_ins: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
-    """Return named stand-ins by the number of their storage."""
+    """Return named stand-ins by the id of their storage."""
     return {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in stand_ins.items()}
 
 
 def source_of(tensor: Tensor, stand_ins: Mapping[int, tuple[str, Tensor]]) -> str | None:
-    """Return the name of what transformers took as it is for a tensor of the model; None if it made that one.
+    """Return the name of the stand-in that a model tensor uses unchanged; None if transformers computed it.
 
-    `stand_ins`: as `by_storage` returns them.
+    `stand_ins`: as returned by `by_storage`.
     """
     name, whole = stand_ins.get(tensor.untyped_storage()._cdata, (None, tensor))
     return name if tensor.shape == whole.shape and tensor.stride() == whole.stride() else None
@@ -145,13 +145,13 @@ def source_of(tensor: Tensor, stand_ins: Mapping[int, tuple[str, Tensor]]) -> st
 def fill(  # D214: straight from the file into panels
     model: Any, stand_ins: Mapping[str, Tensor], prepared: PreparedModel
 ) -> Any:
-    """Fill a skeleton with the checkpoint's numbers and kvq's own Linear layers; nothing stays mapped.
+    """Fill a skeleton with the checkpoint's values and kvq's own Linear layers; nothing stays mapped.
 
-    Tensors are read one after the other. None, and nothing changed, if transformers makes some tensor of
-    others: of experts that it stacks, of a piece of one.
+    Tensors are read one at a time. Returns None and changes nothing if transformers computes any tensor from
+    others, such as stacked experts or a slice.
 
     Raises:
-        ModelError: a tensor of a type that torch doesn't have.
+        ModelError: a tensor has a dtype that torch doesn't support.
     """
     places, known = [place for place in _places(model) if place[2].is_meta], by_storage(stand_ins)
     sources = {id(tensor): source_of(tensor, known) for _, _, tensor in places}
@@ -165,7 +165,7 @@ def fill(  # D214: straight from the file into panels
     }
     packed = {id(linear._parameters) for linear in linears.values()}
     packed |= {id(one._parameters) for embeddings in lookups.values() for one in embeddings.values()}
-    made: dict[int, Tensor] = {}  # tied ones stay one
+    made: dict[int, Tensor] = {}  # tied tensors stay tied
     for holder, name, tensor in places:
         if id(holder) in packed and name == "weight":
             continue
@@ -179,7 +179,7 @@ def fill(  # D214: straight from the file into panels
 
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """All parameters and buffers, tied ones everywhere: what holds them, under which name."""
+    """Yield each parameter and buffer, tied ones repeatedly, as (dictionary it is in, name, tensor)."""
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
             yield from ((holder, name, tensor) for name, tensor in holder.items() if tensor is not None)

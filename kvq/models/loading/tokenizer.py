@@ -1,4 +1,4 @@
-"""Tokenizers: transformers' own, loaded without code from the folder."""
+"""Tokenizers: transformers' own, loaded without running code from the folder."""
 
 import logging
 from itertools import chain, islice
@@ -12,9 +12,9 @@ from kvq.models.describe.resolve import tokenizer_folder
 
 _PLAIN = "Hello, world: 12 plain words."
 _OWN_WORDS = 32
-_PADDING = 128  # tokens by which an embedding is larger than any tokenizer's, however small that is
-_PARTS = ("token", "vocab", "merges", "spiece", "tekken")  # of names of files
-_BESIDE = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}  # no vocabulary
+_PADDING = 128  # rows that an embedding may always have beyond its tokenizer's vocabulary, however small
+_PARTS = ("token", "vocab", "merges", "spiece", "tekken")  # parts of file names
+_BESIDE = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}  # not a vocabulary
 _NO_FILES = (
     "no file of a vocabulary is there; copy tokenizer_config.json and tokenizer.json, or tokenizer.model, or "
     "vocab.json and merges.txt, from where the model comes from"
@@ -22,10 +22,10 @@ _NO_FILES = (
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:  # D216
-    """Return the tokenizer of a model folder; `chat_template` is instead of its own.
+    """Return the tokenizer of a model folder; `chat_template` replaces the tokenizer's own template.
 
     Raises:
-        ModelError: the folder has none that loads without running its code.
+        ModelError: the folder has no tokenizer that loads without running its code.
     """
     import_whole("transformers")
     from transformers import AutoTokenizer
@@ -38,11 +38,11 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:  # D2
         tokenizer = AutoTokenizer.from_pretrained(
             folder, config=_tokenizers_config(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever a damaged file makes the parsers raise
+    except Exception as error:  # the parsers may raise anything for a damaged file
         found = _files_of(folder)
         why = first_lines(error) if set(found) - _BESIDE else _NO_FILES
         raise ModelError(f"{folder} has no tokenizer that loads: {why}") from error
-    beside = folder / "chat_template.json"  # of models that read images too
+    beside = folder / "chat_template.json"  # in models that also read images
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     elif tokenizer.chat_template is None and beside.is_file():
@@ -51,19 +51,19 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:  # D2
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return a tokenizer's chat template, or all that it has one after the other; empty without any."""
+    """Return a tokenizer's chat template, or all its templates joined by newlines; empty if it has none."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(template.values())
 
 
 def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
-    """`load_tokenizer` for a process that runs no model.
+    """Load a tokenizer like `load_tokenizer`, in a process that runs no model.
 
-    transformers, unless one of both is imported already, takes torch for not installed, then and later on:
-    its tokenizers don't need it, and importing it takes two seconds and 180 MB.
+    Unless torch or transformers is already imported, transformers treats torch as missing from then on. Its
+    tokenizers don't need torch, whose import takes two seconds and 180 MB.
     """
     log, is_silent = logging.getLogger("transformers"), lambda record: False
-    log.addFilter(is_silent)  # says such as that there is no torch
+    log.addFilter(is_silent)  # transformers would warn that torch is missing
     try:
         with unseen("torch"):
             import transformers  # noqa: F401 - it looks for torch once
@@ -77,7 +77,7 @@ def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
 
 
 def _check_template(text: str) -> None:
-    """Raise ConfigError for one that somebody gave and that is no Jinja."""
+    """Raise ConfigError if a chat template from the user is not valid Jinja."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -88,10 +88,10 @@ def _check_template(text: str) -> None:
 
 
 def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
-    """Raise ModelError if a tokenizer makes tokens that the embedding has no rows for, or too few of them.
+    """Raise ModelError if a tokenizer's vocabulary is too large or far too small for the embedding.
 
-    Tokens that were added later may be beyond it, as in some fine-tuned models; requests with them fail.
-    Embeddings are padded, but not to twice what a tokenizer has.
+    Tokens that were added later may lie beyond the embedding, as in some fine-tuned models; requests with
+    them fail. Embeddings are padded, but not to twice the size of a tokenizer's vocabulary.
     """
     size = len(tokenizer)
     if tokenizer.vocab_size > vocab_size or (size < vocab_size / 2 and size < vocab_size - _PADDING):
@@ -103,7 +103,7 @@ def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
 
 
 def check_knows_text(tokenizer: Any, folder: Path) -> None:
-    """Raise ModelError if a tokenizer makes nothing of texts, as transformers makes one for want of files."""
+    """Raise ModelError if a tokenizer can't encode text, for example because its files were missing."""
     if not _knows_text(tokenizer):
         folder = tokenizer_folder(folder)
         raise ModelError(
@@ -113,13 +113,13 @@ def check_knows_text(tokenizer: Any, folder: Path) -> None:
 
 
 def _knows_text(tokenizer: Any) -> bool:
-    """True if a plain text gives tokens, or one of its own vocabulary: not all can write English."""
+    """True if the tokenizer encodes a plain text, or a text of its own vocabulary if it has no English."""
     nothing = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, tokenizer.unk_token_id}
     own = islice((token for token in tokenizer.get_vocab().values() if token not in nothing), _OWN_WORDS)
     texts = chain((_PLAIN,), (tokenizer.decode([token]) for token in own))
     try:
         return any(set(tokenizer.encode(text, add_special_tokens=False)) - nothing for text in texts)
-    except Exception:  # noqa: BLE001 - of a vocabulary that has no token for what it lacks
+    except Exception:  # noqa: BLE001 - raised by a vocabulary without an unknown token
         return False
 
 
@@ -133,7 +133,7 @@ def _files_hint(folder: Path) -> str:
 
 
 def _tokenizers_config(folder: Path) -> Any:
-    """Return a config by which a tokenizer's class is chosen, without torch, where its own names one."""
+    """Return a config that selects the tokenizer's class without torch; None if the tokenizer names none."""
     own, model = folder / "tokenizer_config.json", folder / "config.json"
     if not own.is_file() or not model.is_file() or not read_json(own).get("tokenizer_class"):
         return None

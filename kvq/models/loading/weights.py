@@ -1,4 +1,4 @@
-"""A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
+"""A loaded model: transformers' own module with kvq's attention, adapted to its device."""
 
 import logging
 from functools import cache, cached_property
@@ -30,12 +30,12 @@ _log = logging.getLogger("kvq")
 
 
 class LoadedWeights:
-    """The weights of one model on one device. Made by `load_weights`."""
+    """The weights of one model on one device, made by `load_weights`."""
 
     def __init__(self, prepared: PreparedModel, model: Any, *, held_bytes: int = 0):
         self.prepared = prepared
         self.model = model
-        self.held_bytes = held_bytes  # by which the device's memory grew when they were loaded
+        self.held_bytes = held_bytes  # growth of the device's used memory during loading
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -54,7 +54,7 @@ class LoadedWeights:
         return self.prepared.digest
 
     def step_rows(self, count: int) -> int:
-        """Rows to pad a step of `count` tokens to: results then don't depend on the batch."""
+        """Return the number of rows to pad `count` tokens to, so that results don't depend on the batch."""
         return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
 
     def logit_rows(self, count: int) -> int:
@@ -62,13 +62,13 @@ class LoadedWeights:
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
     def forget_rows(self) -> None:
-        """Forget how far steps are padded, after layers were replaced."""
+        """Discard the cached padding and fused pass after layers were replaced."""
         self.__dict__.pop("_fewest_rows", None)
         self.__dict__.pop("fused_pass", None)
 
     @cached_property
     def fused_pass(self) -> FusedPass | None:
-        """The short way through the model on a CPU; None where it is not the same."""
+        """The fused pass through the model on a CPU; None if none has the same results."""
         return FusedPass.of(self.model) if self.device.type == "cpu" else None
 
     @cached_property
@@ -81,11 +81,11 @@ class LoadedWeights:
 
 
 def load_weights(prepared: PreparedModel) -> LoadedWeights:
-    """Load a model that was prepared: safetensors only, no code from it, every tensor accounted for.
+    """Load a prepared model: safetensors only, no code from its folder, every tensor accounted for.
 
     Raises:
-        ModelError: damaged, incomplete or refused; the message says which and why.
-        ConfigError: groups of a weight format that don't divide a layer's inputs.
+        ModelError: the model is damaged, incomplete or refused; the message says which and why.
+        ConfigError: the weight format's groups don't divide a layer's inputs.
     """
     folder, where, backend = prepared.folder, prepared.device, prepared.backend
     if not verify_manifest(folder) and prepared.is_quantized:
@@ -107,10 +107,10 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
 
 
 def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
-    """A module of the prepared model on its device, as kvq runs it. `before`: bytes held there without it.
+    """Move a module to its device and adapt it to kvq; `before`: bytes used there before it was loaded.
 
     Raises:
-        ModelError: a model that would be run wrongly.
+        ModelError: kvq would run the model incorrectly.
     """
     where = prepared.device
     check_runs(model, prepared)
@@ -119,7 +119,7 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 
 
 def place(model: Any, prepared: PreparedModel) -> Any:
-    """Return a model that was read, ready to run on its device."""
+    """Move a model to its device, ready to run, and return it."""
     model = adapt(model, prepared)
     if prepared.device.type == "cpu":
         _log.info("packing weights")
@@ -130,7 +130,7 @@ def place(model: Any, prepared: PreparedModel) -> Any:
 
 
 def adapt(model: Any, prepared: PreparedModel) -> Any:
-    """Adapt a model that still computes with its own modules."""
+    """Adapt a model to kvq and move it to its device; it still computes with its own modules."""
     pin_rope(model, prepared.max_context)
     pass_positions(model)
     hand_on_steps(model)
@@ -143,7 +143,7 @@ def adapt(model: Any, prepared: PreparedModel) -> Any:
 
 @cache  # once a process
 def _say_unverified(source: ModelSource) -> None:
-    """Warn that a flipped bit of codes would go unnoticed."""
+    """Warn that a flipped bit in the codes would go unnoticed."""
     remedy = f"`kvq manifest {source.folder}` writes one"
     if (name := hub_name(source.folder)) is not None:
         remedy = f"`hf cache verify {name}` compares its files with the hub's"
@@ -153,14 +153,14 @@ def _say_unverified(source: ModelSource) -> None:
 
 
 def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
-    """Return the transformers model itself, on the CPU: its own attention, plain Linear layers.
+    """Return the unchanged transformers model on the CPU, with its own attention and plain Linear layers.
 
-    For what changes weights, such as quantizers; nothing is served from it. `dtype="auto"` is the
-    checkpoint's. Checks are those of `load_weights`.
+    Meant for code that changes weights, such as quantizers, not for serving. `dtype="auto"` is the
+    checkpoint's dtype. The checks are those of `load_weights`.
 
     Raises:
-        ModelError: damaged, incomplete or refused; the message says which and why.
-        ConfigError: an unknown dtype.
+        ModelError: the model is damaged, incomplete or refused; the message says which and why.
+        ConfigError: the dtype is unknown.
     """
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
@@ -171,13 +171,13 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     geometry = prepared.geometry
     verify_manifest(prepared.folder)
     build_skeleton(prepared)
-    exact = geometry.softcap is not None or geometry.has_sinks  # which torch's own attention leaves out
+    exact = geometry.softcap is not None or geometry.has_sinks  # torch's SDPA ignores both
     picked = "auto" if dtype == "auto" else pick_dtype(dtype, torch.device("cpu"), prepared.config)
     return load_module(prepared.folder, picked, attention="eager" if exact else "sdpa").eval()
 
 
 def unmap(model: nn.Module) -> None:
-    """Copy what is still mapped from the checkpoint: one small tensor would keep all its pages resident."""
+    """Copy parameters that still map the checkpoint: one small tensor would keep all its pages resident."""
     for parameter in model.parameters():
         if not parameter.is_mkldnn and parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.data.clone()

@@ -1,1 +1,1 @@
-"""Geometry of models whose family is on no list, found by running a tiny copy of their code."""
+"""Geometry of models of unlisted families, found by running their code without values."""

@@ -1,6 +1,6 @@
-"""Parameter counts of transformers' own module, by what quantizers treat alike and by what a token reads.
+"""Parameter counts of transformers' own module, by how quantizers treat them and by what a token reads.
 
-For families whose config.json is not enough to tell: the module is made without numbers, and looked at.
+They serve families whose config.json does not suffice: the module is built without values and inspected.
 """
 
 import re
@@ -20,16 +20,16 @@ _MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|
 _ROUTER = re.compile(r"\.(gate|router)$")
 _EXPERTS = re.compile(r"\.experts\.")
 _NARROWS = re.compile(r"\.(down_proj|w2|fc2|output_linear|dense_4h_to_h|c_proj)$")  # an MLP's last layer
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # what configs call the experts of a token
-_CORRECTION = "e_score_correction_bias"  # of routers, which some families keep in a buffer
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # the number of experts per token
+_CORRECTION = "e_score_correction_bias"  # a router's, which some families keep in a buffer
 
 
 def count_module(model: Any) -> Parameters:
-    """Count a module's parameters; a mixer's without attention counts as attention."""
+    """Count a module's parameters; those of a mixer without attention count as attention."""
     config = model.config.get_text_config(decoder=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     kinds: Counter[str] = Counter()
-    inner: Counter[str] = Counter()  # of layers
+    inner: Counter[str] = Counter()  # inner width by layer
     matrices: list[Matrix] = []
     seen = {id(embedding.weight)}
     kinds["embedding"] = embedding.weight.numel()
@@ -70,33 +70,33 @@ def count_module(model: Any) -> Parameters:
 
 
 def _of_experts(name: str, key: str, count: int, rows: int) -> list[Matrix]:
-    """Stacked experts' matrices under the names that one has by itself."""
+    """Return stacked experts' matrices under the names that an unstacked expert's have."""
     own = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,)
     return [(f"{name}.0.{one}", count // len(own), rows // len(own)) for one in own]
 
 
 def _without_weights(config: Any) -> int:
-    """Experts that hand tokens on as they are, as in LongCat."""
+    """Return the number of experts that pass tokens on unchanged, as in LongCat."""
     return getattr(config, "zero_expert_num", None) or 0
 
 
 def _real(config: Any, stacked: int) -> int:
-    """Return the number of experts that checkpoints have, of those that a module makes room for."""
+    """Return how many of a module's `stacked` experts checkpoints contain."""
     others = _without_weights(config)
     return stacked - others if others and stacked > config.n_routed_experts else stacked
 
 
 def _width(config: Any, last: tuple[int, int]) -> int:
-    """Return an expert's inner width: the side of its last matrix that is not its output."""
+    """Return an expert's inner width: the dimension of its last matrix other than the output."""
     handed_on = {config.hidden_size, getattr(config, "moe_latent_size", None)}
     return last[0] if last[1] in handed_on else last[1]
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Layers and parameters of the model in a folder, by transformers' own code for it, without numbers.
+    """Return layers and parameters of the model in a folder, from transformers' own code, without values.
 
     Raises:
-        ModelError: kvq does not run it; the message says why.
+        ModelError: kvq does not run the model; the message says why.
     """
     config = read_config(folder)
     geometry = check_supported(config, max_context=1, folder=folder)  # RoPE need not be pinned to count bytes

@@ -1,6 +1,6 @@
-"""The geometry of a family that is on no list: its code is run without numbers, and its attention watched.
+"""The geometry of an unlisted family, observed while its code runs without values.
 
-Nothing is guessed from names of fields: what a layer hands to attention is what it would hand to kvq.
+Nothing is guessed from field names: a layer passes to the observed attention what it would pass to kvq's.
 """
 
 import logging
@@ -28,15 +28,15 @@ from kvq.models.observe.tiny_copy import build_tiny_copy
 _log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
 _CHUNKED = "chunked_attention"  # a kind of layers
-# D194: indexers: refused by name; small models see all keys
-_SELECTS = "Indexer"  # part of the names of modules that select keys
+# D194: indexers are refused by name; small models see all keys
+_SELECTS = "Indexer"  # part of the class names of modules that select keys
 _TOKENS = 7
-_TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # by kvq's attention
+_TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # used by kvq's attention
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "dropout", "output_router_logits"}
 
 
 class _Passed(TypedDict, total=False):
-    """Keywords that model code passes beside Q, K and V, as far as kvq knows them."""
+    """Keyword arguments that model code passes to attention and that kvq knows."""
 
     softcap: float | None
     s_aux: Tensor | None
@@ -50,20 +50,20 @@ class _Call:
     """One call of attention."""
 
     layer: int
-    stored: LayerGeometry  # latents, where K and V were multiplied out from some; its place is not known yet
+    stored: LayerGeometry  # latents, if K and V are expanded from some; its index is set later
     q_heads: int
     softcap: float | None
     has_sinks: bool
     states: tuple[Tensor, Tensor]  # K and V
 
-    def shares_with(self, other: "_Call") -> bool:  # D204: the same tensor: `is` tells
-        """True if it attends over the very K and V of an earlier call."""
+    def shares_with(self, other: "_Call") -> bool:  # D204: the same tensors, compared by `is`
+        """True if the call attends over the same K and V tensors as an earlier call."""
         return all(a is b for a, b in zip(self.states, other.states, strict=True))
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """Calls of attention in order, results of Linear layers before them, and modules that keep states."""
+    """Attention calls in order, results of Linear layers before them, and modules that keep states."""
 
     about: Any  # the model's configuration
     states: StateWatch | None
@@ -72,7 +72,7 @@ class _Watch:
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Within it, what modules do is known."""
+        """Record what modules do while the context is open."""
 
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if isinstance(module, nn.Linear) and isinstance(output, Tensor):
@@ -87,10 +87,10 @@ class _Watch:
 
 
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
-    """Return the geometry of the model that a config.json's dict describes, by transformers' own code for it.
+    """Return the geometry of the model that a config.json's dict describes, from transformers' own code.
 
     Raises:
-        ModelError: it can't be made or run so, or attends in a way that kvq doesn't; the message says how.
+        ModelError: the model can't be built or run, or its attention is of a kind that kvq lacks.
     """
     check_values(folder, config, MAX_CONTEXT)
     try:
@@ -99,9 +99,9 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
         why = "it is not among the families that were checked, and transformers has no code for it to check"
         raise refusal(config.get("model_type"), why) from error
     model: Any = build_on_meta(folder, unquantized(config))
-    model = model.to(torch.bfloat16)  # so that states of a type of their own show
+    model = model.to(torch.bfloat16)  # so that states with a fixed dtype stand out
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # which takes all shapes
+        model.set_experts_implementation("eager")  # supports all shapes
     with on_meta():
         found = observe(model)
     if any(layer.is_latent for layer in found.layers) and not _has_latents(config):
@@ -115,26 +115,26 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
 
 
 def _has_latents(config: Mapping[str, Any]) -> bool:
-    """True if K and V of a small model of that kind have the values that latents give."""
+    """True if K and V of a tiny copy of the model have the values that its latents expand to."""
     try:
         small = observe(build_tiny_copy(config))
-    except ModelError:  # which the proof tells
+    except ModelError:  # the proof will report it
         return True
     return any(layer.is_latent for layer in small.layers)
 
 
 def observe(model: Any) -> ModelGeometry:
-    """Return the geometry of a module, which is run on its own device.
+    """Run a module on its device and return its geometry.
 
     Raises:
-        ModelError: it attends in a way that kvq doesn't.
+        ModelError: its attention is of a kind that kvq lacks.
     """
     from transformers import AttentionInterface
 
     about = model.config
     if not can_replace_attention(model):
         raise _refusal(model, "its code computes attention itself, which kvq can't replace")
-    # What selects keys takes all of a short context: no small model shows it
+    # A module that selects keys takes all keys of a short context, so a small model doesn't reveal it
     names = (type(module).__name__ for module in model.modules())
     if selector := next((name for name in names if _SELECTS in name), None):
         why = f"its layers select keys with an indexer ({selector}): sparse attention"
@@ -158,7 +158,7 @@ def observe(model: Any) -> ModelGeometry:
         states = () if watch.states is None else watch.states.states()
     except (ModelError, ConfigError) as error:
         raise _refusal(model, str(error)) from error
-    except Exception as error:  # whatever code raises that computes with numbers
+    except Exception as error:  # code that needs values may raise anything
         what = "run without values" if "meta" in str(error) else "run with token ids and positions alone"
         why = f"its code can't be {what} ({first_lines(error)})"
         raise _refusal(model, why) from error
@@ -218,13 +218,13 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
 
 
 def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry, ...]:
-    """Return the layers that store K and V, in order; `most`: query heads that a layer has unless it says so.
+    """Return the layers that store K and V, in order; `most`: the default number of query heads per layer.
 
     Raises:
-        ModelError: layers that share K and V, but see other tokens of them.
+        ModelError: layers share K and V but differ in window, query heads or sinks.
     """
-    owners: dict[int, _Call] = {}  # by number of the layer
-    for call in calls:  # in the order in which they were made
+    owners: dict[int, _Call] = {}  # by layer number
+    for call in calls:  # in call order
         first = next((owner for owner in owners.values() if call.shares_with(owner)), call)
         owners[call.layer] = first
         own, its = ((x.stored.window, x.q_heads, x.has_sinks) for x in (call, first))
@@ -250,9 +250,9 @@ def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry
 
 
 def _chunk_of(about: Any, layer: int) -> int | None:
-    """Return the length of the chunks that a layer's queries see, if its config names it.
+    """Return the length of the chunks that a layer attends within, if the config names it, else None.
 
-    Code that attends in chunks shows it in its masks only.
+    In the code, chunked attention shows in the masks only.
     """
     kinds = getattr(about, "layer_types", None)
     if not isinstance(kinds, list) or layer >= len(kinds) or kinds[layer] != _CHUNKED:
@@ -269,10 +269,10 @@ def _observed(
     attention_mask: Tensor | None,
     **passed: Unpack[_Passed],
 ) -> tuple[Tensor, None]:
-    """Zeros of the right shape, [batch, tokens, heads, dim], for [batch, heads, tokens, dim].
+    """Record an attention call, [batch, heads, tokens, dim], and return zeros, [batch, tokens, heads, dim].
 
     Raises:
-        ModelError: what kvq's attention would leave out.
+        ModelError: the call needs something that kvq's attention would ignore.
     """
     watch, layer = passed.get("kvq_step"), getattr(module, "layer_idx", None)
     if watch is None:
@@ -320,7 +320,7 @@ def _observed(
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Within it, nothing is found in a tensor without numbers that isn't zero, and nothing is validated."""
+    """While open, `nonzero` finds nothing in meta tensors, and distributions don't validate arguments."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -330,7 +330,7 @@ def on_meta() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-class _NothingChosen(TorchDispatchMode):  # D195: `nonzero` gives no rows on meta
+class _NothingChosen(TorchDispatchMode):  # D195: `nonzero` returns no rows on meta
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

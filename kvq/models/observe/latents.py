@@ -1,7 +1,7 @@
-"""Latent attention: recognizes K and V that were multiplied out from latents, by where their tensors lie.
+"""Latent attention: K and V that were expanded from latents are recognized by their tensors' storage.
 
-V of latent attention is a part of what a Linear layer of the attention module gave, beside a part of K, head
-by head; the rest of K, the same for all heads, is what positions turn. That holds on the meta device, too.
+In latent attention, one Linear layer of the attention module outputs V and a part of K for each head; the
+rest of K, shared by all heads, is the rotary part. The storage reveals this on the meta device, too.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ Product = tuple[nn.Linear, Tensor, Tensor]  # a Linear layer, its input and its 
 def latent_dims(  # D201: V is a view of one Linear layer's result
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[int, int, Expansion] | None:
-    """Return how K and V, [1, heads, tokens, dim], follow from latents; None if not, or if that takes more.
+    """Return how K and V, [1, heads, tokens, dim], expand from latents; None if not, or latents are larger.
 
-    That is: the elements of a latent and of the part of keys that is turned, both stored once for all heads.
-    On a device with numbers K has to hold them where it should.
+    The result contains the sizes of a latent and of the keys' rotary part, both stored once for all heads.
+    On a device with values, K must also match the layer's output.
     """
     own = set(module.children())
     made = next((x for x in products if x[0] in own and _storage(x[2]) == _storage(value)), None)
@@ -51,6 +51,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _holds(key: Tensor, own: Tensor) -> bool:
-    """True if K consists of that part and of another one that all heads share."""
+    """True if K consists of `own` followed by a part that all heads share."""
     rest = key[..., own.shape[3] :]
     return torch.equal(key[..., : own.shape[3]], own) and torch.equal(rest, rest[:, :1].expand_as(rest))

@@ -1,4 +1,4 @@
-"""Recurrent states of a model: the modules that keep them, and shapes, seen while its code runs on meta."""
+"""Recurrent states of a model: their modules and shapes, observed while its code runs on meta."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,25 +17,25 @@ R = TypeVar("R")
 _NAMES = {"conv_states": "conv", "recurrent_states": "recurrent"}  # transformers' and kvq's
 
 
-class StateWatch:  # D197: modules with states: watched over transformers' cache
-    """A cache that a model is run with, and the modules that kept something in it."""
+class StateWatch:  # D197: modules with states are observed through transformers' cache
+    """A cache that a model runs with, and the modules that stored something in it."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self._open: list[nn.Module] = []  # modules that are running, the innermost last
+        self._open: list[nn.Module] = []  # running modules, the innermost last
         self._keepers: dict[int, dict[nn.Module, None]] = {}  # by layer
         self._attending: set[nn.Module] = set()  # modules in which attention was called
-        self._linear: dict[int, Tensor] = {}  # what MiniMax's layers keep
+        self._linear: dict[int, Tensor] = {}  # states of MiniMax's layers
 
     @classmethod
     def of(cls, config: Any) -> "StateWatch | None":
-        """Return a watch for a model of transformers, or None if its configuration names no states."""
+        """Return a watch for a transformers model, or None if its configuration implies no states."""
         from transformers import DynamicCache
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
         try:
             cache = DynamicCache(config=config)
-        except Exception:  # noqa: BLE001 - configurations that no cache can be made of
+        except Exception:  # noqa: BLE001 - some configurations allow no cache
             return None
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             return None
@@ -57,7 +57,7 @@ class StateWatch:  # D197: modules with states: watched over transformers' cache
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Know which modules run while the context is open."""
+        """Record which modules are running while the context is open."""
         before = nn.modules.module.register_module_forward_pre_hook(
             lambda module, _: self._open.append(module)
         )
@@ -72,14 +72,14 @@ class StateWatch:  # D197: modules with states: watched over transformers' cache
         self._open.pop()
 
     def attended(self) -> None:
-        """Note that attention was called in the modules that run."""
+        """Record that the running modules called attention."""
         self._attending.update(self._open)
 
     def states(self) -> tuple[StateGeometry, ...]:
         """Return the states that layers keep, in order.
 
         Raises:
-            ModelError: states are kept in a way that steps can't be cut for.
+            ModelError: states are kept in a way that doesn't allow splitting steps by sequence.
         """
         found = []
         for layer, modules in sorted(self._keepers.items()):

@@ -11,12 +11,12 @@ from kvq.models.observe.geometry import observed_geometry, refusal
 
 
 def is_listed(geometry: ModelGeometry) -> bool:
-    """True if a model's family is among those that were checked; others have to be proven."""
+    """True if a model's family is on the list of checked families; others must be proven."""
     return geometry.model_type in FAMILIES
 
 
 def check_supported(config: Mapping[str, Any], *, max_context: int | None, folder: Path) -> ModelGeometry:
-    """Return the geometry of a config.json's dict if kvq may run the model rightly; `folder`: where it lies.
+    """Return the geometry of a config.json's dict, which is in `folder`, if kvq supports the model.
 
     Raises:
         ModelError: the model is refused; the message names it and says why.

@@ -1,4 +1,4 @@
-"""A small twin of a model: the same code and kinds of layers, with few and random numbers."""
+"""A tiny copy of a model: the same code and kinds of layers, with few, random values."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,21 +12,21 @@ from kvq.models.describe.modules import build_random, config_of, unquantized
 from kvq.models.observe.states import StateWatch
 
 CONTEXT = 256  # tokens
-WINDOW = 16  # tokens, and of chunks
-_LAYERS = ("num_hidden_layers", "num_layers")  # what configurations call their number
-_KINDS = ("layer_types", "layers_block_type")  # and what each of them is
-_NUMBERS = ("_idxs", "_indices", "_layer_ids")  # and lists of those of a kind
-_REACHES = (  # parts of names of fields that say how far something reaches
+WINDOW = 16  # tokens, for windows and chunks
+_LAYERS = ("num_hidden_layers", "num_layers")  # config names of the number of layers
+_KINDS = ("layer_types", "layers_block_type")  # config names of the list of layer kinds
+_NUMBERS = ("_idxs", "_indices", "_layer_ids")  # suffixes of lists of layer numbers
+_REACHES = (  # parts of the names of fields for context reach
     *("window", "chunk", "sliding", "span", "local_", "distance", "recent", "prefix", "keep", "attn_block"),
     *("start_size", "floor_scale", "train_length", "index_topk", "index_block", "original_max_position"),
 )
-_READERS = "num_kv_shared_layers"  # how many layers, the last ones, store no K and V
+_READERS = "num_kv_shared_layers"  # number of the last layers, which store no K and V
 _MOST_LAYERS = 12
-_SPREAD = 0.15  # of matrices, so large that attention is far from even
-_SPREAD_OF_STATES = 0.1  # of models that keep states: recurrences amplify what is rounded
-_ADDS = re.compile(r"post_\w*norm\b")  # norms of what layers add
-_ADDED = 0.3  # of it: where every layer adds as much as there is, roundings grow from one to the next
-_DECAYS = {"A_log": (-3.5, -0.5), "dt_bias": (-4.0, -1.0)}  # slow: what is far back still counts
+_SPREAD = 0.15  # standard deviation of matrices, so large that attention is far from uniform
+_SPREAD_OF_STATES = 0.1  # the same for models that keep states: recurrences amplify rounding errors
+_ADDS = re.compile(r"post_\w*norm\b")  # norms of what layers add to the residual
+_ADDED = 0.3  # factor for these norms: if layers add as much as the residual has, rounding errors grow
+_DECAYS = {"A_log": (-3.5, -0.5), "dt_bias": (-4.0, -1.0)}  # slow, so that distant tokens still count
 _MOST_VALUES = 50_000_000
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 12, "qk_head_dim": 24}
@@ -53,23 +53,23 @@ _SIZES = {
 
 
 def build_tiny_copy(config: Mapping[str, Any], fewest: int = 2) -> Any:
-    """A module in fp32 on the CPU, with kvq's attention, like the one that a config.json's dict describes.
+    """Return a small fp32 copy, on the CPU and with kvq's attention, of the module that `config` describes.
 
-    `fewest`: layers; more where lists in the config name further kinds of them.
+    `fewest`: the least number of layers; there are more if the config lists further kinds.
 
     Raises:
-        ModelError: none can be made.
+        ModelError: no small copy can be built.
     """
     errors = []
     try:
         for small in map(in_sections, smaller(config_of(unquantized(config)), fewest)):
             try:
                 model = _made(small)
-            except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
+            except Exception as error:  # noqa: BLE001 - the code may raise anything for unfit sizes
                 errors.append(first_lines(error))
             else:
                 return model
-    except Exception as error:  # noqa: BLE001 - configurations that won't tell one number for all layers
+    except Exception as error:  # noqa: BLE001 - some configurations have no single value for all layers
         errors.append(first_lines(error))
     raise ModelError(
         f"kvq does not run {config['model_type']}: no small one can be made to check it ({errors[0]})"
@@ -77,7 +77,7 @@ def build_tiny_copy(config: Mapping[str, Any], fewest: int = 2) -> Any:
 
 
 def _made(config: Mapping[str, Any]) -> Any:
-    """Return a model of random numbers, which was seen to run."""
+    """Return a model with random values after a trial run."""
     bare = build_random(config, torch.float32, torch.device("meta"))
     count = sum(parameter.numel() for parameter in bare.parameters())
     if count > _MOST_VALUES:
@@ -94,7 +94,7 @@ def _made(config: Mapping[str, Any]) -> Any:
 
 
 def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
-    """Configs of less and less that is small, since not every family takes every size."""
+    """Yield configs with fewer and fewer sizes reduced, since not every family accepts every size."""
     config, names = about.to_dict(), about.attribute_map
 
     def known(sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
 
 
 def in_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose rotated pairs are divided like its sections, where positions have several."""
+    """Return a config with mRoPE sections, if it has any, scaled to its number of rotated pairs."""
     rope = config.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
     if not isinstance(rope, Mapping) or not isinstance(sections, list):
@@ -135,7 +135,7 @@ def in_sections(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    """Tables by layer whose heads are of that dimension."""
+    """Return the config's per-layer tables with head dimension `dim`."""
     return {
         key: {
             number: {**own, **({"head_dim": dim} if "head_dim" in own else {})}
@@ -147,12 +147,12 @@ def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:
 
 
 def _is_sizes(value: object) -> bool:
-    """True if a field gives every layer a size."""
+    """True if a field is a list of sizes, one per layer."""
     return isinstance(value, list) and bool(value) and all(type(size) is int for size in value)
 
 
 def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that say how far something reaches, made small, also in objects such as rope_parameters."""
+    """Return the fields for context reach, reduced, including those in objects such as rope_parameters."""
     less: dict[str, Any] = {name: WINDOW for name, value in config.items() if _is_reach(name, value)}
     for name, value in config.items():
         if isinstance(value, Mapping) and (inner := _reaching_less(value)):
@@ -161,21 +161,21 @@ def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_reach(name: object, value: object) -> bool:
-    """True if a field says how far a layer sees, or where it begins to compute otherwise."""
+    """True if a field says how far a layer sees, or from which position it computes differently."""
     name = str(name)
     is_one = any(part in name for part in _REACHES) and "layer" not in name and not name.startswith("num_")
     return is_one and isinstance(value, int | float) and value > WINDOW
 
 
 def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: int) -> dict[str, Any]:
-    """The first layers, so many that all kinds of them are there. `names`: of their number, in the config."""
+    """Return fields that keep only enough first layers for all kinds; `names`: fields of the layer count."""
     kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
     counted = [name for name in names if name in config]
     layers = config[counted[0]] if counted else len(kinds[0])
     named = {key: value for key, value in config.items() if isinstance(value, list)}
     numbered = {key for key, value in named.items() if key.endswith(_NUMBERS) or value == list(range(layers))}
     lists = {key: value for key, value in named.items() if len(value) == layers and key not in numbered}
-    shares = bool(config.get(_READERS))  # as many layers again, and of the same kinds
+    shares = bool(config.get(_READERS))  # twice as many layers, of the same kinds
     of_all, of_kinds = (
         [_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds)
     )
@@ -196,7 +196,7 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: in
 
 
 def _is_by_layer(value: object) -> bool:
-    """True if a field names layers by their numbers."""
+    """True if a field maps layer numbers to objects."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -206,14 +206,14 @@ def _is_by_layer(value: object) -> bool:
 
 
 def _until_all_kinds(values: list[Any]) -> int:
-    """Return how many items of a list hold all its values."""
+    """Return how many first items of a list contain all its values."""
     kinds = [str(value) for value in values]
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 @torch.no_grad()
 def draw(model: Any) -> None:
-    """Random numbers for all parameters, so that nothing that a family does stays unnoticed."""
+    """Fill all parameters with random values, so that every operation of a family affects the results."""
     spread = _SPREAD if StateWatch.of(model.config) is None else _SPREAD_OF_STATES
     for name, parameter in model.named_parameters():
         if (last := name.rpartition(".")[2]) in _DECAYS:

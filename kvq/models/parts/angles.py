@@ -6,25 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PAGE = 1024  # positions worked out at a time
-_MOST_BYTES = 32 << 20  # that a table takes
+_PAGE = 1024  # positions computed at a time
+_MOST_BYTES = 32 << 20  # the largest size of the tables
 
 
 class Angles:
-    """cos and sin of a model's rotary module, of every kind of layer that has its own.
+    """cos and sin of a model's rotary module, for every kind of layer with its own angles.
 
-    On a CPU, where the module's dozen operations take longer than the heads' turning, they are looked up: its
-    angles depend on nothing but the position, and are its own, bit for bit.
+    On a CPU, where the module's dozen operations take longer than the rotation of the heads, they are looked
+    up. The angles depend on the position only and are bit-identical to the module's.
     """
 
     def __init__(self, rotary: Any, kinds: Collection[str]) -> None:
-        """`kinds`: as DecoderParts name them; "" where all layers share some."""
+        """`kinds`: names as in `DecoderParts.angles`; "" if all layers share their angles."""
         self._rotary = rotary
         self._kinds = sorted(kinds)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """cos, sin [rows, columns] of x's dtype; x: [1, rows, hidden], positions: [1, rows]."""
+        """Return cos and sin [rows, columns] in x's dtype; x: [1, rows, hidden], positions: [1, rows]."""
         tables = self._covering(x, int(positions.max()) + 1) if x.device.type == "cpu" else None
         if tables is None:
             return self._found(x, positions)
@@ -35,9 +35,9 @@ class Angles:
         }
 
     def tables(self, dtype: torch.dtype, end: int) -> dict[str, tuple[Tensor, Tensor]] | None:
-        """cos and sin [positions, columns] of every kind, of the positions before `end` at least, on a CPU.
+        """Return cos and sin [positions, columns] of every kind for at least the positions before `end`.
 
-        The same dictionary while they don't grow; None if they would be too large.
+        For CPUs. It is the same dictionary until the tables grow; None if they would be too large.
         """
         return self._covering(torch.empty(1, 1, 1, dtype=dtype, device="cpu"), end)
 
@@ -49,9 +49,9 @@ class Angles:
         return found
 
     def _covering(self, x: Tensor, end: int) -> dict[str, tuple[Tensor, Tensor]] | None:
-        """Tables in x's dtype of the positions before `end`; None if they would be too large.
+        """Return tables in x's dtype for the positions before `end`; None if they would be too large.
 
-        They are replaced as a whole: engines over one model may step in threads of their own.
+        All tables are replaced at once, since engines that share a model may run steps in separate threads.
         """
         tables = self._tables
         known = next((len(cos) for cos, _ in tables.values() if cos.dtype is x.dtype), 0)

@@ -1,4 +1,4 @@
-"""Devices and dtypes as users name them."""
+"""Devices and dtypes by the names that users give."""
 
 import re
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device for a name; `auto` is the current GPU, or the CPU. GPUs have their index.
+    """Return the torch device for a name, GPUs with their index; `auto` is the current GPU, or the CPU.
 
     Raises:
-        ConfigError: no such device on this machine.
+        ConfigError: this machine has no such device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,10 +34,10 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:  # D213
-    """Return the dtype a model computes in: the named one; for `auto` fp32 on a CPU, else its config's.
+    """Return the dtype a model computes in: the named one or, for `auto`, fp32 on a CPU, else its config's.
 
     Raises:
-        ConfigError: no such dtype.
+        ConfigError: the dtype is unknown.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else stored_dtype(config)

@@ -1,4 +1,4 @@
-"""Models, and the engines that run them, stay in the process that made them: what they hold is in no copy."""
+"""Guards that keep models and engines in the process that created them, as copies lack their resources."""
 
 import os
 import threading
@@ -9,8 +9,8 @@ from kvq.errors import EngineError
 _ADVICE = "start processes by 'spawn' (multiprocessing.get_context), each with an engine of its own"
 
 
-class NotCopyable:  # D246: fork told by the process's id, pickling refused
-    """Base of objects that can't be pickled or copied."""
+class NotCopyable:  # D246: forks are detected by process id; pickling is refused
+    """Base class of objects that can't be pickled or copied."""
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
@@ -21,10 +21,10 @@ class NotCopyable:  # D246: fork told by the process's id, pickling refused
 
 
 class Home:
-    """The process that something was made in: a forked child has none of its threads and processes."""
+    """The process that an object was created in; a forked child has none of its threads and processes."""
 
     ENGINE_THREAD: ClassVar[str] = "kvq-engine"
-    _stepping: ClassVar[int] = 0  # the process that was forked while such a thread computed in it
+    _stepping: ClassVar[int] = 0  # id of the process that was forked while an engine's thread ran
 
     def __init__(self) -> None:
         self.check_fork()
@@ -32,14 +32,14 @@ class Home:
 
     @classmethod
     def note_fork(cls) -> None:
-        """Remember a fork beside a thread that may hold torch's locks: no thread of the child frees them."""
+        """Record whether an engine's thread, which may hold torch's locks, runs during a fork."""
         if cls._stepping in (0, os.getpid()):
             is_stepping = any(thread.name == cls.ENGINE_THREAD for thread in threading.enumerate())
             cls._stepping = os.getpid() if is_stepping else 0
 
     @classmethod
     def check_fork(cls) -> None:
-        """Raise EngineError in a child that was forked beside such a thread: it may wait for ever."""
+        """Raise EngineError in a child that was forked while such a thread ran, as it may wait forever."""
         if cls._stepping not in (0, os.getpid()):
             raise EngineError(
                 f"process {os.getpid()} was forked from {cls._stepping} while an engine's thread ran there; "

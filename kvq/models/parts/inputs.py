@@ -7,10 +7,10 @@ from kvq.errors import RequestError
 
 
 def check_token_ids(given: object, wanted: str) -> None:
-    """Look at what should hold token ids, each of them a whole number. `wanted` begins the message.
+    """Check that `given` contains token ids, all of them whole numbers. `wanted` begins the message.
 
     Raises:
-        RequestError: it is no list, or holds something else, such as truth values.
+        RequestError: it is not a list, or contains anything else, such as booleans.
     """
     check_holds_items(given, wanted)
     if isinstance(given, str):
@@ -28,7 +28,7 @@ def check_token_ids(given: object, wanted: str) -> None:
 
 
 def check_holds_items(given: object, wanted: str) -> None:
-    """Raise RequestError if something holds no items in order. `wanted` begins the message."""
+    """Raise RequestError unless `given` contains items in order. `wanted` begins the message."""
     is_one = getattr(given, "shape", None) == ()  # an array of no dimension
     wrong = isinstance(given, bytes | bytearray | memoryview | Mapping | Set)
     if is_one or wrong or not isinstance(given, Iterable):
@@ -36,7 +36,7 @@ def check_holds_items(given: object, wanted: str) -> None:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raise RequestError if `text` holds lone surrogates, as bytes that were not UTF-8 leave them."""
+    """Raise RequestError if `text` contains lone surrogates, which result from bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Models with latent attention: which of their Linear layers expands latents, and kvq's in its place."""
+"""Models with latent attention: the Linear layer that expands latents, and its replacement by kvq's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +16,9 @@ from kvq.weights.linear import PackedLinear, PlainLinear
 def attach_expansions(
     model: nn.Module, geometry: ModelGeometry, dtype: torch.dtype, *, packed: bool = False
 ) -> None:
-    """Put a `LatentExpansion` in the place of the Linear layer that expands latents, in every layer that
-    stores them; where a layer's weight is quantized, with its numbers. `dtype`: that the model computes in.
-    `packed`: for kvq's own products on a CPU.
+    """Replace the Linear layer that expands latents with a `LatentExpansion`, wherever latents are stored.
+
+    A quantized weight is dequantized. `dtype`: the computation dtype. `packed`: use kvq's products on a CPU.
 
     Raises:
         ModelError: a layer has no such Linear layer, or several.
@@ -44,7 +44,7 @@ def attach_expansions(
         weight = _weight(getattr(attention, name), next(model.parameters()).device).to(dtype)
         made = LatentExpansion(weight, geometry.q_heads, dims, attention.config, PACKED_NAME, packed=packed)
         setattr(attention, name, made)
-        object.__setattr__(attention, EXPANSION, made)  # not a second place of its parameter
+        object.__setattr__(attention, EXPANSION, made)  # without registering its parameter twice
 
 
 def _candidates(
@@ -66,7 +66,7 @@ def _candidates(
 
 @torch.inference_mode()
 def _weight(linear: nn.Linear | PackedLinear, device: torch.device) -> Tensor:
-    """[out, in], as numbers; of codes what they multiply by."""
+    """Return the weight [out, in], dequantized if it is quantized."""
     if isinstance(linear, PlainLinear):
         return linear.weight
     if type(linear) is nn.Linear:

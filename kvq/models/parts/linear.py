@@ -1,8 +1,8 @@
 """Unquantized Linear layers on CPUs: packed weights, and results that don't depend on the batch.
 
-kvq's own products sum a row alike in any batch. oneDNN's, where there are none of kvq's, may sum few rows in
-another order than many, and one differing bit can flip a code of the KV cache. How many rows it takes until
-all are summed alike is measured when a model is first run.
+kvq's own products sum a row in the same order in any batch. oneDNN's, used where kvq has none, may sum few
+rows in another order than many, and one differing bit can flip a code of the KV cache. The number of rows
+from which on the order stays the same is measured when a model is first run.
 """
 
 from collections import Counter
@@ -29,18 +29,18 @@ from kvq.weights import (
 )
 from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 
-_CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
-_MANY = 48  # rows that are summed as any larger number is
-_VALUES = 1 << 16  # results to compare in 16 bits, which show another order of a sum only now and then
+_CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gains
+_MANY = 48  # rows that are summed in the same order as any larger number
+_VALUES = 1 << 16  # results to compare in 16 bits, where another order of summation rarely shows
 _MAX_TIMES = 256
-_OWN = ("auto", "cpu", "cpu-fp32")  # backends that kvq's own products belong to
+_OWN = ("auto", "cpu", "cpu-fp32")  # backends with kvq's own products
 _FAST = ("avx512vnni", "avx512", "avx2")  # variants whose products are as fast as oneDNN's
-# D160: 27 sizes of rows: oneDNN keeps a kernel for each
-_PIECE = 256  # rows of one product: larger ones are 2 to 4% faster, which is what padding them costs too
+# D160: 27 row counts: oneDNN keeps a kernel for each
+_PIECE = 256  # rows of one product: larger products are 2 to 4% faster, but padding them costs as much
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows that products of `rows` rows are computed with: 4 to 8 sizes an octave."""
+    """Return the number of rows that `rows` rows are padded to: 4 to 8 sizes per power of two."""
     if rows > _PIECE:
         pieces, rest = divmod(rows, _PIECE)
         return pieces * _PIECE + (padded_rows(max(rest, _CANDIDATES[-1])) if rest else 0)
@@ -53,7 +53,7 @@ def padded_rows(rows: int) -> int:
 class OneDNNLinear(nn.Linear):  # D159: oneDNN without AVX2: MKL is slow elsewhere
     """A Linear layer for inference on CPUs; fp32 or bf16.
 
-    `weight` is a packed oneDNN tensor, or the plain [out, in] one where lookups read it too.
+    `weight` is a packed oneDNN tensor, or the plain [out, in] tensor if lookups read it, too.
     """
 
     def __init__(self, linear: nn.Linear, *, packs: bool) -> None:
@@ -85,10 +85,10 @@ class OneDNNLinear(nn.Linear):  # D159: oneDNN without AVX2: MKL is slow elsewhe
 
 
 def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
-    """Replace a model's Linear layers on a CPU by kvq's own or oneDNN's, one after the other.
+    """Replace a model's Linear layers on a CPU with kvq's own or oneDNN's, one after the other.
 
-    What neither has stays PyTorch's. Where a head's weight is an embedding too, rows are looked up in
-    kvq's panels; oneDNN's blocks can't be read so, and the weight stays as it is.
+    Layers that neither supports stay PyTorch's. If a head shares its weight with an embedding, rows are
+    looked up in kvq's panels; oneDNN's blocks don't allow this, so for oneDNN the weight stays unpacked.
     """
     for dtype in (torch.float32, torch.bfloat16):
         if has_own_products(dtype, backend):
@@ -103,21 +103,19 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:
-    """True if Linear layers of that type run in kvq's own kernels on this CPU."""
+    """True if Linear layers of this dtype run in kvq's own kernels on this CPU."""
     library = load()
     is_fast = not isinstance(library, str) and library.variant in _FAST
     return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast
 
 
-Lookups = dict[str, dict[str, nn.Embedding]]  # of heads the embeddings that share their weight, by name
+Lookups = dict[str, dict[str, nn.Embedding]]  # by a head's name: embeddings, by name, that share its weight
 
 
 def own_linears(  # D157: own panels; 16-bit weights stay in 16 bits
     model: nn.Module, dtype: torch.dtype
 ) -> tuple[dict[str, nn.Linear], Lookups]:
-    """Return the layers of that type that kvq's own take the place of, by name, and embeddings that then look
-    rows up in a head's weight.
-    """
+    """Return the Linear layers of `dtype` that kvq's own replace, by name, and lookups in heads' weights."""
     linears = {
         name: module
         for name, module in model.named_modules()
@@ -133,7 +131,7 @@ def own_linears(  # D157: own panels; 16-bit weights stay in 16 bits
 def install_own(
     model: nn.Module, weights: Mapping[str, Callable[[], PlainWeight]], lookups: Lookups, dtype: torch.dtype
 ) -> None:
-    """Have the model multiply by these weights, one of every layer that `own_linears` returned."""
+    """Replace the layers that `own_linears` returned with packed ones; `weights`: one for each layer."""
     install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
     for name, embeddings in lookups.items():
         for own, module in embeddings.items():
@@ -162,9 +160,10 @@ def _pack_own(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
-    """Return the embeddings, by name, that share the weight of one of these layers, by its name: heads.
+    """Return the embeddings that share each head's weight, by the head's name and their own.
 
-    None of them where one does more than look rows up, or several layers share the weight: it stays as it is.
+    None are listed, and the weight stays unpacked, if an embedding does more than look rows up, or several
+    layers share the weight.
     """
     shared: dict[int, dict[str, nn.Embedding]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -180,7 +179,7 @@ def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
 
 
 def is_supported(dtype: torch.dtype) -> bool:
-    """True if oneDNN multiplies with packed weights of this type here."""
+    """True if oneDNN supports products with packed weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return dtype == torch.float32 or (
@@ -189,12 +188,12 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:  # D85
-    """Fewest rows of a step, and of its logits, from which on results don't depend on their number.
+    """Return the fewest rows of a step, and of its logits, from which on their number doesn't affect results.
 
-    0 where they never do, so that nothing need be padded.
+    0 if it never affects them, so that nothing need be padded.
 
-    `head`: the layer that makes the logits. Shapes that depend on it even at 16 rows are passed over:
-    padding would not help them.
+    `head`: the layer that computes the logits. Shapes whose results depend on the number of rows even at 16
+    rows are ignored: padding would not help them.
     """
     body: dict[tuple[int, int, str], nn.Linear | PackedLinear] = {}
     for module in model.modules():
@@ -206,7 +205,7 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
 
 
 def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | PackedLinear]:
-    """True if a row's results may depend on the number of rows; the compiled kernels' never do."""
+    """True if a row's results may depend on the number of rows; in compiled kernels they never do."""
     return isinstance(module, nn.Linear) or (isinstance(module, PackedLinear) and module.backend != "cpu")
 
 

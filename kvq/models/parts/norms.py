@@ -1,4 +1,4 @@
-"""RMS norms of transformers' families: their weights, and on CPUs one call in place of torch's six."""
+"""RMS norms of transformers' families: their weights and, on CPUs, one call in place of torch's six."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  #
 
 @torch.no_grad()
 def norm_weight(norm: Any) -> NormWeight | None:
-    """Weight and epsilon of a module that is an RMS norm, tried on two rows of one sequence; or None."""
+    """Return weight and epsilon of a module that, tried on two rows, proves to be an RMS norm; else None."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -26,7 +26,7 @@ def norm_weight(norm: Any) -> NormWeight | None:
     x = torch.randn(1, 2, len(weight), generator=generator) * torch.tensor([[0.01], [30.0]])
     x = x.to(weight.device, weight.dtype)
     wanted = norm(x)
-    for own in (weight, 1 + weight.float()):  # Gemma stores what it adds to 1
+    for own in (weight, 1 + weight.float()):  # Gemma stores weight - 1
         error = (reference.rms_norm(x, own, eps) - wanted).float().abs().amax(-1) / wanted.float().abs().amax(
             -1
         )
@@ -36,7 +36,7 @@ def norm_weight(norm: Any) -> NormWeight | None:
 
 
 class FusedRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight; what a family adds to its weight is in it."""
+    """RMS norm, x / sqrt(mean(x^2) + eps) * weight; `weight` includes what a family adds to it."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class FusedRMSNorm(nn.Module):
 
 @torch.no_grad()
 def fuse_norms(model: nn.Module) -> None:
-    """Replace a model's RMS norms, each after it was tried on two rows; others stay what they are."""
+    """Replace a model's RMS norms, each after a trial on two rows; other modules stay unchanged."""
     if isinstance(load(), str):
         return
     for parent in list(model.modules()):

@@ -1,7 +1,7 @@
-"""Layers that keep a state: their own modules compute it, cut to the sequences of a step.
+"""Layers that keep a state: their own modules compute it, separately for the sequences of a step.
 
-A module of that kind takes a row of tokens for one sequence, so a step's packed row is cut: decodes of many
-sequences run as one batch, every other sequence by itself, in pieces that end where snapshots are wanted.
+Such a module takes a row of tokens per sequence, so a step's packed row is split: all decodes run as one
+batch, and each sequence in prefill runs alone, in pieces that end where snapshots are wanted.
 """
 
 import threading
@@ -21,23 +21,23 @@ from kvq.cache.stores.recurrent import StateSlots, Tensors
 from kvq.geometry import ModelGeometry
 
 P = ParamSpec("P")
-CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what holds their states
+CACHE_NAMES = ("cache_params", "past_key_values")  # modules' names for the argument with their states
 _HIDDEN = "hidden_states"
 
-Rows = slice | Tensor  # of a step; int64 where they are no neighbours
+Rows = slice | Tensor  # rows of a step; int64 indices if they are not contiguous
 
 
 class _Unused(TypedDict, total=False):
-    """Keywords that modules pass beside a state, for other caches."""
+    """Keyword arguments that modules pass with a state, for other caches."""
 
     cache_kwargs: dict[str, Any]
 
 
 class _LayerState:
-    """One layer's state as transformers' modules see a cache. Source: `transformers.Cache`, 5.x."""
+    """One layer's state with the interface of a transformers cache. Source: `transformers.Cache`, 5.x."""
 
     def __init__(self, values: Tensors | None = None) -> None:
-        """`values`: copies, which the module may change; None before the first token."""
+        """`values`: copies of tensors, which the module may change; None before the first token."""
         self.values: Tensors = {} if values is None else values
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -60,7 +60,7 @@ class _LayerState:
         conv_kernel_size: int | None = None,
         **_: Unpack[_Unused],
     ) -> Tensor:
-        """Inputs of a convolution, [batch, channels, tokens], with the last ones of before in front."""
+        """Return a convolution's inputs, [batch, channels, tokens], preceded by the last earlier ones."""
         before = self.values.get(("conv", state_idx))
         width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         inputs = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
@@ -84,16 +84,16 @@ class _LayerState:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Neighbouring tokens of a step that belong to one sequence."""
+    """Adjacent tokens of a step that belong to one sequence."""
 
     begin: int  # rows of the step
     end: int
-    block: int  # which the state after them goes to
-    draft_of: int | None = None  # of drafts, the number of their sequence: their state may never be kept
+    block: int  # the block that the state after them is written to
+    draft_of: int | None = None  # for drafts, their sequence's index; their state may never be kept
 
 
 class StepStates:
-    """The states of one step's sequences. Blocks are written by `write`, when all layers have run."""
+    """The states of one step's sequences; `write` writes the blocks after all layers have run."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class StepStates:
         device: torch.device,
         drafts: Sequence[int] | None = None,
     ) -> None:
-        """`moves`: of the sequences, in the order of their tokens; None of those that were not appended to.
+        """`moves`: sequences' moves, in the order of their tokens; None for one without new tokens.
 
-        `drafts`: of each that was its last tokens that are guesses, within its last piece.
+        `drafts`: for each sequence with new tokens, how many of the last are drafts, all in its last piece.
         """
         self._slots, self._device = slots, device
         self._moves = [move for move in moves if move is not None]
@@ -114,7 +114,7 @@ class StepStates:
 
     @cached_property
     def _decodes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, blocks to read and blocks to write of sequences that go on by one token; int64."""
+        """Rows, blocks to read and blocks to write, int64, of sequences that continue by one token."""
         found, at = [], 0
         for move in self._moves:
             if _is_decode(move):
@@ -125,7 +125,7 @@ class StepStates:
 
     @cached_property
     def _others(self) -> list[tuple[Tensor | None, list[_Piece]]]:
-        """The block to read, if any, and the pieces of all other sequences."""
+        """The block to read, if any, and the pieces, for each of the other sequences."""
         found, at = [], 0
         for number, (move, drafts) in enumerate(zip(self._moves, self._drafts, strict=True)):
             pieces = []
@@ -146,9 +146,9 @@ class StepStates:
     def run(
         self, number: int, hidden: Tensor, compute: Callable[[Tensor, _LayerState, Rows], Tensor]
     ) -> Tensor:
-        """Return a module's results for a step, [1, rows, dim] in and out; rows behind its tokens give zeros.
+        """Return a module's results for a step, [1, rows, dim] in and out; rows past its tokens are zero.
 
-        `compute(tokens, state, rows)` is the module's for [batch, tokens, dim], of the step's `rows`.
+        `compute(tokens, state, rows)` runs the module on [batch, tokens, dim], the step's `rows`.
         """
         out: Tensor | None = None
 
@@ -166,7 +166,7 @@ class StepStates:
         for source, pieces in self._others:
             state = _LayerState(None if source is None else self._slots.read(number, source))
             for i, piece in enumerate(pieces):
-                if i:  # what was computed is to be stored as it is
+                if i:  # the previous piece's state is stored unchanged
                     state = _LayerState({key: value.clone() for key, value in state.values.items()})
                 span = slice(piece.begin, piece.end)
                 put(span, compute(hidden[:, span], state, span))
@@ -176,19 +176,19 @@ class StepStates:
         return out[None]
 
     def write(self) -> None:  # D198: written once all layers have run
-        """Store what was computed, but behind drafts. A step that broke off before may be run again."""
+        """Store the new states, except those after drafts; a step that fails before this may be run again."""
         for number, blocks, values in self._new:
             self._slots.write(number, blocks, values)
         self._new.clear()
 
     def keep(self, sequence: int) -> None:
-        """Store the state behind a sequence's drafts: all of them are right."""
+        """Store the state after a sequence's drafts, all of which were accepted."""
         for number, blocks, values in self._drafted.pop(sequence):
             self._slots.write(number, blocks, values)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Within it, modules that keep states compute this step."""
+        """Make modules that keep states compute this step while the context is open."""
         self._new.clear()
         self._drafted.clear()
         _running.states = self
@@ -206,11 +206,11 @@ class _Running(threading.local):
     states: StepStates | None = None
 
 
-_running = _Running()  # of the module, since model code doesn't hand keywords on to all of its parts
+_running = _Running()  # global, since model code doesn't pass keyword arguments to all its parts
 
 
 def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
-    """Have the modules that keep states compute steps of several sequences; alone they run as before."""
+    """Make modules that keep states compute steps of several sequences; outside steps, nothing changes."""
     kinds = {(state.number, state.kind) for state in geometry.states}
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
@@ -222,7 +222,7 @@ class _Cut(Generic[P]):
     """A module's forward pass over a step."""
 
     def __init__(self, forward: Callable[P, Any], number: int) -> None:
-        self._forward: Callable[..., Any] = forward  # also called with a step cut to pieces
+        self._forward: Callable[..., Any] = forward  # also called with pieces of a step
         self._number = number
         self.__signature__ = signature(forward)
         self._cache = next(name for name in CACHE_NAMES if name in self.__signature__.parameters)
@@ -253,7 +253,7 @@ class _Cut(Generic[P]):
 
 
 def _of_rows(value: Any, rows: Rows, length: int) -> Any:
-    """Cut a keyword's value to some of a step's rows: tensors [1, rows, ...], also in tuples."""
+    """Select some of a step's rows from a keyword argument: tensors [1, rows, ...], also in tuples."""
     if isinstance(value, tuple):
         return tuple(_of_rows(part, rows, length) for part in value)
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, length):

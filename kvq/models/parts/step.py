@@ -16,7 +16,7 @@ from kvq.kernels.rope_write.reference import LayerHeads, turned_heads
 from kvq.models.parts.states import StepStates
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
-# What layers were given, [rows, hidden] each, and the one to begin at; from 0 on all run, and are noted down.
+# Inputs of layers, [rows, hidden] each, and the first layer to run; if that is 0, inputs are recorded.
 SharedInputs = tuple[list[Tensor], int]
 
 
@@ -27,27 +27,27 @@ class PackedStep:
     cache: CacheBackend
     geometry: ModelGeometry
     batches: tuple[SequenceBatch, ...]  # per layer group
-    bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
-    window_limit: int | None = None  # shortens every layer's window, to see what context is worth
+    bad_tokens: Tensor  # bool [tokens]; True where K or V was not finite
+    window_limit: int | None = None  # shortens every layer's window, to measure the value of context
     observer: Observer | None = None
-    shared: SharedInputs | None = None  # with steps over caches that differ in later layers alone
-    states: StepStates | None = None  # of a model with layers that keep some
-    positions: Tensor | None = None  # int64 [rows], of a row's token in its sequence
-    keeps_hidden: bool = False  # `hidden` is wanted
-    hidden: Tensor | None = None  # [rows, hidden_size], behind the model's last norm
+    shared: SharedInputs | None = None  # for steps over caches that differ in later layers only
+    states: StepStates | None = None  # for models with layers that keep states
+    positions: Tensor | None = None  # int64 [rows], each token's position in its sequence
+    keeps_hidden: bool = False  # `hidden` is needed
+    hidden: Tensor | None = None  # [rows, hidden_size], after the model's last norm
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     @property
     def is_plain(self) -> bool:
-        """True if layers have nothing to do but to write and to attend."""
+        """True if layers only have to write and attend."""
         extras = self.observer, self.window_limit, self.states, self.shared
         return all(extra is None for extra in extras)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Write the new tokens of one layer, then attend from them.
 
-        `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
-        tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
+        `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's tokens
+        are padding; they are not written, and are zero in the result, [rows, q_heads, v_head_dim].
         """
         self._write(layer, k, v)
         return self.attend_over(layer, q, options)
@@ -63,7 +63,7 @@ class PackedStep:
     ) -> Tensor:
         """Write and attend in a layer that stores latents as V and rotary parts of keys as K, [rows, 1, dim].
 
-        `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
+        `q`: queries of all heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
         """
         self._write(layer, rotary, latents)
         return self.attend_over(layer, q, options, expansion)
@@ -81,9 +81,9 @@ class PackedStep:
     def attend_over(
         self, layer: int, q: Tensor, options: AttentionOptions, expansion: LatentExpansion | None = None
     ) -> Tensor:
-        """Attend from a layer's tokens over what is written, by it or by the layer that it shares with.
+        """Attend from a layer's tokens over K and V written by it or by the layer that it shares them with.
 
-        `expansion`: of a layer that stores latents.
+        `expansion`: required for a layer that stores latents.
         """
         began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
@@ -105,10 +105,10 @@ class PackedStep:
         heads: LayerHeads,
         options: AttentionOptions,
     ) -> Tensor:
-        """Turn queries and keys that lie beside values, [tokens, heads.width], then write and attend.
+        """Rotate the queries and keys in a joined tensor, [tokens, heads.width], then write and attend.
 
-        `angles`: of every token, None where nothing is turned. `joined` becomes the turned queries and
-        anything.
+        `angles`: every token's cos and sin; None if nothing is rotated. `joined` is overwritten: it then
+        contains the rotated queries and arbitrary values.
         """
         if self.observer is not None:
             return self.attend(layer, *turned_heads(joined, angles, heads), options)

@@ -1,4 +1,4 @@
-"""The load-time probe: does the model, run by kvq, compute what its own code computes?"""
+"""The load-time probe: it checks that a model run by kvq computes what its own code computes."""
 
 import logging
 import math
@@ -20,18 +20,18 @@ from kvq.weights import weight_formats
 
 _log = logging.getLogger("kvq")
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # max|a-b| / max|b|
-_SIXTEEN_BITS = 2e-3  # inputs of quantized layers on CPUs have no more
-_ROUNDED_INPUTS = 1e-1  # a last bit of attention's can move an input to the next of 256 codes
-OF_NOISE = 4.0  # times as far as one rounding of inputs takes the model's own attention, kvq may be from it
+_SIXTEEN_BITS = 2e-3  # inputs of quantized layers on CPUs have 16 bits
+_ROUNDED_INPUTS = 1e-1  # attention's last bit can move an input to the next of 256 codes
+OF_NOISE = 4.0  # kvq may differ from the model's own attention by this many times its rounding noise
 _LENGTHS = (7, 5)  # tokens of the two probed sequences
 
 
 def probe(weights: LoadedWeights) -> None:
-    """Run two short sequences packed, and through the model's own eager attention; alone if that differs.
+    """Compare two short sequences, run packed, with the model's own eager attention.
 
     Raises:
-        ModelError: a layer called kvq's attention not exactly once, a sequence changed with its
-            batch neighbour, or the model's own attention gives something else.
+        ModelError: a layer did not call kvq's attention exactly once, a sequence's results depend on
+            its batch neighbour, or the model's own attention returns something else.
     """
     geometry = weights.geometry
     length = min(max(_LENGTHS), weights.max_context)
@@ -63,10 +63,10 @@ def probe(weights: LoadedWeights) -> None:
 
 
 def _observed(session: Session, tokens: list[list[int]]) -> list[list[Tensor]]:
-    """Logits of the sequences, packed, in every way that steps go: all layers were seen to attend once each.
+    """Return the packed sequences' logits for every path of a step, checking that each layer attends once.
 
     Raises:
-        ModelError: they weren't.
+        ModelError: a layer did not attend exactly once.
     """
     geometry, layers = session.weights.geometry, list[int]()
     session.observer = lambda layer, k, v: layers.append(layer)
@@ -85,7 +85,7 @@ def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor])
     """Return the largest relative error of a sequence.
 
     Raises:
-        ModelError: something is not a number.
+        ModelError: an error is NaN.
     """
     worst = max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
     if math.isnan(worst):
@@ -96,7 +96,7 @@ def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor])
 
 
 def _logged_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """Log the noise and return it; 0 where no tiny copy has proven that all else is right."""
+    """Log the noise and return it; 0 for listed families, for which no tiny copy was compared."""
     if is_listed(weights.geometry):
         return 0.0
     found = noise(weights, tokens, own)
@@ -110,9 +110,9 @@ def _logged_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Ten
 
 
 def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:  # D192
-    """Return how far the model's own attention moves if its embeddings change by a rounding each.
+    """Return the change of the model's own logits if some embedding values change by one rounding step.
 
-    `own`: its logits of these tokens.
+    `own`: the model's logits for these tokens.
     """
     hook = weights.model.get_input_embeddings().register_forward_hook(_rounded_otherwise)
     try:
@@ -122,13 +122,13 @@ def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) ->
 
 
 def _rounded_otherwise(module: nn.Module, args: object, embeddings: Tensor) -> Tensor:
-    """Two of five numbers larger by a step of their type."""
+    """Increase two of five values by one step of their dtype."""
     larger = torch.arange(embeddings.numel(), device=embeddings.device).view(embeddings.shape) * 7 % 5 < 2
     return torch.where(larger, embeddings * (1 + torch.finfo(embeddings.dtype).eps), embeddings)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """max|a - b| / max|b|."""
+    """Return max|a - b| / max|b|."""
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
 
 
@@ -148,9 +148,9 @@ def eager_logits(  # D193: also the model's own eager attention
     *,
     told: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """fp32 [tokens, vocab] of the model's own attention over a whole sequence.
+    """Return logits, fp32 [tokens, vocab], of the model's own attention over a whole sequence.
 
-    `told`: what else its code is given. With `counts` over a cache of its own, so many tokens at a time.
+    `counts`: run over the model's own cache, in chunks of these sizes. `told`: further keyword arguments.
     """
     model, tokens = weights.model, torch.tensor([ids], device=weights.device)
     model.set_attn_implementation("eager")

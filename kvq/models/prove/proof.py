@@ -1,7 +1,7 @@
-"""Proof that a family may be served which is on no list.
+"""Proof that an unlisted family may be served.
 
-A tiny copy of the model has to compute over kvq's blocks, cut and packed in many ways, what its own attention
-computes. For families on the list a tiny copy shows their windows.
+Over kvq's blocks, split and packed in many ways, a tiny copy of the model must compute what its own attention
+computes. For listed families, a tiny copy is used to check their windows.
 """
 
 import logging
@@ -25,25 +25,25 @@ from kvq.models.prove.probe import OF_NOISE, eager_logits, noise, relative_error
 from kvq.models.run.session import Session
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
-_ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
-_SHALLOW = 2  # layers of a tiny copy, or more where these are of further kinds
-# D191: eight layers: code may go by a layer's number
-_DEEP = 8  # layers of a second copy: code may go by their numbers where no list in the config tells kinds
-_OF_DEPTH = 1e-3  # in the same measure: roundings grow with layers, what is computed otherwise shows by far
-_SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
-# Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
-# More than 64 in all, which recurrences are computed in chunks of.
+_ROUNDING = 1e-3  # the same measure, for a model's own code that continues from a state
+_SHALLOW = 2  # layers of a tiny copy, or more to cover all kinds
+# D191: eight layers: code may depend on a layer's number
+_DEEP = 8  # layers of a second copy: code may depend on their numbers if the config lists no kinds
+_OF_DEPTH = 1e-3  # the same measure: rounding errors grow with depth; real differences are far larger
+_SHOWS = 1e-2  # the same measure: the least change of the last logits if early tokens are dropped
+# Tokens of two sequences in every step: chunks that end within blocks and windows, and single tokens.
+# The total exceeds 64, the chunk size of recurrences.
 _STEPS = ((WINDOW - 3, 1), (1, 1), (5 * WINDOW + 5, 2 * WINDOW), (1, 1), (1, 1), (WINDOW + 9, 1), (1, 1))
 _BLOCK = 8  # tokens
 
 _log = logging.getLogger("kvq")
 
 
-def prove(prepared: PreparedModel) -> None:  # D188: families on no list: observed, then proven on a twin
-    """Check the code of a prepared model; for a family on the list, the windows of its config.
+def prove(prepared: PreparedModel) -> None:  # D188: unlisted families: observed, then proven on a copy
+    """Check the code of a prepared model or, for a listed family, the windows of its config.
 
     Raises:
-        ModelError: its own attention gives something else, or no tiny copy can be made or run.
+        ModelError: the model's own attention returns something else, or no tiny copy can be built or run.
     """
     family = prepared.geometry.model_type
     if is_listed(prepared.geometry):
@@ -71,10 +71,10 @@ def prove(prepared: PreparedModel) -> None:  # D188: families on no list: observ
 
 
 def _check_windows(prepared: PreparedModel) -> None:
-    """Hold the windows of a listed family against its own code, over more tokens than they span.
+    """Compare the windows of a listed family with its own code, over more tokens than they span.
 
     Raises:
-        ModelError: they differ, or no tiny copy can be made.
+        ModelError: the results differ, or no tiny copy can be built.
     """
     model = build_tiny_copy(prepared.config, _SHALLOW)
     small = _loaded(prepared, model, parse_geometry(model.config.to_dict()))
@@ -96,7 +96,7 @@ def _error_of(weights: LoadedWeights) -> float:
     """Return the largest relative error of a tiny copy's logits.
 
     Raises:
-        _Unproven: it is too large, or could not be seen.
+        _Unproven: the error is too large or can't be measured.
     """
     ids = [_tokens(s, sum(step[s] for step in _STEPS), weights.geometry.vocab_size) for s in (0, 1)]
     far = [layer.window for layer in weights.geometry.layers if (layer.window or 0) >= len(ids[0])]
@@ -105,7 +105,7 @@ def _error_of(weights: LoadedWeights) -> float:
             f"its window of {far[0]} tokens is none that its config names, so no small one shows it"
         )
     wanted = [eager_logits(weights, own) for own in ids]
-    without = eager_logits(weights, ids[0][-3:])[-1]  # what came before the last few tokens
+    without = eager_logits(weights, ids[0][-3:])[-1]  # only the last few tokens
     if not relative_error(without, wanted[0][-1]) >= _SHOWS:
         raise _Unproven("a small one doesn't look at its context, so it shows nothing")
     cut = max(map(relative_error, _in_steps(weights, ids), wanted))
@@ -128,12 +128,12 @@ def _error_of(weights: LoadedWeights) -> float:
 
 
 def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Tensor]) -> float:  # D199
-    """Return the error of a model that keeps states, against its own code cut alike.
+    """Return the error of a model that keeps states, compared with its own code run in the same chunks.
 
-    Going on from a state rounds otherwise than computing all at once, by more than is allowed.
+    Continuing from a state rounds differently than one pass does, by more than the tolerance.
 
     Raises:
-        _Unproven: it is too large, or its own code can't be cut.
+        _Unproven: the error is too large, or the model's own code can't run in chunks.
     """
     cuts = [[step[s] for step in _STEPS] for s in range(len(ids))]
     own = [eager_logits(weights, *pair) for pair in zip(ids, cuts, strict=True)]
@@ -151,10 +151,10 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
 
 
 def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
-    """Hold a tiny copy of at least `fewest` layers, without kvq's modules, against its own code.
+    """Compare a tiny copy of at least `fewest` layers, run by kvq, with its own code without kvq's modules.
 
     Raises:
-        _Unproven: there are some.
+        _Unproven: the results differ.
     """
     ids = _tokens(0, sum(step[0] for step in _STEPS), weights.geometry.vocab_size)
     [found] = _in_steps(weights, [ids], ((len(ids),),))
@@ -168,7 +168,7 @@ def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
 
 
 def _deep_tiny_copy(prepared: PreparedModel) -> LoadedWeights | None:
-    """Return a deeper copy, or None if layers can't be cut there: Gemma 4 Unified has sizes by layer."""
+    """Return a deeper copy; None if impossible, as for Gemma 4 Unified, which has per-layer sizes."""
     try:
         return _tiny_copy(prepared, _DEEP)
     except ModelError:
@@ -197,13 +197,13 @@ def _loaded(prepared: PreparedModel, model: Any, geometry: ModelGeometry) -> Loa
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
     ids = torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    ids[count // 3 : count // 3 + 2] = [2, 1]  # an end and a beginning, which code may look for
+    ids[count // 3 : count // 3 + 2] = [2, 1]  # end and begin tokens, which code may look for
     return list(ids)
 
 
 @torch.inference_mode()
 def _counts_from_0(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
-    """True if the model's own code gives the same result when it gets positions."""
+    """True if the model's own code returns the same result when it is given positions from 0."""
     told = {"position_ids": torch.arange(len(ids), device=weights.device)[None]}
     return relative_error(eager_logits(weights, ids, told=told), wanted) <= TOLERANCE
 
@@ -211,7 +211,7 @@ def _counts_from_0(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bo
 def _in_steps(
     weights: LoadedWeights, ids: list[list[int]], steps: tuple[tuple[int, ...], ...] = _STEPS
 ) -> list[Tensor]:
-    """fp32 [tokens, vocab] of each sequence, run together, so many tokens of each a step."""
+    """Return each sequence's logits, fp32 [tokens, vocab]; `steps`: tokens of each sequence per step."""
     geometry = weights.geometry
     layout = plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=_BLOCK)
     session = Session(weights, layout, max_tokens=CONTEXT, max_sequences=len(ids))

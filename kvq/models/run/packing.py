@@ -1,4 +1,4 @@
-"""Many sequences' tokens in one row, and the model's pass over it: what sessions and the engine share."""
+"""Packed rows of many sequences' tokens, and the model's pass over them, for sessions and the engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +24,7 @@ def are_decodes(counts: Sequence[int]) -> bool:
 
 
 def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
-    """int64 [tokens]: where each of `counts` new tokens lies in its sequence, which then ends at `ends`."""
+    """Return new tokens' positions, int64 [tokens]; each sequence has `counts` of them and ends at `ends`."""
     last = np.array(ends)
     if are_decodes(counts):
         positions: Integers = last - 1
@@ -38,11 +38,11 @@ def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
 def run_packed(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> Tensor:
-    """Layer by layer write, then attend; then logits of the `wanted` rows, [len(wanted), vocab].
+    """Run a step, in which each layer writes, then attends; return logits of the `wanted` rows.
 
-    One token id and one position per row. What is a tensor, int64, is on the device already; what isn't is
-    copied there, for which a GPU's host waits. Rows are padded where results would depend on their number
-    else.
+    `tokens` and `positions` have one value per row. Tensors must be int64 and on the device; other values
+    are copied there, for which a GPU's host waits. Rows are padded if results would otherwise depend on
+    their number.
     """
     ids, where, keep = _laid_out(weights, step, tokens, positions, wanted)
     short = weights.fused_pass
@@ -62,7 +62,7 @@ def run_packed(
 def ready_pass(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> ReadyPass | None:
-    """Return `run_packed` as a compiled call to begin and wait for; None if the step has no compiled form."""
+    """Return `run_packed` as a compiled call to start and wait for; None if the step has no compiled form."""
     short = weights.fused_pass
     if short is None or not short.is_whole or step.states is not None:
         return None
@@ -72,7 +72,7 @@ def ready_pass(
 def _laid_out(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, positions, which are the step's from now on, and wanted rows, as many as the pass takes."""
+    """Return token ids, positions and wanted rows, padded for the pass; set the step's positions."""
     rows, device = weights.step_rows(len(positions)), weights.device
     step.positions = where = padded(positions, rows, device)
     keep = padded(wanted, weights.logit_rows(len(wanted)), device)
@@ -81,9 +81,9 @@ def _laid_out(
 
 @contextmanager
 def kept_hidden(model: nn.Module, step: PackedStep) -> Iterator[None]:
-    """Let a pass of a causal model fill in `step.hidden`, if the step asks for it; costs nothing else.
+    """Let a pass of a causal model fill in `step.hidden` if the step needs it, and otherwise do nothing.
 
-    Hidden states behind the last norm are what speculation by heads drafts from.
+    Speculation by heads drafts from the hidden states after the last norm.
     """
     if not step.keeps_hidden:
         yield
@@ -102,7 +102,7 @@ def kept_hidden(model: nn.Module, step: PackedStep) -> Iterator[None]:
 
 
 def padded(values: Numbers, rows: int, device: torch.device) -> Tensor:
-    """int64 [rows] on the device: the values, then zeros."""
+    """Return int64 [rows] on the device: the values, then zeros."""
     if isinstance(values, Tensor):
         return values if len(values) == rows else functional.pad(values, (0, rows - len(values)))
     if len(values) == rows:

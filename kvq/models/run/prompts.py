@@ -1,4 +1,4 @@
-"""Texts and conversations to token ids, with a model's own tokenizer and chat template."""
+"""Encoding of texts and conversations to token ids, with a model's own tokenizer and chat template."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,40 +14,40 @@ from kvq.models.templates.forms import Forms, Turns, try_out
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
-_OPTIONAL = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a tool
+_OPTIONAL = {"description": "", "parameters": {"type": "object", "properties": {}}}  # fields of a tool
 _WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
-# Words that a template compares something with, or looks for in a list
+# Words that a template compares values with, or looks for in a list
 _COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}", rf"{_WORD}\s*[!=]=")]
 
 
 class TooLong(RequestError):
-    """A text that has more tokens than fit, however it is cut."""
+    """A text has more tokens than fit, however it is tokenized."""
 
 
 class TemplateFails(RequestError):  # D291: only raise_exception refuses; all else is a failure
-    """A chat template ends in an error that it did not mean; its fault, or the conversation's."""
+    """A chat template raised an unintended error, through its own fault or the conversation's."""
 
 
 class PromptEncoder:
     """Encoder of prompts for one transformers tokenizer.
 
-    What users, tools and documents wrote in a conversation is read as plain text, whatever it spells; the
-    template's own control tokens are kept, and those in what the system and the assistant say.
+    Texts of users, tools and documents in a conversation are encoded as plain text, whatever they spell.
+    Control tokens are kept in the template itself and in messages of the system and the assistant.
     """
 
     def __init__(self, tokenizer: Any, *, trusts_chats: bool = False) -> None:
-        """`trusts_chats`: control tokens are read as such in all that a conversation holds."""
+        """`trusts_chats`: control tokens are recognized in all parts of a conversation."""
         self._tokenizer = tokenizer
         self._trusts_chats = trusts_chats
 
     def encode(
         self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of a text. `plain`: whatever it spells, it holds no control tokens.
+        """Return a text's token ids. `plain`: encode no control tokens, whatever the text spells.
 
         Raises:
-            RequestError: it is no valid text.
-            TooLong: it has more than `max_tokens`, however it is cut.
+            RequestError: it is not a valid text.
+            TooLong: it has more than `max_tokens`, however it is tokenized.
         """
         self._check(text, max_tokens)
         if plain:
@@ -58,11 +58,11 @@ class PromptEncoder:
     def encode_chat(
         self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; `options`: of its template.
+        """Return the token ids of a conversation in the model's own format; `options`: the template's.
 
         Raises:
-            RequestError: the template refuses it, or shows nothing of some of it, or it is no valid text.
-            TooLong: it has more than `max_tokens`, however it is cut.
+            RequestError: the template refuses it or drops a part of it, or it is not valid text.
+            TooLong: it has more than `max_tokens`, however it is tokenized.
         """
         text = self._render(self.forms, turns, options)
         self._check(text, max_tokens)
@@ -72,13 +72,13 @@ class PromptEncoder:
     def shared_lengths(
         self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
     ) -> list[int]:
-        """Return how many first tokens a conversation shares with each of some others; 0 with its equals.
+        """Return how many first tokens a conversation shares with each of the others; 0 for equal ones.
 
-        `tokens`: what `encode_chat` made of the whole one. The texts' common beginning decides, up to where
-        it is cut into the same tokens.
+        `tokens`: the result of `encode_chat` for `whole`. The count is that of the tokens that the texts'
+        common beginning, tokenized alone, shares with `tokens`.
 
         Raises:
-            RequestError: the template refuses one of them.
+            RequestError: the template refuses a conversation.
         """
         text, *rest = (self._render(self.forms, turns, options) for turns, options in (whole, *others))
         shared = [self._control.encode(text[: num_common(text, other)]) for other in rest]
@@ -92,7 +92,7 @@ class PromptEncoder:
 
     @cached_property
     def forms(self) -> Forms:
-        """The parts that the chat template shows, found by a trial; may be set to an earlier result."""
+        """The parts that the chat template shows, found by trial; may be set to an earlier result."""
         return try_out(self._render, self._source, _variables(self._source))
 
     @cached_property
@@ -105,7 +105,7 @@ class PromptEncoder:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """The roles that mean something to the template; hidden, they would mean nothing."""
+        """The roles that the template knows, which must not be hidden."""
         return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(self._source))
 
     @cached_property
@@ -113,7 +113,7 @@ class PromptEncoder:
         return longest_token(self._tokenizer)
 
     def warm_up(self) -> None:
-        """Make what is made at first use, before processes are forked that would each make it."""
+        """Compute cached values now, so that forked processes need not each compute them."""
         _ = self._control, self._roles, self._longest_token
 
     def _check(self, text: str, max_tokens: int | None) -> None:
@@ -123,7 +123,7 @@ class PromptEncoder:
             check_length(shown, max_tokens, self._longest_token)
 
     def _render(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
-        """Render a conversation in these forms; where its template fails, with tools made whole."""
+        """Render a conversation in these forms; on a failure, retry with tools' optional fields filled in."""
         try:
             return self._render_as_given(forms, turns, options)
         except TemplateFails:
@@ -138,13 +138,13 @@ class PromptEncoder:
             given = [self._hidden(turn) for turn in given]
         try:
             return _rendered(self._tokenizer, given, options)
-        except MemoryError:  # it says nothing about the conversation
+        except MemoryError:  # not the conversation's fault
             raise
         except Exception as error:
             from jinja2.exceptions import TemplateError
 
             told = self._control.show(first_lines(error))
-            if type(error) is TemplateError:  # as `raise_exception` makes it
+            if type(error) is TemplateError:  # raised by `raise_exception`
                 raise RequestError(f"the model's chat template refused this: {told}") from error
             line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
             what = f"{type(error).__name__}{line}: {told}"
@@ -155,7 +155,7 @@ class PromptEncoder:
         if role in TRUSTED:
             return turn
         hidden = {name: self._control.hide(value, whole=True) for name, value in turn.items()}
-        if isinstance(content, list):  # of parts, whose type the template asks for
+        if isinstance(content, list):  # parts, whose type the template checks
             hidden["content"] = [
                 {**part, "text": self._control.hide(part["text"], whole=True)} for part in content
             ]
@@ -163,7 +163,7 @@ class PromptEncoder:
 
 
 def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give tools among a template's options what they may leave out."""
+    """Return a template's options with optional fields added to tools that lack them."""
     tools = []
     for tool in options.get("tools") or ():
         function = tool["function"]
@@ -173,7 +173,7 @@ def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Render turns by a tokenizer's template. Its own method would leave out a content that is None."""
+    """Render turns with a tokenizer's template. The tokenizer's own method would drop a content of None."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=options.get("tools"))
@@ -183,7 +183,7 @@ def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str,
 
 
 def _variables(source: str) -> frozenset[str] | None:
-    """Names that a template reads; None if it is broken."""
+    """Return the names that a template reads; None if it can't be parsed."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -196,12 +196,12 @@ def _variables(source: str) -> frozenset[str] | None:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """Characters of a tokenizer's longest token; a byte counts as one."""
+    """Return the length in characters of a tokenizer's longest token; a byte counts as one."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def check_length(text: str, max_tokens: int, longest: int) -> None:
-    """Raise TooLong if a text has more tokens than fit, however it is cut, without cutting it."""
+    """Raise TooLong if, judged by its length alone, a text has more tokens than fit."""
     if len(text) > max_tokens * longest:
         raise TooLong(
             f"the prompt has {len(text)} characters, which are more than the model's {max_tokens} tokens"

@@ -1,4 +1,4 @@
-"""A session: pools for some sequences of one model, and the steps that run over them."""
+"""A session: pools for the sequences of one model, and steps over them."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,11 +22,11 @@ from kvq.models.run.packing import positions_of, run_packed
 class StepResult:
     """Logits of one sequence's part of a step."""
 
-    logits: Tensor  # fp32 [rows, vocab]: every new token's row, or the last one's only
-    finite: bool  # False: K or V held a NaN or an infinity; the sequence's blocks were scrubbed
+    logits: Tensor  # fp32 [rows, vocab]: a row for every new token, or for the last one only
+    finite: bool  # False: K or V contained NaN or infinity; the sequence's blocks were scrubbed
 
     def trusted_logits(self) -> Tensor:
-        """Return the logits, or a RequestError if K or V was not finite."""
+        """Return the logits; raise RequestError if K or V was not finite."""
         if not self.finite:
             raise RequestError(
                 "K or V held NaN or infinity; the weights or the dtype overflow, try dtype fp32"
@@ -35,7 +35,7 @@ class StepResult:
 
 
 class Session:
-    """Runs packed steps over its own pools: each step writes its tokens, then attends from them."""
+    """Session that runs packed steps over its own pools; a step writes its tokens, then attends from them."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class Session:
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
 
-        `pool_tokens`: for so many tokens instead, however they are shared out among sequences.
-        `backend` names kernels of kvq's own cache; without, cache and kernels are the model's.
+        `pool_tokens`: allocate for this total of tokens instead, however sequences divide it.
+        `backend`: kernels of kvq's own cache; None: the model's cache and kernels.
 
         Raises:
-            RequestError: `max_tokens` is beyond the model's context.
-            ConfigError: a cache backend that can't store the recipe.
+            RequestError: `max_tokens` exceeds the model's context.
+            ConfigError: the cache backend can't store the recipe.
             OutOfMemory: the pools don't fit.
         """
         if not 1 <= max_tokens <= weights.max_context:
@@ -83,11 +83,11 @@ class Session:
         """Run one step: append tokens to sequences and return their logits.
 
         `work` pairs each sequence with its new token ids: a prefill chunk, or one decoded token.
-        The logits are of the last new token of each, or of all with `all_rows`.
+        The logits are those of each sequence's last new token or, with `all_rows`, of all new tokens.
 
         Raises:
-            RequestError: no tokens, a token id outside the vocabulary, or past the model's context.
-            OutOfBlocks: the pools are full. In all cases nothing has changed.
+            RequestError: no tokens, a token id outside the vocabulary, or more tokens than the context.
+            OutOfBlocks: the pools are full. After any of these errors, nothing has changed.
         """
         self._check_attention()
         for sequence, ids in work:

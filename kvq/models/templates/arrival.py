@@ -1,4 +1,4 @@
-"""Arrival check: every part of a conversation has to reach the text that a chat template makes of it."""
+"""Arrival check: every part of a conversation must appear in the text that a chat template renders."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,21 +10,21 @@ from kvq.models.templates.forms import BESIDE, CALLS, ROLES, TOOLS, Forms, Turns
 
 Options = Mapping[str, Any]
 _TEXT = "text"
-_Place = tuple[str, int, Mapping[str, Any]]  # what a word was put to, its number from 1, its turn or tool
+_Place = tuple[str, int, Mapping[str, Any]]  # kind of the marked part, its number from 1, its turn or tool
 _WORD = re.compile(r"kvqseen(\d+)z")
-_MOST = 8  # things that are missed and looked at again
+_MOST = 8  # missing parts that are checked again
 
 
-def check_arrival(  # D288: rendered again with markers: nothing gets lost
+def check_arrival(  # D288: rendered again with markers, so that nothing gets lost
     render: Callable[[Turns, Options], str], turns: Turns, options: Options, text: str, forms: Forms
 ) -> None:
-    """Raise RequestError if nothing of a turn, a call or a tool reached a conversation's text.
+    """Raise RequestError if a conversation's text shows nothing of some turn, call or tool.
 
-    Each gets a word of its own. If that is missed, it is changed alone: nothing of it is there if the text
-    stays as it was.
+    Each of them is marked with a unique word. If a word is missing, only its part is marked in a second
+    rendering; if the text does not change, it shows nothing of that part.
     """
     lost: list[_Place] = []
-    with suppress(RequestError):  # then the template wants the very words that were given
+    with suppress(RequestError):  # the template then accepts only the original words
         marked, marked_options, places = _marked(turns, options)
         seen = set(_WORD.findall(render(marked, marked_options).casefold()))
         missed = [at for at, place in enumerate(places) if str(at) not in seen and _matters(place, forms)]
@@ -34,7 +34,7 @@ def check_arrival(  # D288: rendered again with markers: nothing gets lost
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """False for text beside calls if some is shown: it was for one turn; for tools if only calls are."""
+    """Return False for text next to calls if some turn's is shown, and for tools if only calls are shown."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown
@@ -42,7 +42,7 @@ def _matters(place: _Place, forms: Forms) -> bool:
 
 
 def _missing(place: _Place, forms: Forms) -> str:
-    """Return what is missing, the reason, and what to do."""
+    """Return the missing part, the reason and the remedy, in words."""
     what, number, of = place
     if what == TOOLS:
         return f"tool {number}, so the model would not know of it; leave it out, or describe it in a message"
@@ -56,7 +56,7 @@ def _missing(place: _Place, forms: Forms) -> str:
 
 
 def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Turns, Options, list[_Place]]:
-    """A conversation with words at the ends of what it holds, or of one thing alone, and where they are."""
+    """Return a conversation with marker words in all its parts, or in part `only` alone, and their places."""
     places: list[_Place] = []
 
     def word(*place: Any) -> str:
@@ -65,7 +65,7 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
 
     def with_mark(text: str, *place: Any) -> str:
         mark = word(_TEXT, *place) if text.strip() else ""
-        return text + mark if only is None else mark + text + mark  # a template may cut it
+        return text + mark if only is None else mark + text + mark  # a template may truncate it
 
     made = []
     for number, turn in enumerate(turns, 1):
@@ -85,7 +85,7 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
 
 
 def _marked_call(call: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """Return a tool call marked by its arguments, or by its name if it has none."""
+    """Return a tool call marked in its arguments, or in its name if it has none."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     inside, brace, after = (
         arguments.rpartition("}") if arguments.rstrip().endswith("}") else (arguments, "", "")

@@ -1,6 +1,6 @@
-"""The form in which a chat template takes a conversation, and turns brought into it.
+"""The form in which a chat template takes a conversation, and the conversion of turns to it.
 
-A trial finds it: what the template shows of turns whose words are known, and in which form.
+It is found by trial: turns with known words are rendered, and the words are looked for in the text.
 """
 
 import json
@@ -14,37 +14,37 @@ from kvq.errors import RequestError
 ROLES = ("system", "user", "assistant", "tool")
 TOOLS, CALLS, BESIDE = "tools", "calls", "text beside calls"
 Turns = Sequence[Mapping[str, Any]]
-Without = Literal["empty", "null", "absent"]  # in place of a text that there is not
+Without = Literal["empty", "null", "absent"]  # the content of a turn without text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forms:
-    """Parts of a conversation that a chat template shows, and their forms; untried, all in the usual form."""
+    """Parts of a conversation that a chat template shows, and their forms; by default, all as usual."""
 
     shown: frozenset[str] = frozenset((*ROLES, TOOLS, CALLS, BESIDE))
-    parts: frozenset[str] = frozenset()  # roles whose texts it shows as lists of parts alone
-    developer: str = "developer"  # the role that a developer's messages are given
-    null: Without = "empty"  # what a call's turn has for a content that is null
-    empty: Without = "empty"  # and for one that is ""
-    joins_arguments: bool = False  # it wants arguments of calls as text, not as objects
-    parts_calls: bool = False  # it shows a turn's text and its calls as two turns alone
-    names_results: bool = False  # it wants a function's name beside what came of a call
-    variables: frozenset[str] | None = None  # that it reads; None: unknown
+    parts: frozenset[str] = frozenset()  # roles whose texts it shows only as lists of parts
+    developer: str = "developer"  # the role for developer messages
+    null: Without = "empty"  # the form of a call turn's content if it is null
+    empty: Without = "empty"  # the form if it is ""
+    joins_arguments: bool = False  # it takes call arguments as text, not as objects
+    parts_calls: bool = False  # it shows a turn's text and its calls only as two turns
+    names_results: bool = False  # it needs the function's name in a call's result
+    variables: frozenset[str] | None = None  # variables that it reads; None: unknown
 
     @property
     def only_calls(self) -> bool:
-        """True if it shows calls, and no tools that could be called: messages have to tell of them."""
+        """True if it shows calls but no callable tools, so that messages must describe the tools."""
         return CALLS in self.shown and TOOLS not in self.shown
 
     @property
     def lacking(self) -> str:
-        """Return the parts that the template has no place for, in words; empty if there are none."""
+        """The parts that the template has no place for, in words; empty if there are none."""
         words = [f"{role} messages" for role in ROLES if role not in self.shown]
         return ", ".join(words + [what for what in (TOOLS, CALLS) if what not in self.shown])
 
     def messages(self, given: Turns) -> list[dict[str, Any]]:
         """Return turns as the messages that the template takes."""
-        names: dict[str, str] = {}  # of the functions that were called, by the call's id
+        names: dict[str, str] = {}  # names of called functions, by the call's id
         made: list[dict[str, Any]] = []
         for turn in given:
             names |= {call.get("id", ""): call["function"]["name"] for call in turn.get("tool_calls") or ()}
@@ -53,7 +53,7 @@ class Forms:
         return made
 
     def _made(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the message that a turn becomes, or two."""
+        """Return the one or two messages for a turn."""
         rest = {name: given[name] for name in given if name not in ("role", "content", "tool_calls")}
         role, content = str(given.get("role")), given.get("content")
         role = self.developer if role == "developer" else role
@@ -63,7 +63,7 @@ class Forms:
         if (role if role in ROLES else "user") in self.parts:
             text = [{"type": "text", "text": one} for one in texts]
         calls = {"tool_calls": [self._call(call) for call in given.get("tool_calls") or ()]}
-        if not calls["tool_calls"]:  # templates ask whether there is such a thing
+        if not calls["tool_calls"]:  # templates test whether the key exists
             return [turn | {"content": text} | rest]
         if not any(texts):
             return [turn | _without(self.null if content is None else self.empty) | calls | rest]
@@ -72,7 +72,7 @@ class Forms:
         return [turn | {"content": text} | calls | rest]
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call with its arguments as they are wanted. What a model wrote that is no JSON stays as it is."""
+        """Return a call with arguments in the template's form; invalid JSON from a model is kept as text."""
         function = dict(call["function"])
         if not self.joins_arguments:
             with suppress(ValueError, RecursionError):
@@ -87,21 +87,21 @@ def _without(form: Without) -> dict[str, Any]:
 Render = Callable[[Forms, Turns, Mapping[str, Any]], str]
 _CALLED, _KEY, _VALUE, _TOOL = "kvqcalled", "kvqgiven", "kvqvalue", "kvqtool"
 _CALL = {
-    "id": "kvqcall01",  # of nine letters and digits, as Mistral's templates want them
+    "id": "kvqcall01",  # nine letters and digits, as Mistral's templates require
     "type": "function",
     "function": {"name": _CALLED, "arguments": f'{{"{_KEY}": "{_VALUE}"}}'},
 }
 _SCHEMA = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}}
 _TOOLS = [{"type": "function", "function": {"name": _TOOL, "description": "a tool", "parameters": _SCHEMA}}]
-_ILL = (f"'{_KEY}'", f'\\"{_KEY}')  # Python's way of writing an object, and text that is quoted again
+_ILL = (f"'{_KEY}'", f'\\"{_KEY}')  # signs of a wrong form: a Python repr, and JSON quoted twice
 _WITHOUT: Sequence[Without] = ("null", "absent", "empty")
 
 
 def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:  # D287
     """Return the parts that a template shows, each in the plainest form that works.
 
-    `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 26
-    times at most. `source`: the template's own text; `variables`: names that it reads.
+    `render` renders a conversation or raises RequestError; it is called 10 times for most templates and at
+    most 26 times. `source`: the template's source; `variables`: names that it reads.
     """
     trial = _Trial(render, Forms(shown=frozenset(), variables=variables))
     system, user = _message("system"), _message("user")
@@ -116,7 +116,7 @@ def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Fo
     trial.role("tool", done) or trial.role("tool", done, names_results=True)
     trial.named(done)
     trial.beside(done[2:])
-    # The system is whom a developer speaks as, unless the template knows developers by name
+    # Developer messages take the system role unless the template knows the developer role
     speakers = ("developer", "system") if "developer" in source else ("system", "developer")
     ways = [replace(trial.forms, developer=speaker) for speaker in speakers]
     if not trial.find("developer", ways, [_message("developer"), user], _word("developer")):
@@ -125,7 +125,7 @@ def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Fo
 
 
 class _Trial:
-    """Trial of one template. `forms`: found so far; `tools`: given with every conversation."""
+    """Trial of one template. `forms`: the forms found so far; `tools`: passed with every conversation."""
 
     def __init__(self, render: Render, forms: Forms) -> None:
         self.forms = forms
@@ -134,7 +134,7 @@ class _Trial:
         self._texts: dict[tuple[Forms, str, bool], str] = {}
 
     def find(self, what: str, ways: Iterable[Forms], turns: Turns, *words: str, **most: int) -> bool:
-        """Take the first of some forms in which words are shown; `most`: how often others may be."""
+        """Keep the first of some forms that shows the words; `most`: limits on the count of other strings."""
         for forms in ways:
             text = self._text(forms, turns)
             are_there = all(word in text.lower() for word in words)  # templates may change their case
@@ -144,13 +144,13 @@ class _Trial:
         return False
 
     def role(self, role: str, turns: Turns, *, names_results: bool = False) -> bool:
-        """Find how words of a role are shown."""
+        """Find the form in which a role's words are shown."""
         parts = (self.forms.parts, self.forms.parts | {role})
         ways = [replace(self.forms, parts=one, names_results=names_results) for one in parts]
         return self.find(role, ways, turns, _word(role))
 
     def calls(self, usual: Turns) -> None:
-        """Find how calls are shown without text, and beside some."""
+        """Find the form in which calls without text are shown, for null and for empty content."""
         well = {"None": self._text(self.forms, usual).count("None"), **dict.fromkeys(_ILL, 0)}
         asked, forms = _called(None), self.forms
         ways = [replace(forms, joins_arguments=j, null=null) for j in (False, True) for null in _WITHOUT]
@@ -161,14 +161,14 @@ class _Trial:
                 return
 
     def named(self, done: Turns) -> None:
-        """Name the function beside its result, if that can be seen."""
+        """Add the function's name to its result if the template shows it."""
         forms = replace(self.forms, names_results=True)
         without, named = (self._text(one, done).lower().count(_CALLED) for one in (self.forms, forms))
         if named > without:
             self.find("tool", [forms], done, _word("tool"))
 
     def beside(self, results: Turns) -> None:
-        """Find whether text is shown beside a call, or else before it, also in conversations that went on."""
+        """Find out whether text is shown with a call or as a turn before it, also in longer conversations."""
         word, apart = _word("beside"), replace(self.forms, parts_calls=True)
         done = [*_called(word), *results]
         if not self.find(BESIDE, [self.forms], done, _VALUE, word):
@@ -186,7 +186,7 @@ class _Trial:
 
 
 def _called(content: str | None) -> Turns:
-    """Return a conversation with a call beside some text, or none."""
+    """Return a conversation with a call whose turn has the content `content`."""
     return [_message("user"), {"role": "assistant", "content": content, "tool_calls": [_CALL]}]
 
 

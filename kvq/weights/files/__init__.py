@@ -1,4 +1,4 @@
-"""Quantized weights on disk: the tensors and the config of the formats that other programs load.
+"""Quantized weights on disk: tensors and configs of the formats that other programs load.
 
 Everything is converted to and from `QuantizedWeight`; nothing here opens a file.
 """
@@ -18,17 +18,17 @@ from kvq.weights.files import awq, compressed_tensors, gptq
 
 _TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
 FILE_FORMATS = tuple(_TENSORS)
-TRANSFORMERS_NEEDS = {  # packages beside transformers 5 itself, which names one after the other
+TRANSFORMERS_NEEDS = {  # packages in addition to transformers 5, which reports missing ones one at a time
     "compressed-tensors": ("compressed-tensors",),
     "autogptq": ("gptqmodel", "optimum", "accelerate"),
     "autoawq": ("gptqmodel", "accelerate"),
 }
-_TOLD = ("code", "group_size", "inputs")  # of a format, by every config
+_TOLD = ("code", "group_size", "inputs")  # properties of a format that every config contains
 _OTHER = "write compressed-tensors"
 
 
 def check_fits(file_format: str, fmt: WeightFormat) -> None:
-    """Raise ConfigError, which names what fits, unless files of this format can hold such weights."""
+    """Raise ConfigError, naming alternatives, unless files of this format can store weights in `fmt`."""
     if file_format not in FILE_FORMATS:
         raise ConfigError(
             f"unknown file format {file_format!r}{nearest(file_format, list(FILE_FORMATS)) or ';'} "
@@ -42,10 +42,10 @@ def check_fits(file_format: str, fmt: WeightFormat) -> None:
 
 
 def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors that stand for the weight of the layer called `name`.
+    """Return the tensors that store the weight of the layer called `name`.
 
     Raises:
-        ConfigError: the file format can't hold this weight's format, sizes, scales or order of inputs.
+        ConfigError: the file format can't store this weight's format, sizes, scales or order of inputs.
     """
     check_fits(file_format, weight.fmt)
     tensors: dict[str, Tensor] = _TENSORS[file_format].pack_linear(name, weight)
@@ -56,7 +56,7 @@ def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Ten
     """Return the weight of the layer called `name` from its tensors, `scheme.names_of(name)`.
 
     Raises:
-        ModelError: a tensor is missing, or its type, shape or numbers don't agree with the scheme.
+        ModelError: a tensor is missing, or its type, shape or values don't match the scheme.
     """
     layer = _layer(scheme, name)
     try:
@@ -67,10 +67,10 @@ def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Ten
 
 
 def stored_shape(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """[out, in] of the layer called `name`; looks at shapes, not at codes.
+    """Return [out, in] of the layer called `name`, from shapes, without reading codes.
 
     Raises:
-        ModelError: a tensor is missing or is no matrix.
+        ModelError: a tensor is missing or is not a matrix.
     """
     layer = _layer(scheme, name)
     if missing := [part for part in scheme.names_of(name) if part not in tensors]:
@@ -99,14 +99,14 @@ def quantization_config(
     kv_scales: bool,
     act_order: bool = False,
 ) -> dict[str, Any]:
-    """Return the quantization_config of a config.json; it was read back and compared.
+    """Return the quantization_config of a config.json, after it is read back and compared.
 
-    `formats`: of each quantized layer by its full name; `ignore`: names of Linear layers that keep their
-    weights; `kv_scales`: static FP8 scales of K and V are among the tensors; `act_order`: some layer's groups
-    are of scattered inputs.
+    `formats`: the format of each quantized layer by its full name; `ignore`: names of Linear layers that keep
+    their weights; `kv_scales`: static FP8 scales of K and V are among the tensors; `act_order`: some layer's
+    groups consist of scattered inputs.
 
     Raises:
-        ConfigError: the file format can't say that.
+        ConfigError: the file format can't express this.
     """
     if not formats:
         raise ConfigError("no layer is quantized; a quantization_config needs one at least")

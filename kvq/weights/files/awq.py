@@ -1,4 +1,4 @@
-"""Tensors of AutoAWQ's GEMM format: qweight and qzeros along outputs, eight in a word out of order, scales.
+"""Tensors of AutoAWQ's GEMM format: qweight and qzeros, with eight reordered outputs per word, and scales.
 
 Source: AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`.
 """
@@ -16,14 +16,14 @@ from kvq.weights.files.tensors import take, take_matrix, take_scale
 from kvq.weights.files.words import check_fp16_scales, offset, pack_awq, signed, unpack_awq, whole_groups
 
 _BITS = 4
-_COLUMNS = 8  # of a word
+_COLUMNS = 8  # per word
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one layer.
 
     Raises:
-        ConfigError: scales that aren't fp16, outputs that don't fill words, or groups of scattered inputs.
+        ConfigError: scales aren't fp16, outputs don't fill words, or groups consist of scattered inputs.
     """
     if weight.out_features % _COLUMNS:
         raise ConfigError(f"{name}: AWQ needs a multiple of {_COLUMNS} outputs, got {weight.out_features}")

@@ -30,7 +30,7 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one layer, version 1.
 
     Raises:
-        ConfigError: scales that aren't fp16, or sides that don't fill whole words.
+        ConfigError: scales aren't fp16, or inputs or outputs don't fill whole words.
     """
     bits, out, inputs = weight.fmt.code.bits, weight.out_features, weight.in_features
     for side, count in (("inputs", inputs), ("outputs", out)):
@@ -73,7 +73,7 @@ def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -
 def _zeros(
     layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> Tensor | None:
-    """Zero points int8 [out, groups]; None, after a look at them, if symmetric."""
+    """Return zero points int8 [out, groups], or None, after checking that they are 0, if symmetric."""
     bits = layer.fmt.code.bits
     words = take(tensors, name, (torch.int32,), [shape[0], num_words(shape[1], bits)])
     stored = unpack_words(words, bits, shape[1])  # [groups, out]

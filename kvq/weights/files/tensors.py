@@ -33,7 +33,7 @@ def take(
 
 
 def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return a tensor as `take` does, of any two-dimensional shape without empty sides."""
+    """Return a tensor like `take`, with any two-dimensional shape without empty dimensions."""
     found = take(tensors, name, dtypes)
     if found.dim() != 2 or 0 in found.shape:
         raise ModelError(f"tensor {name} must be a matrix, got shape {list(found.shape)}")
@@ -41,7 +41,7 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch
 
 
 def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
-    """Return a float tensor of that shape without NaN and infinity."""
+    """Return a float tensor of shape `shape`; raise ModelError if it contains NaN or infinity."""
     scale = take(tensors, name, FLOATS, shape)
     if not scale.isfinite().all():
         raise ModelError(f"tensor {name} holds NaN or infinity; download or copy the checkpoint again")
@@ -49,10 +49,10 @@ def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -
 
 
 def take_order(tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int) -> Tensor | None:
-    """Return the order of inputs, int64 [in], that makes the groups of a `g_idx` adjacent; None if they are.
+    """Return the order of inputs, int64 [in], that makes groups of a `g_idx` contiguous; None if they are.
 
     Raises:
-        ModelError: numbers that are no groups, or groups of unequal sizes.
+        ModelError: an index is not a group, or groups differ in size.
     """
     index = take(tensors, name, (torch.int32, torch.int64), [in_features]).long()
     if index.min() < 0 or index.max() >= groups:

@@ -1,6 +1,6 @@
-"""Packing of integer codes in files: inputs in their own order, in 32-bit words.
+"""Packing of integer codes in files: inputs in their original order, in 32-bit words.
 
-Words hold unsigned codes one after the other, low bits first, or eight of them in AWQ's order.
+Words contain consecutive unsigned codes, low bits first, or eight codes in AWQ's order.
 """
 
 import torch
@@ -12,7 +12,7 @@ from kvq.kernels.weight import QuantizedWeight
 
 
 def own_order(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Return integer codes int8 [out, in] and each input's group, int32 [in], in the inputs' own order."""
+    """Return integer codes int8 [out, in] and each input's group, int32 [in], in the original order."""
     q, groups = weight.integers(), weight.scale.shape[1]
     index = torch.arange(weight.in_features, device=q.device) // (weight.in_features // groups)
     if weight.order is not None:
@@ -22,10 +22,10 @@ def own_order(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def whole_groups(name: str, weight: QuantizedWeight) -> Tensor:
-    """Return the codes for a format on disk that has no order of inputs.
+    """Return the codes for a file format that stores no order of inputs.
 
     Raises:
-        ConfigError: a group's inputs don't lie side by side.
+        ConfigError: a group's inputs are not adjacent.
     """
     q, index = own_order(weight)
     if (index.diff() < 0).any():
@@ -37,7 +37,7 @@ def whole_groups(name: str, weight: QuantizedWeight) -> Tensor:
 
 
 def check_fp16_scales(name: str, weight: QuantizedWeight, program: str) -> None:
-    """Raise ConfigError unless the scales are as GPTQ and AWQ keep them."""
+    """Raise ConfigError unless the scales are fp16, as in files of GPTQ and AWQ."""
     if weight.scale.dtype is not torch.float16:
         got = weight.scale.dtype
         raise ConfigError(f"{name}: {program} keeps fp16 scales, got {got}; quantize with fp16 scales")
@@ -49,7 +49,7 @@ def offset(q: Tensor, bits: int) -> Tensor:
 
 
 def signed(codes: Tensor, bits: int) -> Tensor:
-    """Map uint8 to int8; undoes `offset`."""
+    """Map uint8 to int8, the inverse of `offset`."""
     return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
 
 
@@ -65,8 +65,8 @@ def num_words(count: int, bits: int) -> int:
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 [rows, n] below 2^bits into int32 [rows, num_words(n, bits)].
 
-    Code i takes bits i * bits up to (i + 1) * bits of a row, so that 32 codes take `bits` words and a code
-    of 3 bits may lie in two of them. Bits that are left over are zero.
+    Code i takes bits i * bits up to (i + 1) * bits of a row, so that 32 codes take `bits` words and a 3-bit
+    code may span two words. Unused bits are zero.
     """
     rows, count = codes.shape
     padded = functional.pad(codes, (0, -count % WORD_BITS)).view(rows, -1, WORD_BITS)
@@ -78,11 +78,11 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
         if shift + bits > WORD_BITS:
             words[:, :, word + 1] |= code >> (WORD_BITS - shift)
     words = words.flatten(1)[:, : num_words(count, bits)]
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)  # of the same 32 bits
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)  # the same 32 bits
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack int32 [rows, num_words(count, bits)] into uint8 [rows, count]; undoes `pack_words`."""
+    """Unpack int32 [rows, num_words(count, bits)] into uint8 [rows, count], the inverse of `pack_words`."""
     rows = words.shape[0]
     groups = functional.pad(words, (0, -words.shape[1] % bits)).view(rows, -1, bits).long() & 0xFFFFFFFF
     codes = torch.empty(rows, groups.shape[1], WORD_BITS, dtype=torch.uint8, device=words.device)
@@ -96,13 +96,13 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Pack uint8 [rows, n] below 16 into int32 [rows, n / 8], each eight in AWQ's order."""
+    """Pack uint8 [rows, n] below 16 into int32 [rows, n / 8], every eight codes in AWQ's order."""
     rows = codes.shape[0]
     return pack_words(codes.view(rows, -1, 8)[:, :, list(AWQ_ORDER)].flatten(1), 4)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Unpack int32 [rows, n / 8] into uint8 [rows, n]; undoes `pack_awq`."""
+    """Unpack int32 [rows, n / 8] into uint8 [rows, n], the inverse of `pack_awq`."""
     rows, count = words.shape[0], words.shape[1] * 8
     eights = unpack_words(words, 4, count).view(rows, -1, 8)
     own = torch.empty_like(eights)
