@@ -58,6 +58,7 @@ def measure_sensitivities(  # D31: layers before the tried half run once
 
     def trials(costs: Sequence[float]) -> list[Trial]:
         done = zip(pairs[1:], costs[1:], strict=False)
+        # D30: the loss common to all trials: a half in INT8
         tried = [Trial(half=half, fmt=fmt, kl=max(kl - costs[0], _LEAST_COST)) for (half, fmt), kl in done]
         return [*known, *tried]
 
@@ -97,7 +98,7 @@ def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:  # D29: K is t
     return Trial(half=half, fmt=fmt, kl=max(kl, _LEAST_COST), is_estimated=True)
 
 
-def _noise(fmt: KVFormat, half: Half) -> float:  # D30: the loss common to all trials: a half in INT8
+def _noise(fmt: KVFormat, half: Half) -> float:
     """Return the square of a code's step, in a unit that all formats of a half share.
 
     A step is the range of the values that share a scale, divided by 2^bits. The squared range of n normally
