@@ -1,1 +1,1 @@
-"""kvq inside other projects' engines and caches: each is imported by the one that it is for, never by kvq."""
+"""Integrations of kvq into other projects' engines and caches; each project imports its own, kvq none."""
