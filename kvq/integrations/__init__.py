@@ -1,1 +1,1 @@
-"""Integrations of kvq into other projects' engines and caches; each project imports its own, kvq none."""
+"""Integrations into other projects' engines and caches, imported by those projects, never by kvq."""

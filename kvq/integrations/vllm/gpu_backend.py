@@ -55,7 +55,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the size of a whole page, because a part of a page is not a page."""
+        """Return the size of a whole page, since a page can't be divided."""
         size = kv_cache_spec.block_size if kv_cache_spec is not None else None
         return [MultipleOf(UNPADDED_TOKENS) if size is None else size]
 

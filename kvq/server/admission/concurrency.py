@@ -86,7 +86,7 @@ _WINDOW_S = 10.0
 _MIN_STARTS = 16  # fewest first tokens within the window for a known rate
 
 
-class FirstTokens:  # D300: waits by the rate of first tokens, while a prompt waits
+class FirstTokens:  # D300: waits follow from the rate of first tokens while a prompt waits
     """Prompts that wait for their first token, and the recent rate of first tokens.
 
     Only the time in which a prompt waited counts, because an idle server has few first tokens per second

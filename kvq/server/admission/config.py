@@ -67,7 +67,7 @@ class ServerConfig:
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the accepted Host headers: `given` and loopback; None (any) if none is given beyond loopback.
+    """Return the accepted Host headers: `given` and loopback; None (any) for a public `host` without `given`.
 
     Otherwise, a web page could reach a server on loopback under the page's own host name.
     """

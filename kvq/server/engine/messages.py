@@ -63,7 +63,7 @@ Look = Literal["look"]
 
 
 class Ready(Message, frozen=True):
-    """Report that the engine was built."""
+    """Notice that the engine was built."""
 
     model_digest: str  # digest of the checkpoint's tensors
     vocab_size: int
@@ -80,7 +80,7 @@ class Ready(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Report that the engine can't be built; another try helps only if `may_pass`."""
+    """Notice that the engine can't be built; another try helps only if `may_pass`."""
 
     reason: str
     may_pass: bool = False

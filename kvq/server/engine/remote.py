@@ -79,8 +79,8 @@ class Remote:
         stall_s: float = 4.0,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without answer
-        until the process is killed. `on_failed`: called with the reason when the engine has failed for good.
+        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without an
+        answer before the process is killed. `on_failed`: called with the reason if the engine fails for good.
         """
         self.state = State.STARTING
         self.info: Ready | None = None  # facts about the engine, from the first time it was ready

@@ -214,7 +214,7 @@ class _Answer:
 
 
 def _most_bytes(scope: Scope) -> int:
-    """Return the size limit of a request's body; if no body is read, the size that does not count."""
+    """Return the size limit of a request's body; this is `FREE` for requests whose body is not read."""
     is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
     return MAX_BODY if is_read else FREE
 

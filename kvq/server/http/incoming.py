@@ -69,7 +69,7 @@ class _RequestBody:
             Problem: the body is too large, takes too long, or there is no room for it.
         """
         self._tenant = tenant
-        body, more = bytearray(), True  # joined on arrival: if joined in the end, several might end at once
+        body, more = bytearray(), True  # joined on arrival: several bodies may end at the same time
         try:
             async with asyncio.timeout(BODY_S):
                 while more:

@@ -86,6 +86,6 @@ class _Lines(ReceiveBuffer):
         """Return all lines up to an empty line, once that has arrived; lines are counted as they arrive."""
         if len(self._data) > MAX_LINES:
             end = blank_line_regex.search(self._data, self._multiple_lines_search)
-            if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and both end lines
+            if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # plus first and last
                 raise _TooManyLines(f"a request may have {MAX_LINES} lines of headers")
         return super().maybe_extract_lines()

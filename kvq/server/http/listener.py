@@ -27,7 +27,7 @@ _AGAIN_S = 1.0  # until the next try after the system had no descriptor
 _TO_SPEAK_S = 0.1  # least time that a silent connection is kept
 _REST_S = 0.05  # before another look at an incomplete ClientHello
 _HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's header, and of a whole record
-_QUIET_S = 60.0  # without a problem, before the next one is logged
+_QUIET_S = 60.0  # without problems before the next one is logged
 _READ = 32 << 10  # bytes per read; asyncio would read 256 KB from each connection
 _TLS_BUFFER = 16 << 10  # bytes per connection, one TLS record; asyncio would use 256 KB
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -127,7 +127,7 @@ class Listener:  # D306: asyncio accepts without a bound
         self._num = dict.fromkeys(Stage, 0)
         self._handshakes: OrderedDict[Slot, None] = OrderedDict()
         self._spoken: OrderedDict[Slot, None] = OrderedDict()  # connections that wait for a handshake
-        self._is_admitting = False  # a timer will do so
+        self._is_admitting = False  # a timer for `_admit_on` is set
         self._num_owed = 0  # handshakes that found no room in their turn
         self._make: Callable[[Slot], asyncio.Protocol] | None = None
         self._is_accepting = False

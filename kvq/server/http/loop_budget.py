@@ -38,7 +38,7 @@ class LoopBudget:
         self._is_running = False
         self._spare_s = _AT_ONCE_S
         self._counted_s = 0.0
-        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # and the errors to raise
+        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # calls of `through`, their errors
         self._is_closed = False
 
     def add(self, owner: str, step: Callable[[], Again]) -> None:

@@ -43,7 +43,7 @@ class Problem(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After`, if trying again may help."""
+        """Return `Retry-After`, if trying again may help."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

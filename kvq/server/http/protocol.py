@@ -74,7 +74,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._slot = slot
         self._budget = LoopBudget() if slot is None else slot.listener.budget
         self._body_budget = self._budget if slot is None else slot.listener.body_budget
-        self._is_in_line = False  # to continue parsing
+        self._is_in_line = False  # it waits to continue parsing
         self._stage = Stage.SILENT  # stage before it was in line
         self._is_resting = False  # reading pauses after too many small reads
         self._num_small = 0

@@ -19,7 +19,7 @@ _PIECE_S = 10.0  # for a client to take a piece
 
 
 class WholeAnswer(Response):
-    """JSON answer, sent as fast as the client reads. A client that reads no piece for 10 s is dropped."""
+    """JSON answer, sent as fast as the client reads; disconnects clients that read no piece for 10 s."""
 
     media_type = "application/json"
 

@@ -116,7 +116,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
         self._leave = manager.subscribe(self._follow)
 
     def include(self, tenant: str) -> None:  # D353: salted prompts out, tenants' in
-        """From now on, report the blocks of a tenant's prompts that have no salt."""
+        """Report, from now on, the blocks of a tenant's prompts that have no salt."""
         self._roots.add(self._index.root_digest(tenant))
 
     def flush(self) -> None:

@@ -30,7 +30,7 @@ def schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Return a completion's parameters. With `max_tokens` 0, the engine generates one token, dropped later.
+    """Return a completion's parameters. With `max_tokens` 0, the engine generates one token to be dropped.
 
     Raises:
         Problem: the engine does not accept a parameter.

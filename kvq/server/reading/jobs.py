@@ -67,7 +67,7 @@ PIECE = 1 << 17  # characters
 
 
 def in_pieces(job: Job) -> tuple[list[str], Job]:
-    """Return the pieces to send before a job, and the job with their number in place of each long text.
+    """Return the pieces to send before a job, and the job with piece counts in place of its long texts.
 
     Encoding megabytes at once would block the event loop.
     """

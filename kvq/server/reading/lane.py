@@ -32,7 +32,7 @@ class Overran(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    pieces: list[str]  # of the job's long texts
+    pieces: list[str]  # pieces of the job's long texts
     job: bytes  # encoded
     may_s: float  # limit on processor time
     answer: asyncio.Future[JobResult] = field(
@@ -143,7 +143,7 @@ class Lane:
         timer = loop.call_later(soon_s, reader.yield_to_others, _NICENESS)
         try:
             answer = await reader.do(work.pieces, work.job)
-        except BaseException:  # abandoned within a job, a reader would answer the next job with this result
+        except BaseException:  # if abandoned within a job, it would answer the next job with this result
             with contextlib.suppress(OSError):
                 await asyncio.shield(self._readers.end(reader))
             raise

@@ -90,10 +90,10 @@ class ToolCalling:
         """Return the offer of a request with these tools; None if nothing in its answer is read as a call.
 
         `parallel`: more than one call may be made. A tool given as `choice` is called exactly once.
-        `is_formatted`: the request asks for structured output.
+        `is_formatted`: the request has a format for structured output.
 
         Raises:
-            Problem: the tools, the choice and the output format exclude each other.
+            Problem: the tools, the choice and the output format can't be combined.
         """
         _check(tools, choice, is_formatted)
         format, special = self.format, self.special

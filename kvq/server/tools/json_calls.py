@@ -70,7 +70,7 @@ class _Draft:
 
 
 def call_object(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read an object after its `{` and emit its call; return False, with its text still held, if it is none.
+    """Read an object after its `{` and emit its call; return False, its text still held, if it is no call.
 
     With `names`, only these functions count, and an object without arguments is not a call. An object that
     breaks off or becomes invalid after the call has begun is read up to that point.

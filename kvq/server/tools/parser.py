@@ -103,7 +103,7 @@ class Parser:  # D324: each character once; nothing is taken back
         yield from self.all_of(_SPACE)
 
     def one_of(self, words: Sequence[str]) -> Steps[str]:
-        """Read one of `words`, none a prefix of another. "" if none follows: the part that fits is read."""
+        """Read one of `words`, none a prefix of another; if none follows, read what fits and return ""."""
         read = ""
         while char := (yield from self.peek()):
             read += char
@@ -115,7 +115,7 @@ class Parser:  # D324: each character once; nothing is taken back
         return ""
 
     def word(self, word: str) -> Steps[bool]:
-        """Read a word; False if it does not follow, after reading the characters that fit."""
+        """Read a word; if it does not follow, read the characters that fit, and return False."""
         return (yield from self.one_of((word,))) == word
 
     def hold(self) -> None:

@@ -1,4 +1,4 @@
-"""Thinking: separated from a model's answer, and allowed before a grammar begins."""
+"""Model's thinking: separated from the answer, and allowed before a grammar begins."""
 
 import json
 from collections.abc import Sequence

@@ -173,7 +173,7 @@ def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _from_python(written: str, text: str) -> Any:
-    """Return the value of a Python literal, or the text itself if it is none."""
+    """Return the value of a Python literal, or the text itself if it is not a literal."""
     if written[:1] in ("{", "["):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = literal_eval(written)
