@@ -37,7 +37,7 @@ _WRONG = {  # header fields that may differ, the most informative first
 }
 
 
-class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payload
+class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the payload
     """Codec of chunks with equal layers, channels and dtype and any number of tokens. Not thread-safe."""
 
     def __init__(
@@ -50,8 +50,8 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
         head_dim: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`kv`: a format, a pair K/V, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim` of a
-        token's K, and of its V. With a recipe, `head_dim` may be left out.
+        """`kv`: a format, a pair K/V, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim`,
+        counted separately for K and V. With a recipe, `head_dim` may be left out.
 
         Raises:
             ConfigError: the format, recipe or dtype does not suit such chunks.

@@ -14,7 +14,7 @@ from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 _MOST_STALE = 64  # replicas that may have ended unnoticed
 
 
-# D349: guarded: a router that raises hangs requests
+# D349: guarded, since requests hang if a router raises
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
     """Router that sends a prompt to the replica that got most of its text before, unless it is much busier.
 

@@ -21,7 +21,7 @@ from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:  # D340: kvq's own part of a block, regions apart
+class Page:  # D340: a page is kvq's part of a block, in separate regions
     """Division of one layer's pages into codes and scales."""
 
     layout: LayerLayout

@@ -23,7 +23,7 @@ class SequenceSlots:
         self.held = 0
 
 
-class ConcurrencyLimit:  # D299: counted here: the engine's last step is old
+class ConcurrencyLimit:  # D299: counted here, since the engine's figures are a step old
     """Slots of all requests. A request has a slot as soon as its first prompt has one."""
 
     def __init__(self, num_slots: Callable[[], int | None]) -> None:

@@ -111,7 +111,7 @@ class Calls:
 
 
 class _Room:
-    """Lock for many entrants at once, or one alone; one that waits to be alone enters before later ones."""
+    """Lock that many tasks share or one holds alone; a task that waits to be alone goes before later ones."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()

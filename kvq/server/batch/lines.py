@@ -52,7 +52,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield parse_line(number, raw)
 
 
-def parse_line(number: int, raw: bytes) -> Line:  # D336: a line has the bounds of a body
+def parse_line(number: int, raw: bytes) -> Line:  # D336: a line has the limits of a body
     """Return the request of a line; if the line has none, `fault` says why."""
     try:
         for _ in scan(raw, inside=1):  # without pauses, since no client waits for a token meanwhile

@@ -35,9 +35,9 @@ class TokenTexts:
     def completion_logprobs(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, *, within: str = ""
     ) -> dict[str, Any]:
-        """Return log-probabilities of tokens from character `start` on; a prompt's first token has none.
+        """Return log-probabilities of tokens from text offset `start` on; a prompt's first token has none.
 
-        `within`: the prompt from which the tokens were made; tokens that the tokenizer added are not in it.
+        `within`: the prompt that was tokenized; tokens that the tokenizer added are not in it.
         """
         tokens, values, tops, offsets = [], [], [], []
         for token, entry in zip(ids, entries, strict=True):
@@ -89,7 +89,7 @@ class TokenTexts:
 
 
 def _finite(value: float) -> float:
-    """Return a value that JSON can represent; the lowest in OpenAI's API is -9999."""
+    """Return the value, at least -9999 as in OpenAI's API, because JSON has no infinity."""
     return max(value, -9999.0)
 
 

@@ -226,7 +226,7 @@ class Worker:
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
-    def _listen(self, loop: EngineLoop) -> None:  # D295: pings: steps may take seconds
+    def _listen(self, loop: EngineLoop) -> None:  # D295: a thread, since steps may take seconds
         """Read messages from the HTTP process in a thread, so that pings are answered during steps."""
         try:
             while (message := read(self._sock, to_engine)) is not None:

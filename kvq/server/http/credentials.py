@@ -78,7 +78,7 @@ class Credentials:
         self._num_tenants = 0
         self._take(access)
 
-    def read_again(self) -> None:  # D329: SIGHUP: all or none; a new key, a new tenant
+    def read_again(self) -> None:  # D329: on SIGHUP, all files or none; a new key is a new tenant
         """Read the files again; if one of them can't be used, log that and keep everything unchanged."""
         try:
             access = None if self._read is None else self._read()

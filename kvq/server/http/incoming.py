@@ -30,7 +30,7 @@ class Incoming:
         """Return the body of a new request, to be released when it is answered."""
         return _RequestBody(self)
 
-    def take(self, tenant: str, count: int) -> None:  # D303: three quarters for one key
+    def take(self, tenant: str, count: int) -> None:  # D303: one key may use three quarters
         """Count `count` more bytes. Raises Problem: a limit would be exceeded."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")

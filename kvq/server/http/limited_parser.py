@@ -10,9 +10,9 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 
 from kvq.server.http.problems import Problem
 
-# D307: 64 KB may hold ten thousand events of 30 us
+# D307: 64 KB may contain ten thousand events of 30 us
 SLICE_EVENTS = 32  # parsed at once, about 1 ms
-# D309: 128 lines; first parses in turns
+# D309: at most 128 lines; heads that arrive together are parsed in turn
 MAX_LINES = 128  # lines of a head, or of the trailers after the last chunk
 MAX_HEAD = 64 << 10  # bytes of a request's head, or of a chunk's head
 _FREE_CHUNKS = 1024  # chunks of a body that may have any size

@@ -95,7 +95,7 @@ class _Address:
         return sum(map(len, self.slots.values()))
 
 
-class Listener:  # D306: asyncio accepts without a bound
+class Listener:  # D306: asyncio accepts without a limit
     """Acceptor of connections, which closes unused ones to make room for new ones.
 
     When all slots are taken, the longest silent connection of the address with the most silent connections is

@@ -93,7 +93,7 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form
     return _encoder.encode([now, told, 0])  # seconds since 1970, events, rank of data parallelism
 
 
-class EventStream:  # D351: the manager's own events, in vLLM's words
+class EventStream:  # D351: the manager's own events, in vLLM's format
     """Changes to one engine's blocks, in batches. O(1) per event; keeps only the digests of held blocks.
 
     Only blocks of the first layer group are reported: if any group has full attention, it is this one, and
@@ -115,7 +115,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
         self._is_behind = True  # subscribers may have blocks of an earlier engine
         self._leave = manager.subscribe(self._follow)
 
-    def include(self, tenant: str) -> None:  # D353: salted prompts out, tenants' in
+    def include(self, tenant: str) -> None:  # D353: without salted prompts, with those of tenants
         """Report, from now on, the blocks of a tenant's prompts that have no salt."""
         self._roots.add(self._index.root_digest(tenant))
 
@@ -135,7 +135,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
         else:
             self.dropped += len(changes)
 
-    def tell_all(self) -> None:  # D352: numbers from the clock; subscribers get everything
+    def tell_all(self) -> None:  # D352: numbers come from the clock; new subscribers get everything
         """Report all held blocks with the next batch, for a new subscriber."""
         self._is_behind = True
 

@@ -79,7 +79,7 @@ class ToolCalling:
             return f"not read{why}"
         return self.format.name + (", by the model's chat template" if self.is_guess else "")
 
-    def offer(  # D326: with `none` the template gets no tools
+    def offer(  # D326: with `none`, the template gets no tools
         self,
         tools: Sequence[Tool],
         *,
