@@ -35,8 +35,7 @@ def bench_blocks(
     rng = random.Random(seed)
     rows = _pool_rows(num_blocks, blocks_per_sequence)
     progress(1, 6)
-    filling = max(1, num_blocks // (blocks_per_sequence + _MORE))
-    for i, count in enumerate((num_sequences, filling)):
+    for i, count in enumerate((num_sequences, max(1, num_blocks // (blocks_per_sequence + _MORE)))):
         load = _Load(rng, count, blocks_per_sequence, block_size)
         load.time_prompts()
         progress(2 + 2 * i, 6)

@@ -1,1 +1,1 @@
-"""kvq inside other projects' engines and caches: each is imported by the one that it is for, never by kvq."""
+"""Integrations into other projects' engines and caches, imported by those projects, never by kvq."""

@@ -1,1 +1,1 @@
-"""The server: an HTTP process and an engine process that speak MessagePack over a socket pair."""
+"""Server: an HTTP process and an engine process that exchange MessagePack over a socket pair."""

@@ -1,4 +1,4 @@
-"""HTTP application: all routes behind the guard, and every failure as an error object."""
+"""HTTP application: all routes, behind the guard; every failure is returned as an error object."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,14 +28,14 @@ from kvq.server.openai.openapi import describe_routes
 from kvq.version import __version__
 
 _SHOWN = 100  # characters of an unknown path in an error
-_ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
+_ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/responses does not match /v1/messages
 _GENERATING = (*openai.GENERATING, MESSAGES_PATH)
 _READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH)
 _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
     Problem: lambda problem: problem,
     RequestError: lambda error: Problem(400, str(error)),
     RequestValidationError: lambda error: of_body(error.errors(), error.body),
-    # Of a body within one protocol's bounds that exceeds the other's: with joined texts, say
+    # A body within one protocol's bounds may exceed the other's, for example after its texts are joined
     ValidationError: lambda error: of_body(error.errors(include_url=False), None),
     Exception: lambda error: Problem(500, f"the server failed: {type(error).__name__}", type="server_error"),
 }
@@ -44,9 +44,10 @@ _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
 def create_app(
     service: Service, access: Access | None = None, credentials: Credentials | None = None
 ) -> FastAPI:
-    """Return the application over a service.
+    """Return the application for a service.
 
-    With API keys every route but `/health/live` needs one: one of `credentials`, or of `access` without them.
+    If there are API keys, every route except `/health/live` requires a key: one of `credentials` if given,
+    otherwise one of `access`.
     """
     access = access or Access()
     app = FastAPI(
@@ -75,11 +76,11 @@ def create_app(
         access=access,
         credentials=credentials,
         check=partial(_check_arrival, service),
-        # D302: a refused request counts toward the minute
+        # D302: a refused request counts toward the limit per minute
         charge=lambda tenant: service.admission.tenants[tenant].charge_request(),
         count=partial(_count, service),
     )
-    if access.origins:  # around the guard: browsers send no key when they ask for permission
+    if access.origins:  # outside the guard: browsers send no key with a preflight request
         app.add_middleware(
             CORSMiddleware,
             allow_origins=sorted(access.origins),
@@ -98,7 +99,7 @@ def _check_arrival(service: Service, path: str, tenant: str) -> None:
 
 
 def _count(service: Service, path: str, problem: Problem) -> None:
-    """Count a request for text that ended in a problem, unless it is counted already."""
+    """Count a generation request that ended in a problem, unless it has already been counted."""
     if path in _GENERATING and problem.status != 405 and not problem.is_counted:
         service.metrics.count(problem.counted().ending)
 

@@ -20,7 +20,7 @@ _log = logging.getLogger("kvq")
 
 
 def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
-    """Return the model's source, and its engine, not started yet. `on_failed` gets the reason if it fails.
+    """Return the model's source and its engine, not yet started. `on_failed` gets the reason if it fails.
 
     Raises:
         KVQError: there is no such model.
@@ -44,8 +44,8 @@ def make_service(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> Service:
-    """Return the service over an engine. `name`: the model's, unless the configuration has others.
-    `deadline_s`: for one prompt to be read.
+    """Return the service for an engine. `name`: the model's name, unless the configuration has others.
+    `deadline_s`: deadline for reading one prompt.
 
     Raises:
         ConfigError: the format of tool calls is unknown, or generation_config.json can't be used.

@@ -1,4 +1,4 @@
-"""Checks of `kvq serve --check`: everything that `kvq serve` would refuse, without loading the weights."""
+"""Checks for `kvq serve --check`: find everything that `kvq serve` would refuse, without loading weights."""
 
 import asyncio
 import signal
@@ -28,7 +28,7 @@ from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import at_once, longest_context
 from kvq.weights.manifest import verify_manifest
 
-_LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
+_LIVE_FLOATS = 6  # approximate live values per token and hidden dimension within a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Finding:
 
     @property
     def is_error(self) -> bool:
-        """True if the server would not start, or refuse all requests."""
+        """True if the server would not start or would refuse all requests."""
         return self.level == "error"
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ _ok, _warning, _error = (partial(_Finding, level) for level in ("ok", "warning",
 
 
 def check_config(config: ServerConfig) -> list[_Finding]:
-    """Check the address, the model's files, formats, memory and the prefill budget; try its template."""
+    """Check the address, model files, formats, memory and prefill budget, and try the chat template."""
     findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
@@ -95,7 +95,7 @@ def _address(config: ServerConfig) -> Iterator[_Finding]:
 def _events(config: ServerConfig) -> Iterator[_Finding]:
     if config.kv_events is None:
         return
-    from kvq.server.kv_events.publisher import Publisher  # with pyzmq, which nothing else needs
+    from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, which nothing else needs
 
     try:
         Publisher(config.kv_events, block_size=1).close()
@@ -107,7 +107,7 @@ def _events(config: ServerConfig) -> Iterator[_Finding]:
 
 
 def _checked(engine: CheckedEngine) -> Iterator[_Finding]:
-    """Report what an earlier load check found of the formats, if it ran; it needs the weights."""
+    """Report the result of an earlier load check of the formats, if any; a new check needs the weights."""
     if not is_to_check(engine.model, engine.recipe):
         return
     found = recalled(engine.model, engine.recipe)
@@ -124,7 +124,7 @@ def _weights(model: PreparedModel) -> int:
 
 
 def _taken(checked: CheckedEngine) -> int:
-    """Return the bytes of weights and of a step's activations, roughly; free memory has to hold both."""
+    """Return the approximate bytes of the weights and a step's activations, which must fit in free memory."""
     model, config = checked.model, checked.config
     live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
     return _weights(model) + live_values * model.dtype.itemsize
@@ -225,14 +225,14 @@ def _template(config: ServerConfig, model: PreparedModel) -> Iterator[_Finding]:
 
 
 async def _try_prompts(config: ServerConfig, model: PreparedModel) -> tuple[str | None, str]:
-    """Return why no conversation can be read, or None, and what the template does not show."""
+    """Return why no conversation can be rendered (None if one can), and which parts the template omits."""
     setup = Setup(
         folder=str(model.folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats
     )
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()
     assert trying is not None, "within a coroutine"
-    for number in (signal.SIGTERM, signal.SIGINT):  # raised, they would end another task of the loop
+    for number in (signal.SIGTERM, signal.SIGINT):  # as exceptions, they would end another task of the loop
         asyncio.get_running_loop().add_signal_handler(number, trying.cancel)
     try:
         await prompts.start()

@@ -18,12 +18,12 @@ from kvq.server.openai.openapi import answer
 from kvq.version import __version__
 
 _DEADLINE_S = 10.0
-_FRESH_S = 5.0  # for which a result of the deep check is used again
+_FRESH_S = 5.0  # for which a result of the deep check is reused
 _TOKENS = 10
 
 
 class _DeepCheck:
-    """Deep check: tokenizes a text and generates 10 tokens under deadlines, past admission, one at a time."""
+    """Deep check: tokenizes a text and generates 10 tokens, with deadlines but no admission."""
 
     def __init__(self, service: Service, *, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
@@ -32,7 +32,7 @@ class _DeepCheck:
         self._began_s = 0.0
 
     async def run(self) -> float:
-        """Return the seconds that it took; a result of the last five seconds is used again.
+        """Run the check and return the seconds that it took; a result of the last five seconds is reused.
 
         Raises:
             Problem: there is no engine, or it did not generate in time.
@@ -71,7 +71,7 @@ class _DeepCheck:
         return self._clock() - began
 
 
-async def check_readiness(service: Service) -> None:  # D330: Kubernetes asks by a command: it needs a key
+async def check_readiness(service: Service) -> None:  # D330: Kubernetes runs a command, since a key is needed
     """Raise Problem unless requests are accepted and their texts can be read."""
     service.check_ready()
     if (reason := await service.prompts.probe()) is not None:
@@ -79,7 +79,7 @@ async def check_readiness(service: Service) -> None:  # D330: Kubernetes asks by
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add `/health` with its three depths, and `/version` as vLLM has it."""
+    """Add `/health` with its three depths, and `/version` as in vLLM."""
     deep = _DeepCheck(service)
 
     @app.get("/version", responses={200: {"model": dict[str, str]}})

@@ -20,7 +20,7 @@ from kvq.errors import ConfigError, KVQError, nearest
 _FORMATS = ("text", "json")
 _LEVELS = ("debug", "info", "warning", "error")
 request_id: ContextVar[str] = ContextVar("kvq_request_id", default="")
-# Only errors of libraries: some of their warnings come with every odd connection
+# Only errors from libraries: some of their warnings appear with every unusual connection
 _LOGGERS = {"uvicorn.error": logging.ERROR, "asyncio": logging.ERROR, "py.warnings": logging.WARNING}
 _MAX_WAITING = 10_000  # records; the newest are dropped while standard error is blocked
 
@@ -41,7 +41,7 @@ class LogConfig:
 
 
 def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:
-    """Log one line about an event, with its fields; None are left out."""
+    """Log one line about an event, with its fields; those that are None are left out."""
     logger = logging.getLogger("kvq")
     if not logger.isEnabledFor(level):
         return
@@ -70,7 +70,7 @@ def configure(config: LogConfig) -> QueueListener:
 
 
 def _soften(record: logging.LogRecord) -> bool:
-    """Pass every record; the end of the grace period is a warning, since the operator ended the server."""
+    """Pass every record; make the end of the grace period a warning, since the operator ended the server."""
     if record.name == "uvicorn.error" and "graceful shutdown exceeded" in str(record.msg):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True

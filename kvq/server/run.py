@@ -1,4 +1,4 @@
-"""`kvq serve`: the HTTP process from its start to its end."""
+"""HTTP process of `kvq serve`, from startup to shutdown."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def serve(config: ServerConfig) -> None:
 
     Raises:
         ConfigError: the engine can't be built, or the address can't be bound.
-        EngineError: the engine ended more often than it may.
+        EngineError: the engine ended too often.
         KeyboardInterrupt: a signal came before the server was ready.
     """
     logs, stretches = configure(config.log), Stretches()
@@ -68,7 +68,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:  # D316
         "Longest that the HTTP process computed without looking after its connections, since it was ready.",
         lambda: stretches.longest_s,
     )
-    listening = asyncio.create_task(server.serve(sockets=[]))  # the listener hands it connections
+    listening = asyncio.create_task(server.serve(sockets=[]))  # the listener passes it connections
     try:
         await asyncio.wait((ready, listening, end.came), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -93,19 +93,19 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:  # D316
 
 
 class _End:
-    """The server's end: what asks for it, and why."""
+    """Shutdown of the server: the signals that request it, and the error that causes it, if any."""
 
     def __init__(self) -> None:
         self.came: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
         self.service: Service | None = None
 
     def set(self, reason: KVQError | None = None) -> None:
-        """Ask for the end; a `reason` is an error."""
+        """Request the shutdown; `reason`: the error that causes it, if any."""
         if not self.came.done():
             self.came.set_result(reason)
 
     def on_signals(self, credentials: Credentials | None) -> None:
-        """End at SIGTERM and SIGINT; with `credentials`, read them again at SIGHUP."""
+        """Shut down on SIGTERM and SIGINT; reload `credentials`, if given, on SIGHUP."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
@@ -138,7 +138,7 @@ async def _make_service(
     starting: "asyncio.Task[Ready]",
     end: _End,
 ) -> Service:
-    """Return the service over an engine that is starting; without one, end that engine."""
+    """Return the service for an engine that is starting; if the service can't be made, end the engine."""
     try:
         tokenizer = await _unless(end, partial(load_without_torch, source.folder, config.chat_template))
         service = make_service(config, source.name, source.folder, remote, tokenizer)
@@ -151,10 +151,10 @@ async def _make_service(
 
 
 async def _settle(stretches: Stretches) -> None:
-    """Collect garbage once and for all; from now on stretches of the event loop count."""
+    """Collect garbage, exempt the remaining objects from later collections, and reset the longest stretch."""
     gc.collect()
-    gc.freeze()  # else a collection looks through all the libraries' objects, which takes 50 ms
-    await asyncio.sleep(0)  # no client has waited for this yet
+    gc.freeze()  # otherwise every collection scans all objects of the libraries, which takes 50 ms
+    await asyncio.sleep(0)  # ends this stretch, for which no client has waited
     stretches.longest_s = 0.0
 
 
@@ -168,11 +168,11 @@ def _announce(
 
 
 async def _unless(end: _End, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, done in a thread; the server's end does not wait for it.
+    """Run `work` in a thread and return its result; a shutdown does not wait for it.
 
     Raises:
         KeyboardInterrupt: a signal came before the result.
-        KVQError: the server has to end.
+        KVQError: the server must shut down.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()

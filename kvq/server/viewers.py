@@ -18,9 +18,9 @@ from kvq.server.http.problems import Problem
 from kvq.server.openai.respond import tenant_of
 from kvq.version import __version__
 
-_INTERVAL_S = 0.25  # between snapshots at least
-_SHARE = 0.02  # of the engine's time that snapshots may take
-_WAIT_S = 2.0  # for a step to end; then the last snapshot is shown
+_INTERVAL_S = 0.25  # shortest time between snapshots
+_SHARE = 0.02  # largest share of the engine's time that snapshots may take
+_WAIT_S = 2.0  # longest wait for a step to end; after it, the last snapshot is shown
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _CONTENT: dict[str, Any] = {kind: {"schema": {"type": "string"}} for kind in _TYPES.values()}
 _HEADERS = {
@@ -32,15 +32,15 @@ _HEADERS = {
 }
 
 
-class _Viewers:  # D333: pulled: no viewer, no work
-    """Snapshots for all viewers, taken while there are any, and no more often than the engine can bear."""
+class _Viewers:  # D333: snapshots are pulled: no viewer, no work
+    """Snapshots for all viewers, taken only while there are viewers, and only as often as `_SHARE` allows."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
         self._clock = clock
         self._lock = asyncio.Lock()
         self._snapshot: EngineSnapshot | None = None
-        self._pools: list[dict[str, Any]] = []  # of the snapshot, as in JSON
+        self._pools: list[dict[str, Any]] = []  # pools of the snapshot, as JSON objects
         self._taken_s = 0.0
 
     @property
@@ -50,7 +50,7 @@ class _Viewers:  # D333: pulled: no viewer, no work
         return max(_INTERVAL_S, cost_s / _SHARE)
 
     async def show(self, tenant: str, *, has_keys: bool) -> dict[str, Any]:
-        """Return what one tenant may see: its own requests, and blocks and counts of others."""
+        """Return the data that one tenant may see: its own requests, and blocks and counts of all tenants."""
         async with self._lock:
             if self._clock() - self._taken_s >= self.interval_s:
                 await self._look()

@@ -89,8 +89,7 @@ class StaticBatches:  # D244: the rival is a static batch of `generate`
         for i, (request, _) in enumerate(batch):
             ids[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
             mask[i, width - len(request.prompt) :] = 1
-        clock = _Clock()
-        device = self._rival.device
+        clock, device = _Clock(), self._rival.device
         with torch.inference_mode(), quiet():
             out = self._rival.generate(
                 ids.to(device),

@@ -1,10 +1,10 @@
-"""kvq as LMCache's codec: a serde `kvq`, by which its storage and transfers hold kvq blocks with digests."""
+"""LMCache serde `kvq`, with which LMCache stores and transfers kvq blocks with digests."""
 
 from kvq.extras import require
 
 
 def register() -> None:
-    """Let LMCache's configuration name the serde `kvq`. Again, nothing happens.
+    """Register the serde `kvq` for LMCache's configuration. Further calls do nothing.
 
     Raises:
         ConfigError: LMCache is not installed.

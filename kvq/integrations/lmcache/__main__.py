@@ -1,4 +1,4 @@
-"""`python -m kvq.integrations.lmcache ...`: LMCache's own command line, which knows the serde `kvq`."""
+"""`python -m kvq.integrations.lmcache ...`: LMCache's own command line with the serde `kvq`."""
 
 import sys
 

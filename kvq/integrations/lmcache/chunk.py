@@ -1,9 +1,9 @@
-"""Chunks of K and V as kvq blocks in one sealed piece of bytes, without LMCache.
+"""Chunks of K and V, stored as kvq blocks in one sealed byte string. Does not need LMCache.
 
     magic, 8 bytes | version, 4 | length of the header, 4 | seal of the header, 64 | header, JSON | blocks
 
-The header says how the blocks are read, where they belong, and their digest. Bytes that differ from what was
-written, in whatever place, are refused, and so are those of another model's, format's or place's chunk.
+The header states how to read the blocks, the place that they belong to, and their digest. A chunk is refused
+if any byte differs from those that were written, or if it belongs to another model, format or place.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MAGIC = b"kvqchunk"
 _FRONT = struct.Struct("<8sII64s")
 _AGAIN = "compute these tokens again"
-_WRONG = {  # what a header may say otherwise, most telling first
+_WRONG = {  # header fields that may differ, the most informative first
     "recipe": "it was made with another format or recipe",
     "shape": "it holds another number of layers, tokens or channels",
     "dtype": "it was made of another dtype",
@@ -37,8 +37,8 @@ _WRONG = {  # what a header may say otherwise, most telling first
 }
 
 
-class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payload
-    """Chunks of equal layers, channels and dtype, of any number of tokens. For one thread at a time."""
+class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the payload
+    """Codec of chunks with equal layers, channels and dtype and any number of tokens. Not thread-safe."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
         head_dim: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`kv`: a format, a pair K/V, or a kvq.json, as `--kv` takes it. `channels` of K and of V of a token:
-        KV heads times `head_dim`, which may be left out with a recipe.
+        """`kv`: a format, a pair K/V, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim`,
+        counted separately for K and V. With a recipe, `head_dim` may be left out.
 
         Raises:
-            ConfigError: a format, recipe or dtype that such chunks can't be stored with.
+            ConfigError: the format, recipe or dtype does not suit such chunks.
             UnsupportedKernel: no kernel runs the formats here.
         """
         if dtype not in DTYPES:
@@ -69,19 +69,19 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
         self._cache = KVCache(self._layout, num_blocks=[1], device=device or torch.device("cpu"))
 
     def nbytes(self, num_tokens: int) -> int:
-        """Bytes of a coded chunk, exactly."""
+        """Return the exact size in bytes of an encoded chunk."""
         header = header_text(self._header(num_tokens, "", "0" * 32))
         return _FRONT.size + len(header) + self._num_blocks(num_tokens) * self._block_bytes
 
     def encode(self, chunk: Tensor, out: Tensor, place: str = "") -> int:
-        """Code K and V into the first bytes of `out`; returns how many.
+        """Encode K and V into the first bytes of `out`; return the number of bytes.
 
         `chunk`: [2, layers, tokens, channels]; `out`: uint8 [at least `nbytes(tokens)`] on the host. `place`
-        names the chunk: it is read back under the same name only.
+        names the chunk, which can be decoded only with the same name.
 
         Raises:
-            ConfigError: another shape or dtype, or too few bytes.
-            NumericalError: K or V hold NaN or infinity.
+            ConfigError: `chunk` has another shape or dtype, or `out` has too few bytes.
+            NumericalError: K or V contain NaN or infinity.
         """
         num_tokens, blocks = self._check(chunk), self._blocks(chunk.shape[2])
         needed = self.nbytes(num_tokens)
@@ -106,13 +106,13 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
         return needed
 
     def decode(self, content: Tensor, out: Tensor, place: str = "") -> None:
-        """Put a chunk's K and V, dequantized, into `out`, once every byte of it is checked.
+        """Check every byte of a chunk, then dequantize its K and V into `out`.
 
-        `content`: uint8 [`nbytes(tokens)`] on the host, as `encode` wrote them; `out`: as its `chunk`.
+        `content`: uint8 [`nbytes(tokens)`] on the host, written by `encode`; `out`: like its `chunk`.
 
         Raises:
             ConfigError: `out` has another shape or dtype.
-            DamagedData: the bytes are not such a chunk's, or not what was written; `out` is as it was.
+            DamagedData: the bytes are not such a chunk, or were changed; `out` is left unchanged.
         """
         num_tokens = self._check(out)
         header, payload = _parts(content)
@@ -138,14 +138,14 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
         return -(-num_tokens // BLOCK_SIZE)
 
     def _blocks(self, num_tokens: int) -> Tensor:
-        """Return the bytes of as many blocks as hold the tokens, uint8; the pool grows to them."""
+        """Return the bytes, uint8, of the blocks for this many tokens; the pool grows if necessary."""
         count = self._num_blocks(num_tokens)
         if count > self._cache.num_blocks[0]:
             self._cache.grow([count])
         return self._cache.pool(0)[: count * self._block_bytes]
 
     def _check(self, chunk: Tensor) -> int:
-        """Return the tokens of a chunk."""
+        """Return the number of tokens of a chunk. Raises ConfigError: its shape or dtype differs."""
         layers, channels = self._shape
         if chunk.ndim != 4 or (chunk.shape[0], chunk.shape[1], chunk.shape[3]) != (2, layers, channels):
             raise ConfigError(
@@ -159,7 +159,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
         return chunk.shape[2]
 
     def _rows(self, chunk: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """K and V of every layer, views [tokens, kv_heads, head_dim]."""
+        """Return K and V of every layer as views [tokens, kv_heads, head_dim]."""
         heads = self._layout.geometry.kv_heads
         return [
             (k.unflatten(-1, (count, -1)), v.unflatten(-1, (count, -1)))
@@ -178,14 +178,14 @@ class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payloa
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
-    """Rows [tokens, kv_heads, dim] as [blocks, kv_heads, BLOCK_SIZE, dim]; the last one, again, fills up."""
+    """[tokens, kv_heads, dim] -> [blocks, kv_heads, BLOCK_SIZE, dim]; repeats of the last row fill up."""
     missing = -len(x) % BLOCK_SIZE
     whole = torch.cat((x, x[-1:].expand(missing, -1, -1))) if missing else x
     return torch.reshape(whole, (-1, BLOCK_SIZE, *x.shape[1:])).transpose(1, 2)
 
 
 def check_recipe(recipe: KVRecipe) -> None:
-    """Raise ConfigError for a recipe that keeps tokens unquantized for good, or a registered format."""
+    """Raise ConfigError for a recipe with permanently unquantized tokens, or with a registered format."""
     recipe.check_stored("LMCache")
     if recipe.exact != ExactTokens():
         raise ConfigError(
@@ -236,7 +236,7 @@ def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:
 
 
 def _parts(content: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return a coded chunk's header, if its seal holds, and its blocks."""
+    """Return an encoded chunk's header and blocks. Raises DamagedData: the header can't be used."""
     raw = content[: _FRONT.size].numpy().tobytes()
     if len(raw) < _FRONT.size or not raw.startswith(_MAGIC):
         raise DamagedData(f"a stored chunk is cut short, damaged or none of kvq's; {_AGAIN}")

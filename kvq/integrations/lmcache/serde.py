@@ -1,8 +1,8 @@
-"""The serde `kvq` for LMCache's L2 adapters. Needs LMCache.
+"""Serde `kvq` for LMCache's L2 adapters. Needs LMCache.
 
     {"type": "fs", "base_path": "/cache", "serde": {"type": "kvq", "kv": "int4", "head_dim": 128}}
 
-`kv` is what `--kv` takes: a format, a pair K/V, or a kvq.json, which tells `head_dim` itself.
+`kv` accepts the same values as `--kv`: a format, a pair K/V, or a kvq.json, which includes `head_dim`.
 """
 
 import threading
@@ -30,21 +30,19 @@ _OPTIONS = ("kv", "head_dim", "max_workers")
 
 
 class _Codecs:
-    """The codecs of one configuration: one for each kind of chunk, and for each thread that codes."""
+    """Codecs of one configuration, one for each kind of chunk and each thread."""
 
     def __init__(self, kv: str | KVRecipe, head_dim: int | None = None) -> None:
-        """Raises:
-        ConfigError: a recipe that can't be read.
-        """
+        """Raise ConfigError if a recipe file can't be read."""
         self._kv = KVRecipe.named(Path(kv), []) if isinstance(kv, str) and kv.endswith(".json") else kv
         self._head_dim = head_dim
         self._own = threading.local()
 
     def of(self, shape: torch.Size, dtype: torch.dtype) -> ChunkCodec:
-        """Return the codec of chunks [2, layers, tokens, channels].
+        """Return the codec for chunks [2, layers, tokens, channels].
 
         Raises:
-            ConfigError: another kind of chunk, or a format that it can't be stored in.
+            ConfigError: the chunk is of another kind, or can't be stored in the format.
         """
         if len(shape) != 4 or shape[0] != 2:
             raise ConfigError(
@@ -61,17 +59,17 @@ class _Codecs:
 
 
 class _Serializer(Serializer):  # type: ignore[misc]  # LMCache has no types
-    """K and V chunks to kvq blocks."""
+    """Serializer from K and V chunks to kvq blocks."""
 
     def __init__(self, codecs: _Codecs) -> None:
         self._codecs = codecs
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Code `src` into `dst`; returns the bytes, exactly those that were estimated.
+        """Encode `src` into `dst`; return the number of bytes, which equals the estimate.
 
         Raises:
-            ConfigError: a chunk that can't be coded, or too few bytes in `dst`.
-            NumericalError: K or V hold NaN or infinity.
+            ConfigError: the chunk can't be encoded, or `dst` has too few bytes.
+            NumericalError: K or V contain NaN or infinity.
         """
         out, done = dst.raw_tensor.view(torch.uint8)[: dst.get_size()], 0
         for part, chunk in enumerate(_chunks(src)):
@@ -79,13 +77,13 @@ class _Serializer(Serializer):  # type: ignore[misc]  # LMCache has no types
         return done
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Return the bytes of a chunk of that layout, exactly."""
+        """Return the exact size in bytes of an encoded chunk with this layout."""
         kinds = zip(layout_desc.shapes, layout_desc.dtypes, strict=True)
         return sum(self._codecs.of(shape, dtype).nbytes(shape[2]) for shape, dtype in kinds)
 
 
 class _Deserializer(Deserializer):  # type: ignore[misc]
-    """kvq blocks to K and V chunks, once every byte of them is checked."""
+    """Deserializer from kvq blocks to K and V chunks, which checks every byte first."""
 
     def __init__(self, codecs: _Codecs) -> None:
         self._codecs = codecs
@@ -94,7 +92,7 @@ class _Deserializer(Deserializer):  # type: ignore[misc]
         """Dequantize `src` into `dst`.
 
         Raises:
-            DamagedData: not what was stored under this key. LMCache logs it, and the load is a miss.
+            DamagedData: not the bytes stored under this key. LMCache logs this, and the load is a miss.
         """
         content, done = src.raw_tensor.view(torch.uint8)[: src.get_size()], 0
         for part, chunk in enumerate(_chunks(dst)):
@@ -109,16 +107,16 @@ class _Deserializer(Deserializer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Let LMCache's configuration name the serde. Again, nothing happens."""
+    """Register the serde for LMCache's configuration. Further calls do nothing."""
     if NAME not in get_registered_serde_types():
         register_serde_factory(NAME, make_processor)
 
 
 def make_processor(options: dict[str, object]) -> SerdeProcessor:
-    """Return the serde of an adapter's `"serde"` object.
+    """Return the serde for an adapter's `"serde"` object.
 
     Raises:
-        ConfigError: an option that is unknown, missing or out of range.
+        ConfigError: an option is unknown, missing or out of range.
     """
     for name in options:
         if name not in _OPTIONS:
@@ -132,7 +130,7 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
     if not kv.endswith(".json"):
         if head_dim is None:
             raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
-        check_recipe(KVRecipe.uniform(kv, [(head_dim, head_dim)]))  # refused now, not at the first chunk
+        check_recipe(KVRecipe.uniform(kv, [(head_dim, head_dim)]))  # checked now, not at the first chunk
     codecs, workers = _Codecs(kv, head_dim), _count(options, "max_workers") or 1
     return AsyncSerdeProcessor(_Serializer(codecs), _Deserializer(codecs), max_workers=workers)
 
@@ -149,6 +147,6 @@ def _chunks(memory: MemoryObj) -> list[Tensor]:
 
 
 def _place(key: ObjectKey, part: int) -> str:
-    """Return the name of a chunk's place; the parts of a chunk in several pieces have one each."""
+    """Return the name of a chunk's place; each part of a chunk has a separate name."""
     names = (key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, part)
     return "\n".join(map(str, names))

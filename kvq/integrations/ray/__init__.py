@@ -6,8 +6,8 @@
     serve.run(application("./my-llama", kv="int4", num_replicas=4, router="affinity"))
 
 or `serve run kvq.integrations.ray:build model=./my-llama kv=int4 num_replicas=4`. An ingress passes requests
-on to the replicas, each of which is the application of `kvq serve` over an engine of its own. Importing this
-imports no Ray; using it without says how to install it.
+on to the replicas, each of which is the application of `kvq serve` with a separate engine. Importing this
+module does not import Ray; using it without Ray raises an error that says how to install Ray.
 """
 
 from typing import TYPE_CHECKING

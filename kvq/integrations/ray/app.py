@@ -1,4 +1,4 @@
-"""The Ray Serve application: an ingress and its replicas."""
+"""Ray Serve application: an ingress and its replicas."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -14,18 +14,18 @@ from kvq.sizing.pools import MAX_NUM_SEQS
 
 require("kvq.integrations.ray", (*RAY, *SERVER))
 
-from ray import serve  # noqa: E402 - what is missing was said before
+from ray import serve  # noqa: E402 - missing packages were reported above
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig  # noqa: E402
 
 from kvq.integrations.ray.ingress import Ingress  # noqa: E402
 from kvq.integrations.ray.replica import EngineReplica  # noqa: E402
 
 _FLEET = {field.name for field in fields(Fleet)}
-_LISTENERS = {"host", "port", "tls", "max_connections", "max_connections_per_address"}  # Ray's proxy has its
+_LISTENERS = {"host", "port", "tls", "max_connections", "max_connections_per_address"}  # set in Ray's proxy
 _SERVER = {field.name for field in fields(ServerConfig)} - {"model", "kv", *_LISTENERS}
-_WAIT_S = 0.5  # between two looks whether the last request has ended
-_LATE_S = 5.0  # after `grace_s`, for error objects to be sent
-_MANY = 100_000  # requests that an ingress passes on at once: the replicas say what they bear
+_WAIT_S = 0.5  # between two checks whether the last request has ended
+_LATE_S = 5.0  # time to send error objects after `grace_s`
+_MANY = 100_000  # requests that an ingress passes on at once; the replicas set the real limit
 
 
 def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) -> serve.Application:
@@ -33,11 +33,11 @@ def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) ->
 
     `options`: those of `Fleet` (num_replicas, max_replicas, router, ray_actor_options, ...) and of
     `ServerConfig` (served_model_name, access, admission, grace_s, `engine` with options of `kvq.LLM`, ...).
-    An engine that ends takes its replica with it unless `max_restarts` allows it more lives: Ray then starts
-    another, and its requests go elsewhere. `model` is a folder at every node, or a hub's name.
+    If an engine ends, its replica ends, too, unless `max_restarts` allows a restart. Ray then starts another
+    replica, and the requests are sent elsewhere. `model`: a folder on every node, or a name on a hub.
 
     Raises:
-        ConfigError: an unknown option, or one that can't be used.
+        ConfigError: an option is unknown, or can't be used.
     """
     if unknown := sorted(options.keys() - _FLEET - _SERVER):
         hint = nearest(unknown[0], sorted(_FLEET | _SERVER))
@@ -50,7 +50,7 @@ def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) ->
         name="kvq",
         num_replicas=fleet.num_ingresses,
         max_ongoing_requests=_MANY,
-        graceful_shutdown_timeout_s=config.grace_s + 2 * _LATE_S,  # its replicas' requests end before
+        graceful_shutdown_timeout_s=config.grace_s + 2 * _LATE_S,  # the replicas' requests end earlier
         graceful_shutdown_wait_loop_s=_WAIT_S,
         ray_actor_options={"num_cpus": 0},
     )
@@ -61,7 +61,7 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     """Return Ray's options for the replicas."""
     seats = int(config.engine.get("max_num_seqs", MAX_NUM_SEQS))
     options: dict[str, Any] = {
-        "max_ongoing_requests": seats + config.admission.max_queue,  # beyond it the ingress keeps them
+        "max_ongoing_requests": seats + config.admission.max_queue,  # the ingress keeps any more
         "graceful_shutdown_timeout_s": config.grace_s + _LATE_S,
         "graceful_shutdown_wait_loop_s": _WAIT_S,
         "ray_actor_options": dict(fleet.ray_actor_options),
@@ -71,13 +71,13 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     }
     if fleet.max_replicas is None:
         return options | {"num_replicas": fleet.num_replicas}
-    scaling = {"target_ongoing_requests": seats, **fleet.autoscaling}  # above it some wait
+    scaling = {"target_ongoing_requests": seats, **fleet.autoscaling}  # with more, some wait
     bounds = {"min_replicas": fleet.num_replicas, "max_replicas": fleet.max_replicas}
     return options | {"autoscaling_config": AutoscalingConfig(**scaling, **bounds)}
 
 
 class Arguments(BaseModel):
-    """Arguments of `serve run kvq.integrations.ray:build`, and of a file of `serve deploy`."""
+    """Arguments of `serve run kvq.integrations.ray:build`, and of a file for `serve deploy`."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = "tiny"
@@ -93,5 +93,5 @@ class Arguments(BaseModel):
 
 
 def build(args: Arguments) -> serve.Application:
-    """Return the application that the arguments of Ray's command line or file describe."""
+    """Return the application described by the arguments of Ray's command line or file."""
     return application(**args.model_dump())

@@ -7,13 +7,13 @@ from typing import Any
 from kvq.capacity.fleet.routing import LONG_MATCH, MOST_AHEAD, REMEMBERED_TOKENS, Routing
 from kvq.errors import ConfigError, nearest
 
-ROUTERS = {  # as `kvq simulate --routing` calls and simulates them -> the class
+ROUTERS = {  # name in `kvq simulate --routing` -> class
     Routing.AFFINITY.value: "kvq.integrations.ray.router.PrefixRouter",
     Routing.TWO_CHOICES.value: "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
     Routing.ROUND_ROBIN.value: "ray.serve.experimental.round_robin_router.RoundRobinRouter",
 }
-_TOKEN_CHARS = 4  # about as many has a token of text
-# Of Ray's prefix router. Ray's own defaults never look at the load, and keep every prompt for ever.
+_TOKEN_CHARS = 4  # approximate characters per token of text
+# Options of Ray's prefix router. Ray's own defaults ignore the load, and keep every prompt forever.
 _AFFINITY = {
     "imbalanced_threshold": MOST_AHEAD,
     "match_rate_threshold": LONG_MATCH,
@@ -28,12 +28,12 @@ class Fleet:
     """Replicas and their router."""
 
     num_replicas: int = 1
-    max_replicas: int | None = None  # up to which Ray starts more while requests wait; None: it never does
-    autoscaling: Mapping[str, Any] = field(default_factory=dict)  # of Ray: upscale_delay_s, ...
+    max_replicas: int | None = None  # Ray starts up to this many while requests wait; None: it never does
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)  # Ray's options: upscale_delay_s, ...
     router: str = "affinity"
-    router_options: Mapping[str, Any] = field(default_factory=dict)  # over those that are set here
+    router_options: Mapping[str, Any] = field(default_factory=dict)  # override those that are set here
     num_ingresses: int = 1  # processes that pass requests on
-    ray_actor_options: Mapping[str, Any] = field(default_factory=dict)  # of a replica: num_cpus, num_gpus
+    ray_actor_options: Mapping[str, Any] = field(default_factory=dict)  # per replica: num_cpus, num_gpus
 
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
@@ -53,5 +53,5 @@ class Fleet:
 
     @property
     def router_kwargs(self) -> dict[str, Any]:
-        """The keywords of the router's class."""
+        """Keyword arguments of the router's class."""
         return {**(_AFFINITY if self.router == "affinity" else {}), **self.router_options}

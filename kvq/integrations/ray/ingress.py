@@ -1,4 +1,4 @@
-"""The process that takes requests off Ray's proxy and passes them on by the router of the engines."""
+"""Ingress: the process that gets requests from Ray's proxy and passes them on through the engines' router."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -16,14 +16,14 @@ _ENDED = "the replica ended; send the request again"
 
 
 class Ingress:
-    """Reads bodies, since routers go by prompts, and no more of them than that."""
+    """Ingress that reads bodies, because routers need the prompts, but does not check them further."""
 
     def __init__(self, engines: Any) -> None:
-        """`engines`: the handle of their deployment."""
+        """`engines`: the handle of the engines' deployment."""
         self._engines = engines.options(stream=True, method_name="answer")
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request of Ray's proxy."""
+        """Answer a request from Ray's proxy."""
         try:
             relayed = await read(request)
         except Problem as problem:
@@ -31,10 +31,10 @@ class Ingress:
         return await forward(relayed, self._send)
 
     async def _send(self, relayed: RelayedRequest) -> AsyncGenerator[Message]:
-        """Messages of the replica that the router chooses: by the prompt, or by load where there is none.
+        """Yield messages of the replica that the router chooses by the prompt, or by load without a prompt.
 
         Raises:
-            Lost: that replica ended, or is about to.
+            Lost: that replica has ended, or is about to end.
         """
         answer = self._engines.remote(relayed) if relayed.prompt else self._engines.remote(relayed=relayed)
         is_whole = False

@@ -1,6 +1,6 @@
-"""Requests on their way from the ingress to a replica, and the messages of their answers.
+"""Relay of requests from the ingress to a replica, and of the messages of their answers.
 
-The request of a lost replica goes to another one; an answer that has begun ends with an error object.
+If a replica is lost, its requests are sent to another; an answer that has begun ends with an error object.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from kvq.server.http.problems import error_object, event_of, unavailable
 
 _log = logging.getLogger("kvq")
 _HOP = (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade")
-_TEXTS = ("tools", "system", "messages")  # of a conversation, in the order in which templates write them
+_TEXTS = ("tools", "system", "messages")  # fields of a conversation, in the order of templates
 _ATTEMPTS = 5
-_PAUSE_S = 0.1  # before the second, doubled before each one after
+_PAUSE_S = 0.1  # before the second attempt; doubled before each later one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedRequest:
-    """An HTTP request, its body included. Ray's prefix router looks for `prompt`."""
+    """HTTP request, including its body. Ray's prefix router reads `prompt`."""
 
     method: str
     path: str  # below the application's prefix
@@ -37,7 +37,7 @@ class RelayedRequest:
     headers: tuple[tuple[bytes, bytes], ...]
     client: tuple[str, int] | None
     body: bytes
-    prompt: str = ""  # a text that begins alike where the model's prompt does; "": it has none
+    prompt: str = ""  # text for prefix routing, see `prompt_of`; "": no prompt
 
     def scope(self) -> dict[str, Any]:
         """Return the request as an ASGI scope."""
@@ -62,7 +62,7 @@ async def read(request: Request) -> RelayedRequest:
     """Return a request with its whole body.
 
     Raises:
-        Problem: it is larger than any server of kvq's takes.
+        Problem: the body is larger than any kvq server accepts.
     """
     body = bytearray()
     async for piece in request.stream():
@@ -82,9 +82,9 @@ async def read(request: Request) -> RelayedRequest:
 
 
 def prompt_of(body: bytes) -> str:
-    """Return a text that begins like another body's where their prompts do; "" for what has no prompt.
+    """Return a text that shares a prefix with another body's text if their prompts do; "" without a prompt.
 
-    Conversations count as the JSON of all that templates write: a prefix of tokens is one of that text.
+    For conversations, this is the JSON of everything that templates write.
     """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         given = msgspec.json.decode(body)
@@ -98,19 +98,19 @@ def prompt_of(body: bytes) -> str:
 
 
 async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message]:
-    """Yield what an application sends for a request. Leaving early cancels it, as if the client left.
+    """Yield an application's messages for a request. Closing early cancels it, as if the client disconnected.
 
-    Nothing slows it down: what is sent faster than it is read lies in memory, up to the answer's end.
+    There is no flow control: messages that are sent faster than they are read are kept in memory.
 
     Raises:
-        EngineError: it failed before its answer was whole.
+        EngineError: the application failed before its answer was complete.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     bodies = [relayed.body]
 
     async def receive() -> Message:
         if not bodies:
-            await asyncio.Event().wait()  # until it is cancelled
+            await asyncio.Event().wait()  # until this task is cancelled
         return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     async def send(message: Message) -> None:
@@ -119,7 +119,7 @@ async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message
     async def run() -> None:
         try:
             await app(relayed.scope(), receive, send)
-        except Exception:  # noqa: BLE001 - its text may quote a prompt, which the logger leaves out
+        except Exception:  # noqa: BLE001 - the text may quote a prompt, which the logger leaves out
             _log.exception("an answer failed")
         finally:
             sent.put_nowait(None)
@@ -138,7 +138,7 @@ async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message
 
 
 class Lost(Exception):
-    """A replica that has ended, or is about to; others may answer."""
+    """Error: a replica has ended, or is about to end; others may answer."""
 
 
 async def forward(
@@ -147,7 +147,7 @@ async def forward(
     *,
     pause_s: float = _PAUSE_S,
 ) -> Response:
-    """Return the answer of the first replica that begins one. `send` asks one that a router chooses."""
+    """Return the answer of the first replica that begins one. `send` uses a replica chosen by a router."""
     reason = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -161,7 +161,7 @@ async def forward(
 
 
 class _Relayed(Response):
-    """An answer that has begun."""
+    """Answer that has begun."""
 
     def __init__(self, head: Message, rest: AsyncGenerator[Message], path: str) -> None:
         self.status_code = head["status"]
@@ -174,10 +174,10 @@ class _Relayed(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on as it comes. A stream whose replica is lost ends with an error object.
+        """Pass the answer on as it arrives. A stream whose replica is lost ends with an error object.
 
         Raises:
-            Lost: the replica of an answer that is no stream, which breaks off.
+            Lost: the replica was lost and the answer is not a stream, so it breaks off.
         """
         async with aclosing(self._rest):
             await send(self._head)

@@ -1,4 +1,4 @@
-"""One replica: the application of `kvq serve` over an engine of its own, without a listener."""
+"""Replica: the application of `kvq serve` with a separate engine, without a listener."""
 
 import asyncio
 import os
@@ -17,24 +17,24 @@ from kvq.server.health import check_readiness
 from kvq.server.http.problems import Problem
 from kvq.server.logs import configure, log_event
 
-_END_S = 0.5  # for requests of an engine that ended to be told so
+_END_S = 0.5  # time to answer the requests of an engine that ended
 
 
 class EngineReplica:  # D347: the HTTP process without its listener
     """Actor that Ray starts, watches and ends. Its engine is a separate process, which ends with it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Return when the engine is ready.
+        """Start the engine and wait until it is ready.
 
         Raises:
-            KVQError: there will be none.
+            KVQError: the engine can't be started.
         """
         configure(config.log)
         is_ready = False
 
         def give_up(reason: KVQError) -> None:
             log_event("no engine", reason=str(reason))
-            if is_ready:  # Ray sends no more here, and starts another replica
+            if is_ready:  # Ray sends no more requests here, and starts another replica
                 asyncio.get_running_loop().call_later(_END_S, partial(os._exit, 1))
 
         source, self._remote = make_remote(config, on_failed=give_up)
@@ -52,7 +52,7 @@ class EngineReplica:  # D347: the HTTP process without its listener
         """Yield the messages that the application sends for a request.
 
         Raises:
-            Lost: it can't be taken here, or its engine ended before anything was sent.
+            Lost: the request can't be accepted here, or the engine ended before anything was sent.
         """
         messages = relay(self._app, relayed)
         async for message in messages:
@@ -62,8 +62,8 @@ class EngineReplica:  # D347: the HTTP process without its listener
                 raise Lost(reason)
             yield message
 
-    async def check_health(self) -> None:  # D348: an ended engine takes its replica along
-        """Raise what `/health/ready` would answer."""
+    async def check_health(self) -> None:  # D348: a replica ends with its engine
+        """Raise an error if `/health/ready` would report one."""
         try:
             await check_readiness(self._service)
         except Problem as problem:

@@ -1,11 +1,11 @@
-"""Ray's prefix router, which goes by load where its tree of prefixes can't tell."""
+"""Ray's prefix router, with routing by load if its tree of prefixes fails."""
 
 from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import RayActorError
 
-# Its public name, in ray.serve.llm.request_router, can be imported beside vLLM or SGLang only.
+# Its public name, in ray.serve.llm.request_router, can be imported only if vLLM or SGLang is installed.
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
     PrefixCacheAffinityRouter,
 )
@@ -14,16 +14,16 @@ from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 _MOST_STALE = 64  # replicas that may have ended unnoticed
 
 
-# D349: guarded: a router that raises hangs requests
+# D349: guarded, since requests hang if a router raises
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
-    """Router that sends a prompt where most of its text went before, unless that replica is much busier.
+    """Router that sends a prompt to the replica that got most of its text before, unless it is much busier.
 
-    Ray loses a request whose router fails: it waits for ever. Its tree of prefixes is an actor, which may
-    end, and which still knows the replicas of an application that was deleted and came back.
+    If a router raises, Ray never answers the request. Ray's tree of prefixes is an actor, which may end, and
+    which keeps the old replicas of an application that was deleted and deployed again.
     """
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
-        """Return ranks of replicas: one rank, of those that got most of the prompt, or of two random ones."""
+        """Return one rank of replicas: those that got most of the prompt before, or two random ones."""
         with suppress(RayActorError):
             for _ in range(_MOST_STALE):
                 try:
@@ -34,6 +34,6 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's ty
         return await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Remember the prompt, if there still is a tree."""
+        """Record the prompt, if the tree still exists."""
         with suppress(RayActorError):
             super().on_request_routed(pending_request, replica_id, result)

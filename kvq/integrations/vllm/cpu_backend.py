@@ -1,4 +1,4 @@
-"""kvq's C++ kernels in the place of vLLM's attention on CPUs."""
+"""CPU backend for vLLM: kvq's C++ kernels replace vLLM's attention on CPUs."""
 
 from typing import Any
 
@@ -11,36 +11,36 @@ from kvq.integrations.vllm.backend import KvqImpl, let_layers_say_their_bytes, m
 
 
 class KvqCpuBackend(CPUAttentionBackend):
-    """vLLM's own, but for models that ask for one of kvq's formats."""
+    """vLLM's CPU backend, except for models that request one of kvq's formats."""
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """vLLM's, and kvq's."""
+        """Return True for the formats of vLLM and of kvq."""
         return wanted_format(get_current_vllm_config()) is not None or super().supports_kv_cache_dtype(
             kv_cache_dtype
         )
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Both have a kernel for sinks."""
+        """Return True: vLLM and kvq both have a kernel for sinks."""
         return True
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Return kvq's implementation if the model being built wants one of its formats, else vLLM's."""
+        """Return kvq's implementation if the model being built requests one of its formats, else vLLM's."""
         is_own = wanted_format(get_current_vllm_config()) is not None
         return KvqImpl if is_own else CPUAttentionBackend.get_impl_cls()
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        """One that does as vLLM's own where nothing of kvq is asked for."""
+        """Return a builder that acts like vLLM's own unless a kvq format is requested."""
         return _CpuBuilder
 
 
 class _CpuBuilder(CPUAttentionMetadataBuilder):
-    """Steps as kvq's kernels take them, and as vLLM's own do where nothing of kvq is asked for.
+    """Builder of steps for kvq's kernels, or for vLLM's own unless a kvq format is requested.
 
-    vLLM derives others from it (attention of encoders, in chunks, across), so it is one class for both.
+    It is one class for both, because vLLM derives others from it (encoder, chunked and cross attention).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class _CpuBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """Return the step's requests; a CPU's tensors are the host's."""
+        """Return the step's requests. On a CPU, all tensors are on the host."""
         if not self._is_own:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return metadata_of(common_attn_metadata, common_attn_metadata.seq_lens.tolist())

@@ -1,4 +1,4 @@
-"""kvq's Triton kernels as a backend of vLLM on GPUs, for models that ask for one of kvq's formats."""
+"""GPU backend for vLLM: kvq's Triton kernels, for models that request one of kvq's formats."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec
@@ -29,11 +29,11 @@ from kvq.integrations.vllm.backend import (
 from kvq.layout import UNPADDED_TOKENS
 
 P = ParamSpec("P")
-_NAME = "CUSTOM"  # what vLLM calls a backend that isn't its own
+_NAME = "CUSTOM"  # vLLM's name for a backend that isn't its own
 
 
 class KvqGpuBackend(AttentionBackend):
-    """Only for models that ask for one of kvq's formats; others never see it."""
+    """Backend for models that request one of kvq's formats; other models never use it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update = False
@@ -45,7 +45,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Return a layer's attention."""
+        """Return the class of a layer's attention."""
         return KvqImpl
 
     @staticmethod
@@ -55,18 +55,18 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Whole pages, however many tokens they have: a part of a page is none."""
+        """Return the size of a whole page, since a page can't be divided."""
         size = kv_cache_spec.block_size if kv_cache_spec is not None else None
         return [MultipleOf(UNPADDED_TOKENS) if size is None else size]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """See `UNPADDED_TOKENS`."""
+        """Return True for multiples of `UNPADDED_TOKENS`."""
         return block_size is None or block_size % UNPADDED_TOKENS == 0
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """kvq's."""
+        """Return True if a kvq format is requested."""
         return wanted_format(get_current_vllm_config()) is not None
 
     @classmethod
@@ -76,24 +76,24 @@ class KvqGpuBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True: the kernels skip what lies before a window."""
+        """Return True: the kernels skip tokens before the window."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Launches follow from the lengths of the host."""
+        """Return False: launches depend on the lengths on the host."""
         return False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Every layer on its own, a page in one piece; vLLM then groups pages of unlike sizes as on CPUs."""
+        """Return separate layers with contiguous pages; vLLM then groups pages of unlike sizes as on CPUs."""
         return (KVCacheLayout.LBHNC,)
 
 
 class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
-    """Steps as kvq's kernels take them; what a captured graph reads of them is this object's."""
+    """Builder of steps for kvq's kernels; it owns the tensors that captured graphs read."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # grids follow from numbers of new tokens
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # grids depend on the numbers of new tokens
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -104,14 +104,14 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        """Return the step's requests. Nothing waits for the device."""
+        """Return the step's requests, without waiting for the device."""
         known = common_attn_metadata.seq_lens_cpu_upper_bound
         if known is None:
             return self.build_for_cudagraph_capture(common_attn_metadata)
         lens = self._filled(common_attn_metadata)
         return metadata_of(common_attn_metadata, known.tolist(), lens=lens)
 
-    # D343: uniform batches alone; lengths in one place
+    # D343: only uniform batches; lengths in one place
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
         """Return the metadata of a step that a graph captures, or whose contexts are unknown on the host."""
         return metadata_of(
@@ -122,7 +122,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
     def _filled(self, common: CommonAttentionMetadata) -> Tensor:
-        """The step's `lens`, int32 [3, requests], where graphs look for them; padding has no new tokens."""
+        """Return the step's `lens`, int32 [3, requests], which graphs read; padding has no new tokens."""
         count = common.num_reqs
         if count > self._lens.shape[1]:
             raise ConfigError(f"vLLM has {count} requests in a step, --max-num-seqs is {self._lens.shape[1]}")
@@ -133,8 +133,8 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
         return lens
 
 
-def register() -> None:  # D342: get_attn_backend_cls wrapped: overriding leaves "auto" open
-    """Let vLLM find the backend, and take it for all layers of models that ask for kvq's formats."""
+def register() -> None:  # D342: get_attn_backend_cls is wrapped: overriding leaves "auto" open
+    """Register the backend, and make vLLM choose it for all layers of models that request kvq's formats."""
     path = f"{KvqGpuBackend.__module__}.{KvqGpuBackend.__qualname__}"
     register_backend(AttentionBackendEnum[_NAME], path)
     let_layers_say_their_bytes()
@@ -144,7 +144,7 @@ def register() -> None:  # D342: get_attn_backend_cls wrapped: overriding leaves
 
 
 def _choosing(chosen: Callable[P, Any], path: str) -> Any:
-    """Return vLLM's choice of a backend, but kvq's wherever one of its formats is wanted."""
+    """Return vLLM's choice of a backend, replaced by kvq's if one of kvq's formats is requested."""
 
     def get_attn_backend_cls(cls: Any, *args: P.args, **named: P.kwargs) -> str:
         if wanted_format(get_current_vllm_config()) is None:
@@ -158,10 +158,10 @@ def _choosing(chosen: Callable[P, Any], path: str) -> Any:
 
 
 def require_own(selected: Any, selector: Any, capability: Any) -> None:
-    """Refuse layers that kvq's kernels have no code for.
+    """Refuse layers that kvq's kernels do not support.
 
     Raises:
-        ConfigError: with vLLM's reasons, or another backend was asked for.
+        ConfigError: vLLM has reasons against the layer, or another backend was requested.
     """
     if selected is not None and selected.name != _NAME:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Names of kvq's formats in vLLM's options, and their recipes. No vLLM is needed here."""
+"""Names of kvq's formats in vLLM's options, and their recipes. This module does not need vLLM."""
 
 import logging
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from kvq.formats import KVRecipe
 from kvq.formats.names import VLLM_FILE_PREFIX, VLLM_PREFIX, known_names
 
 _log = logging.getLogger("vllm.kvq")
-OPTION = "kvq"  # of `--additional-config`, where vLLM takes no names but its own
-NAMES = tuple(VLLM_PREFIX + name for name in known_names() if "_per_channel" not in name)  # token by token
+OPTION = "kvq"  # key in `--additional-config`, for versions of vLLM that accept only their own names
+NAMES = tuple(VLLM_PREFIX + name for name in known_names() if "_per_channel" not in name)  # scales per token
 
 
 def is_own(name: object) -> bool:
-    """True if a `--kv-cache-dtype` is kvq's."""
+    """True if a `--kv-cache-dtype` names a format of kvq."""
     return isinstance(name, str) and name.startswith((VLLM_PREFIX, VLLM_FILE_PREFIX))
 
 
 def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str | None:
-    """Return the format, pair or kvq.json that the options name; None if they name none of kvq's.
+    """Return the format, pair or kvq.json that the options name; None if they name no format of kvq.
 
     Raises:
-        ConfigError: both options name one, or the second is not a name.
+        ConfigError: both options name a format, or the second one is not a name.
     """
     option = (additional or {}).get(OPTION)
     named = without_prefix(kv_cache_dtype) if is_own(kv_cache_dtype) else None
@@ -40,7 +40,7 @@ def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str 
 
 
 def say_checked(model: str, name: str) -> str:
-    """Say in the log whether kvq's load check ran for a model and a format, and what it found."""
+    """Log whether kvq's load check ran for a model and a format, and its result; return the message."""
     from kvq.models.check.load_check import recalled
     from kvq.models.loading.prepared import prepare
 
@@ -48,7 +48,7 @@ def say_checked(model: str, name: str) -> str:
         prepared = prepare(model)
         recipe = prepared.recipe(without_prefix(name), whole_blocks=False)
         told = str(recalled(prepared, recipe) or "")
-        if not told:  # by its full name: a bare one means blocks that are quantized as wholes, but not here
+        if not told:  # full name: elsewhere, a bare name means scales over whole blocks
             full = name if name.endswith(".json") else replace(recipe, label="").name
             told = f"{name} was not checked on this model; kvq generate -m MODEL --kv {full} does it"
     except KVQError as error:
@@ -59,10 +59,10 @@ def say_checked(model: str, name: str) -> str:
 
 @lru_cache(maxsize=64)
 def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecipe:
-    """Return the formats of every layer; `head_dims`: (K, V) in elements, of a layer that asks.
+    """Return the formats of every layer; `head_dims`: (K, V) of the requesting layer, in elements.
 
     Raises:
-        ConfigError: no such format, or a file for another model, or without the scales it needs.
+        ConfigError: there is no such format, or a file is for another model or lacks scales.
     """
     recipe = KVRecipe.named(name, [head_dims] * num_layers)
     if len(recipe.layers) != num_layers:
@@ -72,5 +72,5 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
 
 
 def without_prefix(name: str) -> str:
-    """Return kvq's own name of a format."""
+    """Return a format's name in kvq."""
     return name.removeprefix(VLLM_FILE_PREFIX).removeprefix(VLLM_PREFIX)

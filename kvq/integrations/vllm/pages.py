@@ -1,8 +1,8 @@
-"""One layer's blocks in the memory that vLLM keeps for them. No vLLM is needed here.
+"""Blocks of one layer in vLLM's memory. This module does not need vLLM.
 
-vLLM moves, shares and drops whole pages: [kv_heads, block_size, bytes a token and head] of one layer. What
-lies in a page is its attention backend's own affair, so a page is kvq's part of a block: codes of K, codes of
-V, scales of K, scales of V, each where kvq's kernels read them best.
+vLLM moves, shares and drops whole pages: [kv_heads, block_size, bytes per token and head] of one layer. The
+attention backend decides the content of a page, so a page is kvq's part of a block: codes of K, codes of V,
+scales of K, scales of V, each where kvq's kernels read them best.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:  # D340: kvq's own part of a block, regions apart
+class Page:  # D340: a page is kvq's part of a block, in separate regions
     """Division of one layer's pages into codes and scales."""
 
     layout: LayerLayout
@@ -32,11 +32,11 @@ class Page:  # D340: kvq's own part of a block, regions apart
     def of(
         cls, recipe: KVRecipe, layer: int, kv_heads: int, block_size: int, head_dims: tuple[int, int]
     ) -> "Page":
-        """The pages of the layer with that index, `kv_heads` of it in this process; `head_dims`: (K, V).
+        """Return the pages of layer `layer`, with `kv_heads` heads in this process; `head_dims`: (K, V).
 
         Raises:
-            ConfigError: the recipe has no such layer, or one of other head dimensions; or a block size that
-                pages can't have.
+            ConfigError: the recipe has no such layer, or one with other head dimensions, or pages can't have
+                this block size.
         """
         if not 0 <= layer < len(recipe.layers):
             raise ConfigError(f"the model has a layer {layer}, the recipe {len(recipe.layers)} layers")
@@ -56,7 +56,7 @@ class Page:  # D340: kvq's own part of a block, regions apart
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a token and head: the unit in which vLLM counts a page."""
+        """Bytes per token and head, the unit in which vLLM counts a page."""
         cells = self.layout.geometry.kv_heads * self.block_size
         assert self.layout.nbytes % cells == 0, "no part is padded"
         return self.layout.nbytes // cells
@@ -65,7 +65,7 @@ class Page:  # D340: kvq's own part of a block, regions apart
         """Return the layer's store in vLLM's pages, uint8 [num_blocks, kv_heads, block_size, cell_bytes].
 
         Raises:
-            ConfigError: pages that are cut otherwise; or K has a center, and the model caps its scores.
+            ConfigError: the pages have other shapes or strides; or K has a center and the model caps scores.
             UnsupportedKernel: no kernel runs the formats here.
         """
         own, device, paged = self.layout.geometry, pages.device, self.over(pages)
@@ -92,7 +92,7 @@ class Page:  # D340: kvq's own part of a block, regions apart
 
 
 def with_slots(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that have a slot; vLLM pads batches with slots below 0. All [tokens, ...], on a CPU."""
+    """Return the tokens with a slot; vLLM pads batches with negative slots. All [tokens, ...], on a CPU."""
     if not len(slots) or int(slots.min()) >= 0:
         return k, v, slots
     kept = slots >= 0

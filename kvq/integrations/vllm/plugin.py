@@ -1,4 +1,4 @@
-"""vLLM plug-in: runs in every process when vLLM loads its plug-ins."""
+"""vLLM plug-in, which runs in every process when vLLM loads its plug-ins."""
 
 import logging
 import os
@@ -9,15 +9,15 @@ from kvq.errors import KVQError
 from kvq.extras import vllm_version
 from kvq.integrations.vllm.names import NAMES, is_own, without_prefix
 
-SUPPORTED = ("0.32", "0.33")  # 0.32 runs in the tests; of 0.33 its Python ran on a GPU (docs/scale.md)
-_ASKED = "KVQ_VLLM_KV_CACHE_DTYPE"  # of the environment
+SUPPORTED = ("0.32", "0.33")  # 0.32 runs in the tests; Python code of 0.33 ran on a GPU (docs/scale.md)
+_ASKED = "KVQ_VLLM_KV_CACHE_DTYPE"  # environment variable
 _log = logging.getLogger("vllm.kvq")
 
 
 def register() -> None:
-    """Put kvq's attention in the place of the platform's, for models that ask for its formats.
+    """Replace the platform's attention by kvq's, for models that request kvq's formats.
 
-    Where vLLM's version is another one, nothing is changed, and a warning says so.
+    With any other version of vLLM, nothing is changed, and a warning is logged.
     """
     found = vllm_version()
     if not found.startswith(SUPPORTED):
@@ -38,9 +38,9 @@ def register() -> None:
 
 
 def register_names() -> None:
-    """Let `--kv-cache-dtype` take kvq's names, where vLLM lets plug-ins add some (from 0.33 on).
+    """Make `--kv-cache-dtype` accept kvq's names, if vLLM lets plug-ins add names (from 0.33 on).
 
-    A file's name, and formats with group sizes of their own, are added when they are asked for.
+    Names of files, and formats with other group sizes, are added when they are requested.
     """
     from vllm.config import cache
 

@@ -72,8 +72,7 @@ def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts
     attention = layer.self_attn
     projections = _projections(attention)
     heads = _heads(attention, projections, inner, name)
-    output = _product([attention.o_proj])
-    qkv = _product(projections)
+    qkv, output = _product(projections), _product([attention.o_proj])
     if qkv.out_features != heads.width or output.in_features != heads.q_heads * heads.v_dim:
         raise _Unknown
     norms = [None if own is None else _norm(getattr(layer, own)) for own in names]

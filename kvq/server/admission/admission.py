@@ -1,4 +1,4 @@
-"""Admission control: limits of pools and queue, checked before any work is done."""
+"""Admission control: limits on pools and the queue, checked before any work is done."""
 
 import random
 from collections import defaultdict
@@ -24,34 +24,34 @@ _MAX_RETRY_S = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionConfig:
-    """Limits of waiting work. Load is the largest of four shares: of each limit, the part that is used."""
+    """Limits on waiting work. Load is the largest of four shares: the used part of each limit."""
 
     max_queue: int = 1024  # requests without a slot at the engine
-    max_queued_tokens: int = 1 << 20  # of prompts without their first token
-    max_wait_s: float = 30.0  # for the first token, by recent observation
+    max_queued_tokens: int = 1 << 20  # tokens of prompts without a first token
+    max_wait_s: float = 30.0  # expected wait for the first token
     max_overcommit: float = 16.0  # worst-case blocks of all requests / blocks of the pool
-    # Above this share of any limit but `max_queue`, which is exact, random requests are refused that would
-    # have to wait for a slot
+    # Above this share of any limit except `max_queue`, which is exact, requests that would have to wait for
+    # a slot are refused at random
     shed_above: float = 0.8
     max_kv_pressure: float = 0.95  # live blocks / blocks
 
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """A prompt at the engine, and its worst-case need."""
+    """Prompt at the engine, and its worst-case need."""
 
     prompt_tokens: int
     share: float  # worst-case blocks / blocks of the pool
-    slots: SequenceSlots  # of its request
-    left: int  # of its sequences, those that have not ended
-    tells: bool  # its first token comes at once; with best_of, results are known only at the end
+    slots: SequenceSlots  # slots of its request
+    left: int  # its sequences that have not ended
+    tells: bool  # its first token is sent at once; with best_of, results are known only at the end
     has_started: bool = False
 
 
 class Admission:
-    """Counts the requests that wait and run, and refuses more than the limits allow.
+    """Counter of waiting and running requests that refuses more than the limits allow.
 
-    400: it can never fit. 429: the tenant's limit. 503: the server's limit, with the seconds to wait.
+    400: the request can never fit. 429: the tenant's limit. 503: the server's limit, with seconds to wait.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a slot at the engine, or without blocks if more of them lack those."""
+        """Number of requests without a slot at the engine, or of those without blocks if that is larger."""
         gauges = self._engine.gauges
         return max(self._concurrency.num_waiting, 0 if gauges is None else gauges.held_up)
 
@@ -103,7 +103,7 @@ class Admission:
         return max(self.num_waiting / self.config.max_queue, *self._estimates())
 
     def check(self, tenant: str) -> None:
-        """Check, before a body is read, that a tenant's request is not refused in any case.
+        """Check, before a body is read, that a tenant's request would not be refused with any body.
 
         Raises:
             Problem: 429 or 503, with the seconds after which another try may succeed.
@@ -113,10 +113,10 @@ class Admission:
 
     @contextmanager
     def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
-        """Admit a request of a tenant and count its slots, from its arrival to its end.
+        """Admit a request of a tenant and count its slots until it ends.
 
         Raises:
-            Problem: 400 if the tenant may never have so many, 429 or 503, with the seconds to wait.
+            Problem: 400 if the tenant may never have so many sequences, 429 or 503, with the seconds to wait.
         """
         limits, sequences = self.tenants[tenant], slots.coming
         limits.check(sequences)
@@ -134,10 +134,10 @@ class Admission:
     def queue(
         self, tokens: Sequence[int], params: SamplingParams, info: Ready, slots: SequenceSlots
     ) -> Iterator[Queued]:
-        """Count a prompt of a request at the engine, from now to its end.
+        """Count a prompt of a request at the engine until it ends.
 
         Raises:
-            Problem: 400 if it can never fit, 503 if too much waits already.
+            Problem: 400 if the prompt can never fit, 503 if too much work is waiting.
         """
         need = blocks_wanted(params, len(tokens), info)
         entry = Queued(
@@ -159,17 +159,17 @@ class Admission:
             self.ended(entry)
 
     def started(self, entry: Queued) -> None:
-        """Note a prompt's first token."""
+        """Record a prompt's first token."""
         if not entry.has_started:
             self._concurrency.begin(entry.slots, entry.left)
             self._wait_no_more(entry, started=True)
 
     def ended_one(self, entry: Queued) -> None:
-        """Note that one of a prompt's sequences ended."""
+        """Record that one of a prompt's sequences ended."""
         self._end(entry, min(1, entry.left))
 
     def ended(self, entry: Queued) -> None:
-        """Note that a prompt ended, maybe before its client knows. Does nothing the second time."""
+        """Record that a prompt ended, perhaps before its client knows. Further calls do nothing."""
         self._end(entry, entry.left)
         if not entry.has_started:
             self._wait_no_more(entry, started=False)
@@ -188,7 +188,7 @@ class Admission:
         self._concurrency.end(entry.slots, count, begun=entry.has_started)
 
     def _estimates(self) -> list[float]:
-        """Return the estimated shares of the limits that present requests may still take."""
+        """Return the estimated shares of the limits that current requests may still use."""
         config = self.config
         shares = [self._waiting_tokens / config.max_queued_tokens, self.expected_wait_s / config.max_wait_s]
         return [*shares, self._overcommit / config.max_overcommit] if self.num_waiting else shares
@@ -204,8 +204,8 @@ class Admission:
         self._check_room(0, 0.0)
 
     def _check_room(self, tokens: int, share: float) -> None:
-        """Raise Problem if so many more prompt tokens, or so much more of a pool, exceed the limits."""
-        if not self._queued:  # alone, whatever fits is served
+        """Raise Problem if so many additional prompt tokens, or this share of a pool, exceed the limits."""
+        if not self._queued:  # a prompt that is alone is served if it fits
             return
         if self._waiting_tokens + tokens > self.config.max_queued_tokens:
             raise self._overloaded(f"{self._waiting_tokens} prompt tokens wait already")
@@ -223,10 +223,10 @@ class Admission:
 
 
 def blocks_wanted(params: SamplingParams, num_tokens: int, info: Ready) -> list[int]:
-    """Return the blocks per layer group that a prompt of `num_tokens` and its results hold at most.
+    """Return the most blocks per layer group that a prompt of `num_tokens` and its results can hold.
 
     Raises:
-        Problem: with 400, it can never fit.
+        Problem: the prompt can never fit (400).
     """
     branches, shape, config = params.num_sequences, info.shape, info.scheduler
     try:

@@ -1,7 +1,7 @@
-"""Request bodies in OpenAI's protocol, with the fields of other servers; every field has its bounds.
+"""Request bodies in OpenAI's protocol, with the fields of other servers; every field is bounded.
 
-Unknown fields are ignored, as other servers do, and named in the answer's head. `LABELS` and `USUAL` are
-fields of other servers that ask for nothing.
+Unknown fields are ignored, as in other servers, and named in a header of the answer. `LABELS` and `USUAL` are
+fields of other servers that request nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,25 +21,25 @@ from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.strict_json import check_value
 
-MAX_PROMPTS = 64  # of one completions request
+MAX_PROMPTS = 64  # limit per completions request
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
-_MAX_CALLS = 128  # of one message
+_MAX_CALLS = 128  # limit per message
 _CallId = Annotated[str, Field(max_length=256)]
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # without a call of Python for each
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # checked without a Python call for each
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE]
-_TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as elsewhere
+_TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as in other servers
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
-# Prefixes are shared only with requests of the same key that have the same salt
+# Prefixes are shared only between requests with the same key and the same salt
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id, in one spelling only
+_Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id in canonical form
 # Options of `apply_chat_template` that would replace the template or the messages, or change the result
 _RESERVED = frozenset(
     (
@@ -54,7 +54,7 @@ _NULL = {"type": "null"}
 
 
 def _few(given: Any) -> Any:
-    """Refuse a million entries before each of them is checked."""
+    """Refuse too many entries before each of them is checked."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
     return given
@@ -73,14 +73,14 @@ class _StreamOptions(Body):
 
 
 class _JsonSchema(Body):
-    """A named schema; the name is for the reader only."""
+    """Named schema; the name is only for readers."""
 
     LABELS: ClassVar = frozenset(("description",))
     model_config = ConfigDict(populate_by_name=True)
 
     name: _Name = ""
     definition: JsonObject = Field(alias="schema")
-    strict: Flag | None = None  # it always is
+    strict: Flag | None = None  # schemas are always strict
 
 
 class _ResponseFormat(Body):
@@ -97,9 +97,9 @@ class _ResponseFormat(Body):
 
 
 class _StructuredOutputs(Body):
-    """Constraints of the text as newer vLLM names them; the `guided_*` fields are the older names."""
+    """Constraints on the text, with the names of newer vLLM; the `guided_*` fields have the older names."""
 
-    model_config = ConfigDict(extra="forbid")  # a constraint that is ignored is none
+    model_config = ConfigDict(extra="forbid")  # an ignored constraint would not constrain
 
     definition: JsonObject | LongText | None = Field(default=None, alias="json")
     regex: LongText | None = None
@@ -109,7 +109,7 @@ class _StructuredOutputs(Body):
 
 
 def _says_null(schema: dict[str, Any]) -> None:
-    """Document that every optional field may be null."""
+    """Declare in the schema that every optional field may be null."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             if "anyOf" not in field:
@@ -121,7 +121,7 @@ def _says_null(schema: dict[str, Any]) -> None:
 
 
 class Common(Body):
-    """Fields of completions and chat. Null counts as left out, as elsewhere."""
+    """Fields of completions and chat. Null counts as left out, as in other servers."""
 
     model_config = ConfigDict(json_schema_extra=_says_null)
 
@@ -147,7 +147,7 @@ class Common(Body):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     cache_salt: CacheSalt | None = None
-    # The engine's own
+    # Fields of the engine, not of OpenAI
     top_k: _TopK | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
@@ -156,7 +156,7 @@ class Common(Body):
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = Field([])
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
-    guided_json: JsonObject | LongText | None = None  # or its text
+    guided_json: JsonObject | LongText | None = None  # or its JSON text
     guided_regex: LongText | None = None
     guided_choice: _Choices | None = None
     guided_grammar: LongText | None = None
@@ -170,7 +170,7 @@ class Common(Body):
 
 
 def _kind_of_prompt(given: Any) -> str | None:
-    """Return the kind of a prompt by its first item, so that errors name items and not the list."""
+    """Return the kind of a prompt, judged by its first item, so that errors name items and not the list."""
     if isinstance(given, list):
         first = given[0] if given else None
         return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
@@ -202,7 +202,7 @@ class CompletionBody(Common):
 
 
 class _TextPart(Body):
-    """A part of a message's content."""
+    """Part of a message's content."""
 
     LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
     type: Literal["text"]
@@ -213,12 +213,12 @@ _Parts = Annotated[list[_TextPart], Field(max_length=1024, fail_fast=True)]
 
 
 class FunctionBody(Body):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: _FunctionName
     description: Annotated[str, Field(max_length=1 << 16)] | None = None
     parameters: Annotated[JsonObject, Field(max_length=256)] | None = None  # JSON schema
-    strict: Flag | None = Field(default=None, exclude=True)  # forced calls always are; no template asks
+    strict: Flag | None = Field(default=None, exclude=True)  # forced calls always are; no template reads it
 
     @field_validator("parameters")
     @classmethod
@@ -229,37 +229,37 @@ class FunctionBody(Body):
 
 
 class _ToolBody(Body):
-    """A tool; only functions are known."""
+    """Tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionBody
 
 
 class _ChosenFunction(Body):
-    """Name of a function that has to be called."""
+    """Name of a function that must be called."""
 
     name: _FunctionName
 
 
 class _ToolChoiceBody(Body):
-    """The tool that has to be called."""
+    """Tool that must be called."""
 
     type: Literal["function"]
     function: _ChosenFunction
 
 
 class _CalledFunction(Body):
-    """A called function, with the arguments as JSON text."""
+    """Called function, with the arguments as JSON text."""
 
-    LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
+    LABELS: ClassVar = frozenset(("parsed_arguments",))  # from the client's `parse`, in addition to the text
     name: _CallId
     arguments: LongText = ""
 
 
 class _ToolCallBody(Body):
-    """A call that an assistant's message made."""
+    """Call made by an assistant's message."""
 
-    LABELS: ClassVar = frozenset(("index",))  # of its place in the stream that it was read from
+    LABELS: ClassVar = frozenset(("index",))  # position in the stream that the call was read from
     id: _CallId | None = None
     type: Literal["function"] = "function"
     function: _CalledFunction
@@ -271,7 +271,7 @@ _ToolChoices = Literal["none", "auto", "required"] | _ToolChoiceBody
 
 
 class ChatMessage(Body):
-    """A message of a chat; its other fields are for the model's template."""
+    """Message of a chat; its other fields are for the model's template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -286,7 +286,7 @@ class ChatMessage(Body):
         check_value(extra)
         if extra.get("function_call") is not None:
             raise ValueError("function_call is not supported; use tool_calls")
-        refusal = extra.get("refusal")  # in place of a content, as OpenAI has it
+        refusal = extra.get("refusal")  # in place of content, as in OpenAI's API
         if self.role == "assistant" and self.content is None and isinstance(refusal, str):
             self.content = refusal
         return self
@@ -301,7 +301,7 @@ def plain_text(message: ChatMessage) -> str:
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
-    LABELS: ClassVar = Common.LABELS | {"prediction"}  # it would only make the same answer come sooner
+    LABELS: ClassVar = Common.LABELS | {"prediction"}  # it would only produce the same answer sooner
     USUAL: ClassVar = {"modalities": ["text"], "verbosity": "medium"}
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
@@ -314,7 +314,7 @@ class ChatBody(Common):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
-    reasoning_effort: _Name | None = None  # for the chat template, if it reads it
+    reasoning_effort: _Name | None = None  # for chat templates that read it
 
     _is_usual = model_validator(mode="before")(check_usual)
 

@@ -22,32 +22,32 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """All options of `kvq serve`, which checks the bounds of single numbers."""
+    """All options of `kvq serve`; the command checks the limits of single numbers."""
 
     model: str | Path = "tiny"
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | tuple[str, ...] | None = None  # answers have the first of several
+    served_model_name: str | tuple[str, ...] | None = None  # answers have the first one
     access: Access = field(default_factory=Access)
-    read_access: Callable[[], Access] | None = None  # `access` from the files' present content
-    tls: Callable[[], SSLContext] | None = None  # the certificate of the files' present content
+    read_access: Callable[[], Access] | None = None  # returns `access` from the files' current content
+    tls: Callable[[], SSLContext] | None = None  # returns the context for the current certificate
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)
     log: LogConfig = field(default_factory=LogConfig)
-    max_connections: int = 4096  # as far as the limit of open files allows
-    max_connections_per_address: int | None = None  # None: half of all
-    max_restarts: int = 5  # of the engine within ten minutes
+    max_connections: int = 4096  # lowered if the limit on open files requires it
+    max_connections_per_address: int | None = None  # None: half of `max_connections`
+    max_restarts: int = 5  # restarts of the engine within ten minutes
     kv_events: EventsConfig | None = None
-    metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
+    metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
-    chat_template: str | None = None  # its text, instead of the model's
-    tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
-    reasoning_parser: str = "auto"  # by the chat template or the tokenizer; "none"; or the name of markers
+    chat_template: str | None = None  # text of a template that replaces the model's
+    tool_call_parser: str = "auto"  # "auto": found by the chat template; "none"; or a format's name
+    reasoning_parser: str = "auto"  # "auto": by the chat template or tokenizer; "none"; or a name
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
-    generation_config: str = "auto"  # whose sampling fills what requests leave out; see `read_defaults`
-    # True if control tokens in clients' texts count as such; in chats, those of users, tools and documents
+    generation_config: str = "auto"  # source of defaults for sampling; see `read_defaults`
+    # True if control tokens in clients' texts take effect; in chats, in texts of users, tools and documents
     trusts_chats: bool = False
     trusts_completions: bool = True
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
@@ -67,9 +67,9 @@ class ServerConfig:
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the accepted Host headers: those given and loopback's; any, if none is given beyond loopback.
+    """Return the accepted Host headers: `given` and loopback; None (any) for a public `host` without `given`.
 
-    Otherwise a web page could reach a server on loopback under the page's own host name.
+    Otherwise, a web page could reach a server on loopback under the page's own host name.
     """
     if not given and host not in LOCAL:
         return None
@@ -77,10 +77,10 @@ def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read API keys from a file, one on each line, in its order; lines that begin with # are comments.
+    """Read API keys from a file, one per line, in order; lines that begin with # are comments.
 
     Raises:
-        ConfigError: there is no such file, it has no key, or others may read it (`check_secret`).
+        ConfigError: the file does not exist, has no key, or can be read by others (`check_secret`).
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]

@@ -8,7 +8,7 @@ from kvq.errors import ConfigError, nearest
 
 
 class _Named(NamedTuple):
-    """A metric's name and help text, a histogram's buckets, and the metric's own labels."""
+    """Name and help text of a metric, a histogram's buckets, and the metric's own labels."""
 
     name: str
     text: str
@@ -24,13 +24,13 @@ class Names:
     it was refused) and for a result's "stop" and "length". Endings without a value are not counted.
     """
 
-    ends: _Named  # a label before the last is the model's name
+    ends: _Named  # any label before the last is the model's name
     endings: Mapping[str, str]
     observed: Mapping[str, _Named]
     totals: Sequence[tuple[str, _Named]]
     gauges: Mapping[str, _Named]
     block_times: Mapping[str, _Named] = field(default_factory=dict)
-    labels: Mapping[str, str | None] = field(default_factory=dict)  # of all; None: the model's name
+    labels: Mapping[str, str | None] = field(default_factory=dict)  # of all metrics; None: the model's name
 
 
 _TOKENS = tuple(10.0**power * digit for power in range(7) for digit in (1, 2, 5))[:-1]  # up to 2 million
@@ -133,7 +133,7 @@ _VLLM_LATENCY_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 # vLLM's names, labels and buckets, for dashboards made for it, and for the Gateway API's inference extension.
-# Tokens, not blocks, are what `prefix_cache_queries` and `_hits` count. Sources: vllm/v1/metrics/loggers.py;
+# `prefix_cache_queries` and `_hits` count tokens, not blocks. Sources: vllm/v1/metrics/loggers.py;
 # docs/proposals/003-model-server-protocol of kubernetes-sigs/gateway-api-inference-extension.
 VLLM = Names(
     ends=_Named("vllm:request_success", "Results that ended, by reason.", labels=("finished_reason",)),
@@ -207,7 +207,7 @@ ALL_NAMES = {"kvq": KVQ, "vllm": VLLM, "llm": LLM}
 
 
 def parse_names(given: Iterable[str]) -> tuple[str, ...]:
-    """Parse kinds of names from options, each one or several with commas; `kvq` is always included.
+    """Parse kinds of names from options, which may each list several with commas; `kvq` is always included.
 
     Raises:
         ConfigError: there is no such kind.

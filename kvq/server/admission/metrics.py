@@ -1,4 +1,4 @@
-"""Metrics for Prometheus at `/metrics`, some counted as things happen, others read at every scrape."""
+"""Metrics for Prometheus at `/metrics`; some are counted on events, others read at every scrape."""
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from kvq.server.engine.remote import Remote, State
 from kvq.server.engine.residency import BOUNDS_S, BlockTimes
 from kvq.version import __version__
 
-Value = float | Mapping[tuple[str, ...], float]  # or one for each combination of labels' values
+Value = float | Mapping[tuple[str, ...], float]  # or one value for each combination of labels
 _ENGINE_TOTALS = (
     *("preemptions", "prompt_tokens", "cached_tokens"),
     *("generated_tokens", "evictions", "refused_pins"),
@@ -30,21 +30,21 @@ _ENGINE_TOTALS = (
 )
 _RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks")
 _OF_POOLS = ("free", "cached", "live")
-_IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates do
+_IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates exist, too
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Source:
-    """The engine's figures after its last step, and totals since the server's start, which never fall."""
+    """Source of the engine's figures after its last step, and of totals since the server's start."""
 
     def __init__(self, model: str, remote: Remote) -> None:
-        """`model`: its name for clients."""
+        """`model`: the model's name for clients."""
         self.model = model
         self.block_times = BlockTimes()
         self._remote = remote
-        # Of engine processes that ended; of receipts, all
+        # Counts of engine processes that ended, and of all receipts
         self._before: collections.Counter[str] = collections.Counter()
-        self._now: dict[str, int] = {}  # of the present engine process
+        self._now: dict[str, int] = {}  # counts of the current engine process
         self._life = 0
 
     def take(self, stepped: Stepped) -> None:
@@ -61,13 +61,13 @@ class _Source:
             self.block_times.add(stepped.block_times)
 
     def total(self, name: str) -> int:
-        """Return a total: the engine's `restarts`, or a count of gauges and receipts."""
+        """Return a total that never decreases: the engine's `restarts`, or a count of gauges and receipts."""
         if name == "restarts":
             return self._remote.num_restarts
         return self._before[name] + self._now.get(name, 0)
 
     def read(self) -> dict[str, Value]:
-        """Return the present values of the server and its engine."""
+        """Return the current values of the server and its engine."""
         info, is_ready = self._remote.info, self._remote.state is State.READY
         found: dict[str, Value] = {"version": {(__version__,): 1}, "is_ready": is_ready}
         if info is not None:
@@ -92,7 +92,7 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
     }
     return {
         "running": gauges.running,
-        "depth": gauges.waiting + gauges.preempted,  # without blocks
+        "depth": gauges.waiting + gauges.preempted,  # requests without blocks
         "queued_tokens": gauges.queued_tokens,
         "requests": {(state,): getattr(gauges, state) for state in ("running", "waiting", "preempted")},
         "blocks": {(group, state): getattr(pool, state) for group, pool, *_ in pools for state in _OF_POOLS},
@@ -105,12 +105,12 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
     }
 
 
-class Metrics:  # D331: added up here: the engine may restart
-    """Counts events under every kind of names that is enabled."""
+class Metrics:  # D331: totals are kept here: the engine may restart
+    """Counters and gauges, under every enabled kind of names."""
 
     def __init__(self, remote: Remote, model: str, kinds: Iterable[str] = ("kvq",)) -> None:
-        """`model`: its name for clients; `kinds`: as `parse_names` gives them."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, of no use
+        """`model`: the model's name for clients; `kinds`: as `parse_names` returns them."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, useless series for each metric
         self._registry = CollectorRegistry()
         self._source = _Source(model, remote)
         self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
@@ -135,7 +135,7 @@ class Metrics:  # D331: added up here: the engine may restart
             self._observe(key, value)
 
     def count(self, ending: str) -> None:
-        """Count an end: success, error, cancelled, timeout; before the engine invalid, limited, refused."""
+        """Count an end: success, error, cancelled, timeout; before the engine: invalid, limited, refused."""
         for named in self._named:
             named.count(ending)
 
@@ -161,7 +161,7 @@ class Metrics:  # D331: added up here: the engine may restart
 
 
 class _Named(Collector):
-    """The metrics under one kind of names."""
+    """Metrics under one kind of names."""
 
     def __init__(self, names: Names, source: _Source, registry: CollectorRegistry) -> None:
         self._names = names
@@ -209,7 +209,7 @@ class _Named(Collector):
 
 
 def _values_of(ended: Ended) -> dict[str, float]:
-    """Return durations in seconds and sizes in tokens of a request; of a failed one only its `ttft`."""
+    """Return a request's durations in seconds and sizes in tokens; for a failed request, only its `ttft`."""
     times = {key: getattr(ended.timing, f"{key}_s", None) for key in ("ttft", "queue", "prefill", "e2e")}
     found = {key: value for key, value in times.items() if value is not None}
     if ended.error is not None or ended.receipt is None:

@@ -1,4 +1,4 @@
-"""Prompts: texts and conversations to token ids and back, in other processes and without the model."""
+"""Prompts: convert texts and conversations to token ids and back, in other processes, without the model."""
 
 import asyncio
 import contextlib
@@ -19,26 +19,26 @@ from kvq.server.reading import Lane, Overran, Readers
 from kvq.server.reading.jobs import Job, JobResult
 
 _log = logging.getLogger("kvq")
-DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
-_MAX_COUNTING = 64  # texts that may wait to be counted only
-_WIDTH = 2  # prompts of a kind read side by side
-_A_FEW = 128  # messages made ready at a stretch
-PROBE = "\0probe"  # a tenant of its own, so that it waits for one job of each other at most
-_FRESH_S = 5.0  # for so long what a probe found holds
-_BROKEN_S = 60.0  # and that a template is broken
+DEADLINE_S = 30.0  # for a prompt, including the wait for a free reader
+_MAX_COUNTING = 64  # texts that wait only to be counted
+_WIDTH = 2  # prompts of a kind that are read at the same time
+_A_FEW = 128  # messages converted without a pause
+PROBE = "\0probe"  # a separate tenant, so that it waits for at most one job of each other tenant
+_FRESH_S = 5.0  # validity of a probe's result
+_BROKEN_S = 60.0  # validity of the result that a template is broken
 _PING = [ChatMessage(role="user", content="ping")]
 Conversation = tuple[Sequence[ChatMessage], dict[str, Any]]  # messages, and options for a chat template
 _BROKEN = "the model's chat template is broken: for one short message"
 
 
 class _TemplateFails(Problem):
-    """The chat template failed with an unintended error."""
+    """Problem: the chat template failed with an unintended error."""
 
 
 class Prompts:
-    """A model's tokenizer and its chat template, under bounds and deadlines, fair by tenant.
+    """Model's tokenizer and chat template, with limits and deadlines, fair across tenants.
 
-    Texts and conversations have readers of their own: a template that never ends holds up no completion.
+    Texts and conversations have separate readers: a template that never ends does not block completions.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Prompts:
         max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`tokenizer`: the readers' own, for quick work in this process. `plain_texts`: texts outside
-        conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, including the
-        wait for a free reader. `max_tokens` returns what fits the model: a text that certainly has more is
-        refused by its length.
+        conversations never have control tokens. `deadline_s`: for one prompt, including the wait for a free
+        reader. `max_tokens` returns the number of tokens that fit the model: a text that certainly has more
+        is refused by its length.
         """
         self.texts = TokenTexts(tokenizer)
-        self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
+        self.why_broken: str | None = None  # why no conversation can be read, if that is known
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._readers = readers
         self._plain_texts = plain_texts
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
-        self._bounds: dict[str, Any] = {}  # of token ids of a text that is only counted
+        self._bounds: dict[str, Any] = {}  # limits on the token ids of a text that is only counted
         self._for_texts, self._for_chats = Lane(readers, width=_WIDTH), Lane(readers, width=_WIDTH)
         self._probing: asyncio.Task[None] | None = None
         self._probed_s = -_BROKEN_S
@@ -86,10 +86,10 @@ class Prompts:
                 _log.info("chat template: no place for %s; the model will not see any", lacking)
 
     async def forms(self) -> Forms:
-        """Return what a trial of the chat template found that it shows, and in which form.
+        """Return the result of a trial of the chat template: the parts that it renders, and their forms.
 
         Raises:
-            Problem: it can't be tried now.
+            Problem: the template can't be tried now.
         """
         readers = self._readers
         if not self._has_template:
@@ -104,7 +104,7 @@ class Prompts:
             return readers.forms
 
     def for_counting(self) -> "Prompts":
-        """Return prompts of any length for requests that only count or read, with their own queue."""
+        """Return a copy with a separate queue and no length limit, for requests that only count or read."""
         other = copy.copy(self)
         other._max_tokens = lambda: None
         other._bounds = {"most_told": MAX_TOKEN_IDS}
@@ -115,7 +115,7 @@ class Prompts:
         """Return the token ids of a text.
 
         Raises:
-            Problem: it is not valid Unicode, or takes too long.
+            Problem: the text is not valid Unicode, or takes too long.
         """
         given = {
             "text": text,
@@ -144,7 +144,7 @@ class Prompts:
         try:
             return (await self._do(self._for_chats, job, tenant, _num_bytes(turns))).numbers
         except (Overran, _TemplateFails) as error:
-            if await self.probe() is not None:  # it fails for every conversation
+            if await self.probe() is not None:  # the template fails for every conversation
                 raise failed(str(self.why_broken)) from error
             if isinstance(error, Problem):
                 raise
@@ -154,12 +154,12 @@ class Prompts:
     async def shared_lengths(
         self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
     ) -> Sequence[int]:
-        """Return how many first tokens a conversation shares with each other one; 0 with its equals.
+        """Return how many first tokens `whole` shares with each of `others`; 0 if they are equal.
 
-        `tokens`: the result of `chat` for the whole one.
+        `tokens`: the result of `chat` for `whole`.
 
         Raises:
-            Problem: the template refuses one of the others, or it takes too long.
+            Problem: the template refuses one of the others, or takes too long.
         """
         read = [(await _as_dicts(messages), options) for messages, options in (whole, *others)]
         given = {"tokens": pack(tokens), "whole": read[0], "others": read[1:]}
@@ -173,7 +173,7 @@ class Prompts:
         return (await self._do(self._for_texts, job, tenant, 4 * len(tokens))).text
 
     async def probe(self) -> str | None:
-        """Return why prompts can't be read, or None, by a recent try with a small one of each kind."""
+        """Return why prompts can't be read, or None, from a recent trial with a small prompt of each kind."""
         self._look_again()
         if self._probing is not None:
             await asyncio.wait((self._probing,))
@@ -183,7 +183,7 @@ class Prompts:
         """Try a small prompt of each kind now, and return why prompts can't be read, or None.
 
         Raises:
-            Problem: it can't be tried now.
+            Problem: the trial is not possible now.
         """
         try:
             await self.tokenize("ping", tenant=PROBE)
@@ -199,11 +199,11 @@ class Prompts:
         except Problem as problem:
             if problem.status > 500:
                 raise
-            return problem.message if problem.status == 500 else None  # it may refuse such a conversation
+            return problem.message if problem.status == 500 else None  # it may refuse this conversation
         return None
 
     def close(self) -> None:
-        """End the readers, even while they work."""
+        """End the readers, even busy ones."""
         if self._probing is not None:
             self._probing.cancel()
         self._for_texts.close()
@@ -247,7 +247,7 @@ class Prompts:
 
 
 async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as dicts; the loop serves others between stretches of many."""
+    """Return messages as dicts; with many messages, the loop serves others in between."""
     turns: list[dict[str, Any]] = []
     for at in range(0, len(messages), _A_FEW):
         if at:
@@ -257,7 +257,7 @@ async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _num_bytes(turns: Sequence[dict[str, Any]]) -> int:
-    """Return about how many bytes there are to read."""
+    """Return the approximate number of bytes to read."""
     return sum(
         len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
         for turn in turns

@@ -1,4 +1,4 @@
-"""Rate limits of one API key: sequences at once, requests and tokens a minute."""
+"""Rate limits of one API key: sequences at once, requests and tokens per minute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantLimits:
-    """Limits of every key; None: no limit. Without keys all clients are one tenant."""
+    """Limits of every key; None: no limit. Without keys, all clients are one tenant."""
 
-    max_concurrency: int | None = None  # sequences at once: a request's prompts times its results
+    max_concurrency: int | None = None  # sequences at once: prompts times results of a request
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt tokens that had to be computed, and generated ones
 
 
 class _Bucket:
-    """Token bucket: refills steadily to one minute's amount; may be overdrawn by costs known late."""
+    """Token bucket that refills steadily up to one minute's amount; costs known late may overdraw it."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute = per_minute
@@ -29,12 +29,12 @@ class _Bucket:
         self._filled_s = now
 
     def wait_s(self, now: float, amount: float) -> float:
-        """Return the seconds until `amount` can be taken; 0 if it can be now."""
+        """Return the seconds until `amount` can be taken; 0 if it can be taken now."""
         self._fill(now)
         return max(0.0, amount - self._left) / self._per_minute * _MINUTE_S
 
     def take(self, now: float, amount: float) -> None:
-        """Take `amount`, whether or not so much is left."""
+        """Take `amount`, even if less is left."""
         self._fill(now)
         self._left -= amount
 
@@ -57,7 +57,7 @@ class Tenant:
         self._tokens = None if tpm is None else _Bucket(tpm, now)
 
     def check(self, sequences: int = 1) -> None:
-        """Raise Problem if one more request, with `sequences`, is too many: 429, or 400 if it always is."""
+        """Raise Problem if another request with `sequences` is too many now (429) or always (400)."""
         most = self._limits.max_concurrency
         if most is not None and sequences > most:
             raise Problem(400, f"{sequences} sequences at once; {most} are allowed for this key", param="n")
@@ -66,7 +66,7 @@ class Tenant:
         self.check_rates()
 
     def check_rates(self) -> None:
-        """Raise Problem, with 429, if this minute's requests or tokens are used up."""
+        """Raise Problem (429) if this minute's requests or tokens are used up."""
         now = self._clock()
         if self._requests is not None and (wait_s := self._requests.wait_s(now, 1)):
             raise _too_many(f"this key may send {self._limits.requests_per_minute} requests a minute", wait_s)
@@ -84,7 +84,7 @@ class Tenant:
             self.num_active -= sequences
 
     def charge_request(self) -> None:
-        """Count a request, whatever its end."""
+        """Count a request, even if it fails."""
         if self._requests is not None:
             self._requests.take(self._clock(), 1)
 

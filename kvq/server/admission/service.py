@@ -25,7 +25,7 @@ from kvq.server.http.problems import Problem, failed, timed_out, unavailable
 from kvq.server.logs import log_event
 from kvq.server.tools.calling import ToolCalling
 
-# Of requests that the engine ended
+# Problems of requests that the engine ended
 _PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
     "request": partial(Problem, 400),
     "busy": unavailable,
@@ -35,7 +35,7 @@ _PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
 
 
 class Service:
-    """Takes requests and returns the engine's messages, while the engine is ready and the server goes on."""
+    """Front end of the engine: accepts requests and returns their messages, until the server shuts down."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Service:
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`names`: the model's for clients; answers have the first. `tools`: its format of tool calls.
-        `defaults`: for fields that requests leave out.
+        """`names`: the model's names for clients; answers have the first. `tools`: its format of tool calls.
+        `defaults`: values for fields that requests leave out.
         """
         config = config or ServerConfig()
         self.names = (names,) if isinstance(names, str) else names
         self.name = self.names[0]
         self.remote = remote
         self.prompts = prompts
-        self.counting = prompts.for_counting()  # for requests that the engine does not see
+        self.counting = prompts.for_counting()  # for requests without the engine
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
@@ -71,7 +71,7 @@ class Service:
 
     @property
     def why_not_ready(self) -> str | None:
-        """Reason why no request can be taken now, or None."""
+        """Reason why no request can be accepted now, or None."""
         if self._draining:
             return "the server is shutting down"
         if self.remote.state is not State.READY:
@@ -79,7 +79,7 @@ class Service:
         return None
 
     def check_ready(self) -> None:
-        """Raise Problem while no request can be taken."""
+        """Raise Problem while no request can be accepted."""
         if (reason := self.why_not_ready) is not None:
             raise unavailable(reason)
 
@@ -94,10 +94,10 @@ class Service:
             )
 
     async def check_fields(self, given: Any, body: Body) -> list[str]:
-        """Count the ignored fields of a decoded body and return their paths, see `find_ignored`.
+        """Count the ignored fields of a decoded body and return their paths; see `find_ignored`.
 
         Raises:
-            Problem: this server is strict, and there is an unknown field that is no label.
+            Problem: this server is strict, and there is an unknown field that is not a label.
         """
         is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
         forms = await self.prompts.forms() if is_for_template else None
@@ -110,13 +110,13 @@ class Service:
         return names
 
     def check_arrival(self, tenant: str) -> None:
-        """Raise Problem if a request of a tenant can't be taken, whatever its body is."""
+        """Raise Problem if a tenant's request can't be accepted with any body."""
         with self._counting_refusals():
             self.check_ready()
             self.admission.check(tenant)
 
     def check_prompt(self, tokens: Sequence[int], params: SamplingParams, where: str) -> None:
-        """Raise Problem if the engine would refuse a prompt; of several, before any is begun."""
+        """Raise Problem if the engine would refuse a prompt, before any of a request's prompts is begun."""
         info = self._info()
         with self._counting_refusals():
             try:
@@ -128,9 +128,9 @@ class Service:
     def thinks(
         self, params: SamplingParams, tokens: Sequence[int], begun: str | None = None
     ) -> tuple[bool | None, SamplingParams]:
-        """Return whether an answer begins with thoughts (`Thinking.is_open`), and parameters that allow them.
+        """Return whether an answer begins with thinking (`Thinking.is_open`), and parameters that allow it.
 
-        `begun`: the beginning of an answer that is continued.
+        `begun`: the beginning of an answer to continue.
         """
         if (thinking := self.tools.thinking) is None:
             return False, params
@@ -140,10 +140,10 @@ class Service:
 
     @contextmanager
     def text_request(self, tenant: str) -> Iterator[None]:  # D301
-        """Admit a request that the engine does not see.
+        """Admit a request that does not need the engine.
 
         Raises:
-            Problem: the server is shutting down, or the tenant has sent too many.
+            Problem: the server is shutting down, or the tenant has sent too many requests.
         """
         if self._draining:
             raise unavailable("the server is shutting down")
@@ -157,7 +157,7 @@ class Service:
         """Admit a request and count its slots until it is answered.
 
         Raises:
-            Problem: the server can't take it now, or the tenant has sent too many.
+            Problem: the server can't accept it now, or the tenant has sent too many requests.
         """
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
@@ -171,10 +171,10 @@ class Service:
     async def stream(
         self, tokens: Sequence[int], options: RequestOptions, slots: SequenceSlots
     ) -> AsyncGenerator[Piece | Ended]:
-        """Yield a prompt's messages up to its `Ended`, which has no error. `slots`: its request's.
+        """Yield a prompt's messages up to its `Ended`, which has no error. `slots`: those of its request.
 
         Raises:
-            Problem: it can't be served now, or ever, or failed.
+            Problem: the prompt can't be served now or at all, or it failed.
         """
         info = self._info()
         with contextlib.ExitStack() as stack:
@@ -183,7 +183,7 @@ class Service:
             messages = self.remote.stream(
                 tokens, options, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
             )
-            status = "cancelled"  # unless another end comes
+            status = "cancelled"  # unless it ends in another way
             try:
                 async for message in messages:
                     if isinstance(message, Ended):
@@ -211,7 +211,7 @@ class Service:
         return self.remote.info
 
     def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
-        """Tell admission of a prompt's progress, however far behind its client is."""
+        """Report a prompt's progress to admission, even if its client is far behind."""
         if not isinstance(message, Piece):
             self.admission.ended(entry)
             return
@@ -220,18 +220,18 @@ class Service:
             self.admission.ended_one(entry)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests; return when the running ones ended, or after `grace_s`."""
+        """Accept no new requests; return when the running ones have ended, or after `grace_s`."""
         self._draining = True
         self.loop_budget.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
 
     def hurry(self) -> None:
-        """End a drain now."""
+        """End a drain immediately."""
         self._idle.set()
 
     async def close(self) -> None:
-        """End the engine; requests that still wait get an error object."""
+        """End the engine; waiting requests get an error object."""
         await self.remote.close()
         self.counting.close()
         self.prompts.close()
@@ -278,7 +278,7 @@ class Service:
 
 
 def describe(service: Service, created: int, name: str) -> dict[str, Any]:
-    """Return the model under one of its names, as `/v1/models` lists it."""
+    """Return the model with one of its names, in the form of `/v1/models`."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
     return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

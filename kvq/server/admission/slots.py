@@ -1,7 +1,7 @@
 """Slots of the engine: which requests run, which wait, and the expected time to the first token.
 
-The engine begins prompts in the order in which they came, as far as its slots reach. So the requests that
-wait are known at once, whatever step the engine is in. Its own figures are a step old, and miss later bursts.
+The engine begins prompts in the order of arrival, as long as it has free slots. So the waiting requests are
+known at any time, even during a step. The engine's own figures are a step old, and miss later bursts.
 """
 
 from collections import deque
@@ -11,20 +11,20 @@ _MANY = 1 << 62
 
 
 class SequenceSlots:
-    """Slots that one request needs: one for each of its sequences, until that ends.
+    """Slots that one request needs: one for each of its sequences, until the sequence ends.
 
-    The sequences of one prompt begin together: while fewer slots are free, it waits.
+    The sequences of one prompt begin together; while fewer slots are free, the prompt waits.
     """
 
     def __init__(self, *, prompts: int = 1, sequences: int = 1) -> None:
-        """`sequences`: of each prompt."""
+        """`sequences`: number of sequences of each prompt."""
         self.at_once = sequences
-        self.coming = prompts * sequences  # without a first token
+        self.coming = prompts * sequences  # sequences without a first token
         self.held = 0
 
 
-class EngineSlots:  # D299: counted here: the engine's last step is old
-    """Slots of all requests. A request has one as soon as its first prompt does."""
+class EngineSlots:  # D299: counted here, since the engine's figures are a step old
+    """Slots of all requests. A request has a slot as soon as its first prompt has one."""
 
     def __init__(self, num_slots: Callable[[], int | None]) -> None:
         """`num_slots` returns the engine's number of slots, None while it is unknown."""
@@ -32,8 +32,8 @@ class EngineSlots:  # D299: counted here: the engine's last step is old
         self._num_held = 0
         self._coming: dict[
             SequenceSlots, None
-        ] = {}  # with sequences that have not begun, in order of arrival
-        self._num_new = 0  # of these, those without any slot
+        ] = {}  # requests with sequences that have not begun, in order of arrival
+        self._num_new = 0  # the number of these without any slot
 
     @property
     def num_waiting(self) -> int:
@@ -49,11 +49,11 @@ class EngineSlots:  # D299: counted here: the engine's last step is old
         self._num_new += 1
 
     def begin(self, slots: SequenceSlots, count: int) -> None:
-        """Note that `count` sequences have their first token, maybe before those of earlier requests."""
+        """Record that `count` sequences have their first token, perhaps before those of earlier requests."""
         self._change(slots, coming=-count, held=count)
 
     def end(self, slots: SequenceSlots, count: int, *, begun: bool) -> None:
-        """Note that `count` sequences ended; `begun`: they had their first token."""
+        """Record that `count` sequences ended; `begun`: they had their first token."""
         self._change(slots, coming=0 if begun else -count, held=-count if begun else 0)
 
     def leave(self, slots: SequenceSlots) -> None:
@@ -70,27 +70,27 @@ class EngineSlots:  # D299: counted here: the engine's last step is old
         self._num_new += (slots in self._coming and not slots.held) - is_new
 
     def _look(self) -> tuple[int, int]:
-        """Return (requests that wait, slots that are free for a new request)."""
+        """Return (waiting requests, free slots for a new request)."""
         most = self._num_slots()
         free = (_MANY if most is None else most) - self._num_held
         num_new = self._num_new
         for slots in self._coming:
             if min(slots.at_once, slots.coming) > free:
-                return num_new, 0  # this request waits, and all behind it
+                return num_new, 0  # this request and all after it wait
             free -= slots.coming
             num_new -= not slots.held
         return 0, free
 
 
 _WINDOW_S = 10.0
-_MIN_STARTS = 16  # first tokens within the window for which a rate is known
+_MIN_STARTS = 16  # fewest first tokens within the window for a known rate
 
 
-class FirstTokens:  # D300: waits by the rate of first tokens, while somebody waits
+class FirstTokens:  # D300: waits follow from the rate of first tokens while a prompt waits
     """Prompts that wait for their first token, and the recent rate of first tokens.
 
-    Only time in which a prompt waited counts: an idle server has few first tokens a second, whatever its
-    speed.
+    Only the time in which a prompt waited counts, because an idle server has few first tokens per second
+    even if it is fast.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -101,19 +101,19 @@ class FirstTokens:  # D300: waits by the rate of first tokens, while somebody wa
         self._starts: deque[tuple[float, float]] = deque()  # (time, `_awaited_s` at that time)
 
     def await_one(self) -> None:
-        """Count a prompt that waits."""
+        """Count a waiting prompt."""
         self._look()
         self.num_awaited += 1
 
     def leave(self, *, started: bool) -> None:
-        """Note that a prompt's first token came, or will not come."""
+        """Record that a prompt got its first token, or will not get one."""
         now = self._look()
         self.num_awaited -= 1
         if started:
             self._starts.append((now, self._awaited_s))
 
     def per_s(self) -> float | None:
-        """Return first tokens a second; None if too little is known."""
+        """Return first tokens per second; None if too little is known."""
         self._look()
         if len(self._starts) < _MIN_STARTS:
             return None

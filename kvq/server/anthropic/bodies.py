@@ -1,6 +1,6 @@
-"""Request bodies in Anthropic's protocol; every field has its bounds.
+"""Request bodies in Anthropic's protocol; every field is bounded.
 
-Unknown fields are ignored and named. Those whose loss would change an answer are refused.
+Unknown fields are ignored and named in a header. Fields whose loss would change an answer are refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,11 +14,11 @@ from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
-# Blocks in the turns of other models, beside those of this module
+# Kinds of blocks in the turns of other models, in addition to those of this module
 _THOUGHTS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
-# Error code for which Anthropic's client looks; it then sends whole conversations, and no thread
+# Error code that Anthropic's client recognizes; it then sends whole conversations instead of a thread
 _NO_THREADS = "thread_unsupported_request"  # D323: threads refused with the code its client looks for
 _Id = Annotated[str, Field(max_length=256)]
 
@@ -35,7 +35,7 @@ class _CacheControl(Body):
 
 
 class _Marked(Body):
-    """A block or tool that a breakpoint may follow."""
+    """Block or tool that a breakpoint may follow."""
 
     cache_control: _CacheControl | None = None
 
@@ -48,7 +48,7 @@ class TextBlock(_Marked):
 
 
 def _blocks_of(*kinds: str) -> BeforeValidator:
-    """Return a validator before blocks of these kinds: a text becomes one block; other kinds are refused."""
+    """Return a "before" validator for blocks of these kinds: a text becomes one block, others are refused."""
     check = content_of("block", kinds, _THOUGHTS)
 
     def as_blocks(content: Any) -> Any:
@@ -61,7 +61,7 @@ TextBlocks = Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=
 
 
 class ToolUseBlock(_Marked):
-    """A call that the assistant made."""
+    """Call that the assistant made."""
 
     USUAL: ClassVar = {"caller": {"type": "direct"}}
     type: Literal["tool_use"]
@@ -72,7 +72,7 @@ class ToolUseBlock(_Marked):
 
 
 class ToolResultBlock(_Marked):
-    """Result of a call. Its text has to say whether the call failed: no template reads the flag."""
+    """Result of a call. Its text must state whether the call failed, as no template reads the flag."""
 
     LABELS: ClassVar = frozenset(("is_error",))
     type: Literal["tool_result"]
@@ -81,7 +81,7 @@ class ToolResultBlock(_Marked):
 
 
 class ThinkingBlock(_Marked):
-    """Thoughts of the assistant, without a signature."""
+    """Thinking of the assistant, without a signature."""
 
     LABELS: ClassVar = frozenset(("signature",))
     type: Literal["thinking"]
@@ -89,9 +89,9 @@ class ThinkingBlock(_Marked):
 
 
 class CustomTool(FunctionBody, _Marked):
-    """A function that the model may call; Anthropic's own tools are not supported."""
+    """Function that the model may call; Anthropic's own tools are not supported."""
 
-    LABELS: ClassVar = frozenset(("eager_input_streaming",))  # as arguments always come here
+    LABELS: ClassVar = frozenset(("eager_input_streaming",))  # arguments are always streamed this way
     USUAL: ClassVar = {"allowed_callers": ["direct"], "defer_loading": False}
     type: Literal["custom"] = "custom"
     parameters: Annotated[JsonObject, Field(alias="input_schema", max_length=256)]
@@ -107,7 +107,7 @@ class CustomTool(FunctionBody, _Marked):
 
 
 class _ToolChoice(Body):
-    """Choice of the tools that may or have to be called."""
+    """Choice of the tools that may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: _Id | None = None
@@ -142,7 +142,7 @@ class Message(Body):
 
 
 class _Thinking(Body):
-    """Switch of the model's thinking, as far as its template has one."""
+    """Switch for the model's thinking, if its template has one."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
@@ -155,7 +155,7 @@ class _OutputFormat(Body):
 
 
 class _OutputConfig(Body):
-    """Options of the answer; `effort` is not known."""
+    """Options of the answer; `effort` is not supported."""
 
     format: _OutputFormat | None = None
 
@@ -177,7 +177,7 @@ class PromptBody(Body):
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = Field([])
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _Thinking | None = None
-    cache_control: _CacheControl | None = None  # behind the last block
+    cache_control: _CacheControl | None = None  # after the last block
     output_config: _OutputConfig | None = None
     _is_usual = model_validator(mode="before")(check_usual)
 

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: an answer's content, block by block, and the events that stream it; its routes."""
+"""`POST /v1/messages`: the content blocks of an answer, the events that stream them, and the routes."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -35,7 +35,7 @@ _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "n
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes of messages, and of the number of their input tokens."""
+    """Add the routes for messages and for counting their input tokens."""
 
     @app.post(MESSAGES_PATH, responses=stream_or("MessageAnswer"))
     async def messages(request: Request, body: MessagesBody) -> Response:
@@ -51,10 +51,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class _MessageCall(Call):
-    """One request. The whole answer is the sum of the streamed answer's events."""
+    """One request. A whole answer consists of the events of the streamed one."""
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
-        """Raises Problem: the body asks for something that this server does not do."""
+        """Raise Problem if the body requests something that this server does not support."""
         service.check_model(body.model)
         if body.thinking is not None and body.thinking.type != "disabled" and not service.tools.thinking:
             raise Problem(400, "this model does not think; leave thinking out", param="thinking")
@@ -122,10 +122,10 @@ class _MessageCall(Call):
 
 
 class _Content:
-    """Blocks of an answer while it is written."""
+    """Content blocks of an answer while it is generated."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
-        """Without a parser everything but thoughts is text."""
+        """Without a parser, everything except thinking is text."""
         self.blocks: list[dict[str, Any]] = []
         self._parser = parser
         self._thoughts = thoughts
@@ -137,7 +137,7 @@ class _Content:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
-        """Add text to the answer, and return the events of it."""
+        """Add text to the answer, and return the resulting events."""
         thought, rest = self._thoughts.feed(text, is_last=is_last)
         found = [Found(rest)] if self._parser is None else self._parser.feed(rest)
         events = self._add("thinking", thought)
@@ -157,7 +157,7 @@ class _Content:
         return self._add("text", found.text)
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Add to a block of text or thinking, or begin one."""
+        """Extend the current block of text or thinking, or begin one."""
         if not text:
             return []
         is_same = self._is_open and self.blocks[-1]["type"] == kind
@@ -221,7 +221,7 @@ def _usage(prompt: PromptUse) -> dict[str, int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Decode arguments; an empty object if the model wrote anything else, or was cut short."""
+    """Decode a call's arguments; return an empty object if they are incomplete or not an object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -21,16 +21,16 @@ from kvq.server.http.problems import Problem
 
 T = TypeVar("T")
 _MAX_BREAKPOINTS = 4
-_OTHER = "\ue000"  # for private use: no user's text continues with it
+_OTHER = "\ue000"  # a private-use character, with which no user's text continues
 
 
 async def prompt_pins(
     prompts: Prompts, body: PromptBody, tokens: Sequence[int], tenant: str
 ) -> list[PrefixPin]:
-    """Return the pins that the body's breakpoints ask for.
+    """Return the pins that the body's breakpoints request.
 
-    A prefix consists of the tokens that stay the same if other text follows its last block, whatever the
-    template does.
+    A prefix consists of the tokens that stay the same if other text follows its last block. This holds for
+    any template.
 
     Raises:
         Problem: too many breakpoints, or the template takes too long.
@@ -47,7 +47,7 @@ async def prompt_pins(
 
 
 def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, float]]:  # D80
-    """Return the blocks with a breakpoint: the list of each, its index there, and the seconds it holds."""
+    """Return the blocks with a breakpoint: each one's list, its index there, and the seconds to keep it."""
     lists: list[list[Any]] = [body.tools, body.system, *(message.content for message in body.messages)]
     places = [(blocks, at, block.cache_control) for blocks in lists for at, block in enumerate(blocks)]
     if places and places[-1][2] is None:
@@ -59,7 +59,7 @@ def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, float]]:  # D80
 
 
 def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
-    """Return the conversation with other text behind a block. Leaves the body as it was."""
+    """Return the conversation with other text after a block. The body stays unchanged."""
     block = blocks[at]
     others = [block]
     if isinstance(block, CustomTool):
@@ -80,8 +80,8 @@ def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
 def conversation(body: PromptBody) -> Conversation:
     """Return the conversation for the model's template.
 
-    Successive turns of one role are joined, as Anthropic does: templates want roles to alternate. A last turn
-    of the assistant is continued.
+    Successive turns of one role are joined, as in Anthropic's API, because templates require alternating
+    roles. If the last turn is the assistant's, the model continues it.
 
     Raises:
         Problem: the last turn can't be continued.
@@ -98,7 +98,7 @@ def conversation(body: PromptBody) -> Conversation:
     options = _ending(body.messages[-1])
     if body.thinking is not None:
         options["enable_thinking"] = body.thinking.type != "disabled"
-    if body.tools and body.tool_choice.type != "none":  # else nobody would read the model's calls
+    if body.tools and body.tool_choice.type != "none":  # otherwise nothing would parse the model's calls
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in body.tools]
         options["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -106,7 +106,7 @@ def conversation(body: PromptBody) -> Conversation:
 
 
 def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Yield messages of the user's turns; results of calls are separate messages."""
+    """Yield the messages of the user's turns; results of calls are separate messages."""
     parts: list[str | ChatMessage] = []
     for turn in turns:
         for is_result, blocks in groupby(turn.content, key=lambda block: isinstance(block, ToolResultBlock)):

@@ -1,1 +1,1 @@
-"""Files of requests, answered into files: `kvq run-batch`, without a port."""
+"""Batch runs (`kvq run-batch`): answer a file of requests into a file of results, without a port."""

@@ -1,4 +1,4 @@
-"""Batch calls: answer a line with the server's own calls, and try again when the engine ends."""
+"""Batch calls: answer a line as the server would, and try again when the engine ends."""
 
 import asyncio
 import logging
@@ -27,16 +27,16 @@ _BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/complet
 _MAY_HAVE_GRAMMAR = {"response_format", "structured_outputs", "tools"} | {
     f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
-_GRAMMARS = 48  # side by side; the engine refuses more of one tenant's that wait to be compiled
+_GRAMMARS = 48  # at a time; the engine refuses more of one tenant's grammars that wait to be compiled
 _TRIES = 3  # D335: suspects are tried alone
 _POLL_S = 0.05
 
 
 class Calls:
-    """Answers lines.
+    """Calls that answer lines.
 
-    Lines that were running when the engine ended are tried again, each alone: a line that ends the engine
-    every time takes no others with it.
+    Lines that were running when the engine ended are tried again, each alone, so that a line that ends the
+    engine every time does not fail the others.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Calls:
         """Return the answer's body.
 
         Raises:
-            Problem: the request can't be served, or failed, several times if that was not its own fault.
+            Problem: the request can't be served, or failed (several times, if it did not cause the failure).
             EngineError: the engine ended for good.
         """
         body = await self._body(line)
@@ -81,7 +81,7 @@ class Calls:
                 raise
             except RequestError as error:
                 raise Problem(400, str(error)) from error
-            except Exception as error:  # one line's failure is not the others'
+            except Exception as error:  # one line's failure must not end the others
                 _log.error("line %d failed: %s", line.number, describe(error))
                 problem = Problem(500, f"kvq failed: {type(error).__name__}", type="server_error")
                 raise problem from error
@@ -111,12 +111,12 @@ class Calls:
 
 
 class _Room:
-    """Lock for many side by side, or one alone; one that waits to be alone goes before later ones."""
+    """Lock that many tasks share or one holds alone; a task that waits to be alone goes before later ones."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
         self._num_inside = 0
-        self._num_alone = 0  # those that wait included
+        self._num_alone = 0  # including waiting ones
 
     @asynccontextmanager
     async def enter(self, *, alone: bool) -> AsyncIterator[None]:

@@ -15,13 +15,13 @@ MAX_CUSTOM_ID = 512  # characters
 FIELDS = ("custom_id", "method", "url", "body")
 _BOM = b"\xef\xbb\xbf"
 _ID = "batch_req_"
-BEGIN = f'{{"id":"{_ID}'.encode()  # every line that we write begins so
-_PASSING = (429, 500, 502, 503, 504)  # statuses that are not the request's own fault
+BEGIN = f'{{"id":"{_ID}'.encode()  # beginning of every result line
+_PASSING = (429, 500, 502, 503, 504)  # statuses of failures that the request did not cause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One request; or, with a `fault`, the reason why it is none."""
+    """Request of one line, or, in `fault`, the reason why the line has none."""
 
     number: int  # from 1
     custom_id: str | None = None  # None if it could not be read
@@ -29,14 +29,14 @@ class Line:
     body: dict[str, Any] = field(default_factory=dict)
     fault: str | None = None
     fault_code: str = "invalid_line"
-    unknown: str | None = None  # the first of its fields that is not known
+    unknown: str | None = None  # its first unknown field
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield all lines but empty ones. Only one line of the file is held at a time.
+    """Yield all lines except empty ones. Only one line is in memory at a time.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     with path.open("rb") as file:
         number = 0
@@ -52,10 +52,10 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield parse_line(number, raw)
 
 
-def parse_line(number: int, raw: bytes) -> Line:  # D336: a line has the bounds of a body
-    """Return the request of a line; if it is none, its `fault` says why."""
+def parse_line(number: int, raw: bytes) -> Line:  # D336: a line has the limits of a body
+    """Return the request of a line; if the line has none, `fault` says why."""
     try:
-        for _ in scan(raw, inside=1):  # in one go: no client waits for a token meanwhile
+        for _ in scan(raw, inside=1):  # without pauses, since no client waits for a token meanwhile
             pass
         given = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -92,7 +92,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A line of results, as far as a later run reads it again."""
+    """Line of results: the fields that a later run reads again."""
 
     id: str
     custom_id: str | None
@@ -101,12 +101,12 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def is_failed(self) -> bool:
-        """True unless it holds an answer."""
+        """True unless the line has an answer."""
         return self.response is None or self.response.status_code != 200
 
     @property
     def is_passing(self) -> bool:
-        """True if it failed because of the engine or of load, so that another try may succeed."""
+        """True if the request failed because of the engine or the load, so that another try may succeed."""
         return self.response is not None and self.response.status_code in _PASSING
 
 
@@ -114,7 +114,7 @@ _decoder = msgspec.json.Decoder(Result)
 
 
 def parse_result(raw: bytes) -> Result | None:
-    """Decode a line that an earlier run wrote; None if it is anything else."""
+    """Decode a line that an earlier run wrote; return None if the line is anything else."""
     try:
         result = _decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -129,7 +129,7 @@ def encode_answer(line: Line, body: dict[str, Any], status: int = 200) -> bytes:
 
 
 def encode_fault(line: Line) -> bytes:
-    """Encode the result of a line that is no request."""
+    """Encode the result of a line that has no request."""
     assert line.fault is not None, "only a faulty line has a fault"
     error = {"code": line.fault_code, "message": line.fault, "line": line.number}
     return _encode(line.custom_id, None, error)

@@ -1,4 +1,4 @@
-"""Result file of a batch: one whole line for each finished request, whatever interrupts a run."""
+"""Result file of a batch: one whole line for each finished request, even if a run is interrupted."""
 
 import fcntl
 import hashlib
@@ -13,27 +13,27 @@ from kvq.errors import ConfigError
 from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
 from kvq.server.batch.lines import BEGIN, Line, Result, parse_result
 
-_FINISHED, _SEEN = 1, 2  # has a result; was in the input of this run
+_FINISHED, _SEEN = 1, 2  # the line has a result; it was in the input of this run
 
 
 class ResultFile:  # D334: results are the only record
-    """Results, appended as they come, and the lines that have one already.
+    """File of results, which are appended as they arrive, and the lines that already have one.
 
     The file is locked while it is open. A process that is killed leaves at most one incomplete line, which
-    the next run cuts off. Memory holds a digest of every custom_id, about 100 bytes each.
+    the next run removes. A digest of every custom_id is kept in memory, about 100 bytes each.
     """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        """Open or make the file. `retry_failed` forgets what failed because of the engine or of load.
+        """Open or create the file. `retry_failed` drops failures that the engine or the load caused.
 
         Raises:
-            ConfigError: it can't be written, holds something else, or another run writes it.
+            ConfigError: the file can't be written, contains something else, or another run writes it.
         """
         self.num_failed = 0
         self._path = check_writable(path)
         self._is_new = not path.exists()
         self._ids: dict[bytes, int] = {}
-        self._numbers: set[int] = set()  # of finished lines without custom_id
+        self._numbers: set[int] = set()  # numbers of finished lines without custom_id
         self._file = _open_locked(self._path)
         try:
             num_passing, end = self._read(forget_passing=retry_failed)
@@ -51,7 +51,7 @@ class ResultFile:  # D334: results are the only record
         return sum(state == _FINISHED for state in self._ids.values())
 
     def unfinished(self, line: Line) -> Line | None:
-        """Return the line if it has no result yet; with a fault if an earlier line has its custom_id."""
+        """Return the line if it has no result yet, with a fault if an earlier line has the same custom_id."""
         if line.custom_id is not None:
             key = _digest(line.custom_id)
             state = self._ids.get(key, 0)
@@ -76,21 +76,21 @@ class ResultFile:  # D334: results are the only record
             raise ConfigError(f"can't write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Wait until everything is on the disk, and unlock the file."""
-        with suppress(OSError), self._file:  # a pipe or a strange file system can't
+        """Wait until everything is on disk, and unlock the file."""
+        with suppress(OSError), self._file:  # pipes and some file systems can't sync
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the file; remove one that was made for a run that answered nothing."""
+        """Close the file; remove it if a failed run created it and answered nothing."""
         if kind is not None and self._is_new and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
         self.close()
 
     def _read(self, *, forget_passing: bool) -> tuple[int, int]:
-        """Note what is finished. Return the number of forgotten results, and where whole lines end."""
+        """Record the finished lines. Return the number of dropped results, and where whole lines end."""
         num_forgotten = end = 0
         for raw, result in self._results():
             end += len(raw)
@@ -108,7 +108,7 @@ class ResultFile:  # D334: results are the only record
         """Yield whole lines from the file's beginning.
 
         Raises:
-            ConfigError: one of them, or the beginning of an incomplete last one, is no result of kvq.
+            ConfigError: a line, or the beginning of an incomplete last line, is not a result of kvq.
         """
         self._file.seek(0)
         number = 0
@@ -126,12 +126,12 @@ class ResultFile:  # D334: results are the only record
                 )
 
     def _rewrite(self) -> None:
-        """Replace the file at once by one without the results that are forgotten.
+        """Replace the file atomically by one without the dropped results.
 
         The new file is locked before it gets the name, so that the name is never without a lock.
         """
         other = self._path.with_name(f".{self._path.name}.kvq-retry")
-        other.unlink(missing_ok=True)  # of a run that was killed
+        other.unlink(missing_ok=True)  # left by a run that was killed
         new = _open_locked(other, permissions=PRIVATE)
         try:
             keep_permissions(new.fileno(), os.fstat(self._file.fileno()))
@@ -150,10 +150,10 @@ class ResultFile:  # D334: results are the only record
 
 
 def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
-    """Open a file to read and append, or make it with these permissions.
+    """Open a file to read and append, or create it with these permissions.
 
     Raises:
-        ConfigError: it can't be written, or another process holds its lock.
+        ConfigError: the file can't be written, or another process holds its lock.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, permissions), "a+b")
@@ -161,7 +161,7 @@ def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
         raise ConfigError(f"can't write {path}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:  # else it was just replaced
+        if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:  # otherwise it was just replaced
             return file
     except BlockingIOError:
         pass

@@ -1,4 +1,4 @@
-"""Batch run: `kvq run-batch` from its start to its end."""
+"""Batch run: `kvq run-batch` from start to end."""
 
 import asyncio
 import signal
@@ -23,19 +23,19 @@ from kvq.server.batch.result_file import ResultFile
 from kvq.server.http.problems import Problem
 from kvq.server.logs import LogConfig
 
-Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)
+Progress = Callable[[int, int | None], object]  # (finished lines, all lines or None if unknown)
 _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
-_BOUNDLESS = AdmissionConfig(  # max_in_flight bounds what waits
+_BOUNDLESS = AdmissionConfig(  # max_in_flight limits the waiting requests
     max_queue=1 << 62, max_queued_tokens=1 << 62, max_wait_s=1e9, max_overcommit=1e9, max_kv_pressure=1.0
 )
-_NAMED = 8  # fields that were ignored, and reasons
-_AT_A_TIME = 1000  # finished lines passed over before others get a turn
+_NAMED = 8  # most ignored fields, and most reasons, that are named
+_AT_A_TIME = 1000  # finished lines that are skipped before other tasks run
 _CHUNK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """Options of a batch run; `serving` names the model, its engine and how requests are read."""
+    """Options of a batch run; `serving`: the model, its engine and the reading of requests."""
 
     source: Path
     target: Path
@@ -58,26 +58,26 @@ class Summary:
 
     num_new: int = 0  # lines finished by this run
     num_skipped: int = 0  # lines that were finished before
-    num_failed: int = 0  # results without an answer, those of earlier runs included
-    reasons: Counter[str] = field(default_factory=Counter)  # why those of this run failed
+    num_failed: int = 0  # results without an answer, including those of earlier runs
+    reasons: Counter[str] = field(default_factory=Counter)  # why requests of this run failed
     num_strangers: int = 0  # results of custom_ids that are not in the input
     num_ignoring: int = 0  # requests with fields that were ignored
-    ignored: list[str] = field(default_factory=list)  # the first few of these
+    ignored: list[str] = field(default_factory=list)  # the first few of these fields
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    seconds: float = 0.0  # with an engine
+    seconds: float = 0.0  # time with an engine
     is_complete: bool = False
 
     def ignore(self, names: list[str]) -> None:
-        """Note fields of a request that were ignored."""
+        """Record the ignored fields of a request."""
         self.num_ignoring += 1
         for name in names:
             if name not in self.ignored and len(self.ignored) < _NAMED:
                 self.ignored.append(name)
 
     def fail(self, reason: str) -> None:
-        """Note a request without an answer; of many different reasons, keep the first few."""
+        """Record a request without an answer; only the first few different reasons are kept."""
         self.num_failed += 1
         if reason in self.reasons or len(self.reasons) < _NAMED:
             self.reasons[reason] += 1
@@ -93,13 +93,13 @@ def run_batch(
     progress: Progress = lambda done, total: None,
     on_model: Callable[[ModelSource, str], object] = lambda source, digest: None,
 ) -> Summary:
-    """Answer the requests without a result. SIGINT and SIGTERM end it early; another run continues there.
+    """Answer the requests that have no result yet. SIGINT and SIGTERM end the run; another run continues it.
 
     `on_model` gets the model that was loaded, and the digest of its tensors.
 
     Raises:
-        ConfigError: a file that can't be used, or an engine that can't be built.
-        EngineError: the engine ended more often than it may.
+        ConfigError: a file can't be used, or the engine can't be built.
+        EngineError: the engine ended too often.
     """
     with ResultFile(config.target, retry_failed=config.retry_failed) as results:
         return asyncio.run(_Batch(config, results, progress, on_model).run())
@@ -134,7 +134,7 @@ class _Batch:
 
     async def _run(self) -> None:
         lines = self._unfinished()
-        for first in lines:  # found before an engine is started for nothing
+        for first in lines:  # checked first, so that no engine is started for nothing
             if first is not None:
                 break
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ class _Batch:
             await service.close()
 
     async def _answer_all(self, calls: Calls, lines: Iterator[Line | None]) -> None:
-        """Answer lines with `max_in_flight` workers; a free one takes the next."""
+        """Answer lines with `max_in_flight` workers; a free worker takes the next line."""
         try:
             async with asyncio.TaskGroup() as group:
                 counting = group.create_task(self._count())
@@ -195,7 +195,7 @@ class _Batch:
         return encode_answer(line, body)
 
     def _unfinished(self) -> Iterator[Line | None]:
-        """Yield lines to answer; None now and then while finished ones are passed over."""
+        """Yield the lines to answer, and None now and then while finished lines are skipped."""
         for given in read_lines(self._config.source):
             line = self._results.unfinished(given)
             if line is not None:

@@ -1,1 +1,1 @@
-"""Engine process, and the client of it in the HTTP process."""
+"""Engine process, and its client in the HTTP process."""

@@ -16,10 +16,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: object) -> bytes:
-    """Return a message with its length.
+    """Return an encoded message, preceded by its length.
 
     Raises:
-        EngineError: it is longer than a frame may be.
+        EngineError: the message is longer than MAX_FRAME.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME:
@@ -28,16 +28,16 @@ def encode(message: object) -> bytes:
 
 
 # D294: msgspec: declared types, nothing executable
-Decoder = msgspec.msgpack.Decoder  # of the messages of one side
+Decoder = msgspec.msgpack.Decoder  # for the messages of one side
 to_engine: Decoder[ToEngine] = Decoder(ToEngine)
 from_engine: Decoder[FromEngine] = Decoder(FromEngine)
 
 
 def read(sock: socket.socket, decoder: "Decoder[T]") -> T | None:
-    """Return the next message of a blocking socket; None at its end.
+    """Return the next message from a blocking socket; None at the end of the stream.
 
     Raises:
-        EngineError: not a message of this side, too long, or cut off.
+        EngineError: the message is invalid, too long or incomplete.
     """
     head = _receive(sock, 4)
     if not head:
@@ -49,12 +49,12 @@ def read(sock: socket.socket, decoder: "Decoder[T]") -> T | None:
 
 
 async def read_async(receive: Callable[[int], Awaitable[bytes]], decoder: "Decoder[T]") -> T | None:
-    """Return the next message; None at the end of the stream, also within a message.
+    """Return the next message; None if the stream ends, even within a message.
 
-    `receive`: reads that many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
+    `receive`: reads the given number of bytes or raises IncompleteReadError, as asyncio's `readexactly` does.
 
     Raises:
-        EngineError: not a message of this side, or too long.
+        EngineError: the message is invalid or too long.
     """
     try:
         payload = await receive(_length(await receive(4)))
@@ -71,10 +71,10 @@ def _decode(payload: bytes, decoder: "Decoder[T]") -> T:
 
 
 async def receive(sock: socket.socket, count: int) -> bytes:
-    """Return that many bytes of a non-blocking socket.
+    """Return `count` bytes from a non-blocking socket.
 
     Raises:
-        IncompleteReadError: the stream ends before.
+        IncompleteReadError: the stream ends earlier.
     """
     loop, parts = asyncio.get_running_loop(), bytearray()
     while len(parts) < count:
@@ -93,7 +93,7 @@ def _length(head: bytes) -> int:
 
 
 def _receive(sock: socket.socket, count: int) -> bytes | None:
-    """Return that many bytes; empty at the end of the stream, None if it ends within them."""
+    """Return `count` bytes; empty at the end of the stream, None if the stream ends within them."""
     parts = bytearray()
     while len(parts) < count:
         part = sock.recv(min(count - len(parts), 1 << 20))

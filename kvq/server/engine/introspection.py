@@ -1,4 +1,4 @@
-"""Engine introspection: remembers recent requests, and takes pictures for the web page on demand."""
+"""Engine introspection: remembers recent requests, and takes snapshots for the web page on demand."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
 from kvq.server.engine.messages import EngineSnapshot
 
-_MAX_CELLS = 1 << 17  # blocks of a pool that are looked at
-_MAX_REQUESTS = 32  # of a tenant, living and ended
-_MAX_GAPS = 4096  # between tokens, of a tenant
-_MAX_TENANTS = MAX_OWNERS + 1  # that are remembered; the last one stands for all others
+_MAX_CELLS = 1 << 17  # most blocks of a pool in a snapshot
+_MAX_REQUESTS = 32  # most live requests of a tenant, and most ended ones
+_MAX_GAPS = 4096  # most times between tokens, per tenant
+_MAX_TENANTS = MAX_OWNERS + 1  # remembered tenants; the last one stands for all others
 
 
 class _Memory:
@@ -38,12 +38,12 @@ class _Memory:
 
 
 class Introspection:
-    """Recent requests of one engine process, times between their tokens, and pictures of its state."""
+    """Recent requests of one engine process, times between their tokens, and snapshots of its state."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
-        self._gaps_s: list[float] = []  # between tokens, since they were taken
-        self._num_taken: dict[int, int] = {}  # gaps of running requests
+        self._gaps_s: list[float] = []  # times between tokens since the last `take_gaps_s`
+        self._num_taken: dict[int, int] = {}  # number of gaps already taken, for running requests
 
     def meet(self, tenant: str) -> None:
         """Register the tenant of a new request."""
@@ -51,7 +51,7 @@ class Introspection:
             self._memories[tenant] = _Memory()
 
     def ended(self, number: int, tenant: str | None, output: RequestOutput) -> None:
-        """Note the end of a request; `tenant`: None for one that was refused."""
+        """Record the end of a request. `tenant`: None for a refused request."""
         timing = output.timing
         self._gaps_s += timing.itl_s[self._num_taken.pop(number, 0) :]
         memory = self._memories.get(tenant) if tenant is not None else None
@@ -74,7 +74,7 @@ class Introspection:
         )
 
     def take_gaps_s(self, jobs: dict[int, Job]) -> list[float]:
-        """Return the times between neighbouring tokens of all requests, each once."""
+        """Return the times between consecutive tokens of all requests since the last call."""
         for number, job in jobs.items():
             if found := job.timing.itl_s:
                 self._gaps_s += found[self._num_taken.get(number, 0) :]
@@ -83,7 +83,7 @@ class Introspection:
         return gaps
 
     def look(self, core: EngineCore, jobs: dict[int, Job]) -> EngineSnapshot:
-        """Return a picture of the engine now. O(blocks); of large pools only a sample."""
+        """Return a snapshot of the engine. O(blocks); large pools are sampled."""
         began = perf_counter()
         pools = self._pools(core)
         tenants = self._tenants(jobs.values())
@@ -128,7 +128,7 @@ class Introspection:
             {
                 "name": name,
                 "running": running,
-                "waiting": waiting,  # preempted ones too
+                "waiting": waiting,  # including preempted ones
                 "latency": self._memories[name].latency(),
             }
             for name, (running, waiting) in counts.items()
@@ -162,7 +162,7 @@ def _live(number: int, job: Job, now: float) -> dict[str, Any]:
 
 
 def _parts(layout: GroupLayout) -> list[dict[str, Any]]:
-    """Return each format's share of a group's blocks, largest first; scales are counted."""
+    """Return each format's share of a group's blocks, scales included, largest first."""
     found: dict[str, tuple[set[str], set[int], int]] = {}
     for layer in layout.layers:
         k_bytes = layer.k_codes.nbytes + layer.k_scales.nbytes

@@ -12,11 +12,11 @@ _GIVE_BACK_EVERY_S = 30.0
 
 
 class Memory:
-    """Bytes that this process holds, read at most once a second, and those that it gives back now and then.
+    """Memory of this process: reads its size at most once a second, and returns freed memory at intervals.
 
-    A prompt's activations are freed and cut up for smaller things; glibc then keeps most of their pages. On
-    the mixed load of benchmarks/reliability.py that was 49 of 75 MB gained in the first minute. Giving them
-    back takes 0.3 to 2 ms.
+    After a prompt's activations are freed, smaller allocations reuse parts of them, and glibc keeps most of
+    the pages. Under the mixed load of benchmarks/reliability.py, this was 49 of the 75 MB gained in the
+    first minute. Returning the pages takes 0.3 to 2 ms.
     """
 
     def __init__(self, device: torch.device, every_s: float = _GIVE_BACK_EVERY_S) -> None:
@@ -37,11 +37,11 @@ class Memory:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until memory is given back; None if nothing was done since the last time."""
+        """Seconds until freed memory is returned; None if no work was done since the last time."""
         return max(0.0, self._trimmed_s + self._every_s - monotonic()) if self._is_used else None
 
     def tend(self) -> bool:
-        """Give freed memory back if it is time; True if it was done. Called after any work."""
+        """Return freed memory to the system if it is time; True if that was done. Called after any work."""
         now = monotonic()
         self._is_used = now - self._trimmed_s < self._every_s
         if self._is_used:

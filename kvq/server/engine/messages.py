@@ -26,20 +26,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Start(Message, frozen=True):
     """First message: the engine to build."""
 
-    folder: str  # of the model; absolute, and never looked up as a name
+    folder: str  # absolute path of the model folder; never looked up as a model name
     kv: str
-    options: dict[str, Any]  # of `kvq.LLM`
+    options: dict[str, Any]  # options of `kvq.LLM`
     log: LogConfig = LogConfig()
     kv_events: EventsConfig | None = None
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Return token ids as bytes, so that a prompt of a million is not visited id by id on its way."""
+    """Return token ids as bytes, so that the ids of a long prompt are not encoded one by one."""
     return array("I", tokens).tobytes()
 
 
 def unpack(packed: bytes) -> "array[int]":
-    """Return token ids that were packed."""
+    """Return the token ids that were packed into these bytes."""
     tokens = array("I")
     tokens.frombytes(packed)
     return tokens
@@ -53,8 +53,8 @@ class Submit(Message, frozen=True):
     options: RequestOptions
 
 
-# A number cancels that request, unless it has ended. "ping" is answered at once with another one, even during
-# a step; "look" by a picture of the engine, taken between two steps, which may answer several
+# A number cancels that request, unless it has ended. "ping" is answered at once with "ping", even during a
+# step; "look" is answered between two steps with a snapshot of the engine, which may answer several.
 Ping = Literal["ping"]
 Look = Literal["look"]
 
@@ -63,42 +63,42 @@ Look = Literal["look"]
 
 
 class Ready(Message, frozen=True):
-    """The engine was built."""
+    """Notice that the engine was built."""
 
-    model_digest: str  # of the checkpoint's tensors
+    model_digest: str  # digest of the checkpoint's tensors
     vocab_size: int
     block_bytes: list[int]  # per layer group
     kv: list[str]  # the formats' full names per layer group: "int4_g32_s8_rot", or K/V where they differ
     shape: PoolShape
     scheduler: SchedulerConfig
-    is_staging: list[bool] = []  # per layer group: for tokens that stay unquantized; none: no group is
+    is_staging: list[bool] = []  # per layer group: it holds unquantized tokens; empty: no group does
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt and its output together."""
+        """Maximum number of tokens of a prompt and its output together."""
         return self.scheduler.max_context
 
 
 class Refused(Message, frozen=True):
-    """The engine can't be built. Another try helps only if `may_pass`."""
+    """Notice that the engine can't be built; another try helps only if `may_pass`."""
 
     reason: str
     may_pass: bool = False
-    breaks_model: bool = False  # the KV format does
+    breaks_model: bool = False  # the KV format breaks the model
 
 
 ErrorKind = Literal["request", "busy", "engine"]  # cause: the request, the load, or the engine
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """End of a request. Without an error its results are complete."""
+    """End of a request. Without an error, its results are complete."""
 
     number: int
     receipt: Receipt | None = None  # None if it was refused
     timing: Timing | None = None  # None if it was refused; without `itl_s`, which the steps reported
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
-    kind: ErrorKind | None = None  # of the error
+    kind: ErrorKind | None = None  # kind of the error
 
     def failed(self, error: KVQError) -> "Ended":
         """Return this message for a failed request, with the kind of its error."""
@@ -109,14 +109,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauges(Snapshot):
-    """Engine gauges after a step; totals are since its start."""
+    """Engine gauges after a step; totals are counted since the engine's start."""
 
     generated_tokens: int
     evictions: int = 0  # blocks that left the prefix index
     pinned: list[int] = field(default_factory=list)  # blocks under a pin, per layer group
     refused_pins: int = 0
-    kv_events: int = 0  # changes of blocks that were published
-    dropped_kv_events: int = 0  # of these, dropped for lack of room
+    kv_events: int = 0  # block changes that were published
+    dropped_kv_events: int = 0  # block changes dropped for lack of room
     memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
 
 
@@ -126,17 +126,17 @@ class Stepped(Message, frozen=True):
     pieces: list[Piece]
     ended: list[Ended]
     gauges: Gauges
-    itl_s: list[float] = []  # between neighbouring tokens of a request, of all requests
-    block_times: BlockTimes | None = None  # since the last message; None: no event
+    itl_s: list[float] = []  # times between consecutive tokens, for all requests
+    block_times: BlockTimes | None = None  # since the last message; None: no events
 
 
 class EngineSnapshot(Message, frozen=True):
-    """State of the engine between two steps, as the web page shows it, never the text of a prompt.
+    """State of the engine between two steps for the web page; it never contains the text of a prompt.
 
-    The objects are those that `Introspection` makes for the page.
+    `Introspection` makes the objects.
     """
 
-    cost_s: float  # time to make this picture
+    cost_s: float  # time to make this snapshot
     kv: str  # the recipe's name
     block_size: int  # tokens
     pools: list[dict[str, Any]]  # one for each layer group

@@ -1,4 +1,4 @@
-"""Engine process: starts and ends it, and writes to its socket."""
+"""Handle of the engine process: starts and ends it, and writes to its socket."""
 
 import asyncio
 import contextlib
@@ -13,42 +13,42 @@ from kvq.server.engine.frames import encode
 from kvq.server.engine.messages import ToEngine
 
 # D297: shutdown waits for no client
-_END_S = 0.4  # for the process to end by itself; nothing of it has to be saved
+_END_S = 0.4  # for the process to end on its own; it has nothing to save
 
 
 def start_module(name: str, end: socket.socket, *, is_quiet: bool = False) -> subprocess.Popen[bytes]:
     """Start a module of this library in a process that gets one end of a socket pair.
 
-    `is_quiet`: it writes nothing; a crash would quote a prompt. Raises OSError: no memory, no descriptors.
+    `is_quiet`: discard output, as a crash would quote a prompt. Raises OSError: no memory or descriptor left.
     """
     output = subprocess.DEVNULL if is_quiet else None
     return subprocess.Popen(
-        # -P: no module of the working directory, which may be a model folder, shadows the library
+        # -P: modules in the working directory, which may be a model folder, do not shadow the library
         [sys.executable, "-P", "-m", name, str(end.fileno())],
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        process_group=0,  # an interrupt at the terminal is for this process alone
+        process_group=0,  # an interrupt at the terminal reaches only the parent
     )
 
 
 @dataclass(slots=True, eq=False)
 class EngineProcess:
-    """A process of `kvq.server.engine.worker`."""
+    """Process that runs `kvq.server.engine.worker`."""
 
     popen: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     answered_s: float = field(default_factory=monotonic)  # time of its last message
-    is_ready: bool = False  # it was ready at some time
+    is_ready: bool = False  # it has reported that it was ready
 
     @classmethod
     async def spawn(cls) -> Self:
         """Start a process.
 
         Raises:
-            OSError: no memory, no descriptors.
+            OSError: there is no memory or no descriptor left.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -62,12 +62,12 @@ class EngineProcess:
         return cls(popen, reader, writer)
 
     def say(self, message: ToEngine) -> None:
-        """Write a message; ignored once the socket is closed."""
+        """Write a message; do nothing if the socket is closed."""
         if not self.writer.is_closing():
             self.writer.write(encode(message))
 
     async def send(self, message: ToEngine) -> None:
-        """Write a message, and wait while the engine has much to read."""
+        """Write a message, and wait while too much is left for the engine to read."""
         self.say(message)
         with contextlib.suppress(ConnectionError):  # the reader notices the end
             await self.writer.drain()

@@ -30,7 +30,7 @@ from kvq.server.engine.process import EngineProcess
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
 _START_S = 1800.0  # to load the model and be ready
-_FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doubled each time
+_FIRST_DELAY_S = 0.5  # wait before restarting an engine that was never ready; doubled each time
 
 
 class State(Enum):
@@ -59,7 +59,7 @@ class _Stream:
 
 
 class Remote:
-    """One engine in a process of its own.
+    """Engine in a separate process.
 
         remote = Remote(Start(folder="/models/llama", kv="int4", options={}))
         await remote.start()
@@ -67,7 +67,7 @@ class Remote:
         await remote.close()
 
     When the process ends or stops answering, all waiting requests get an `EngineError` at once, and it is
-    started again, `max_restarts` times in ten minutes. All calls come from one event loop.
+    restarted, at most `max_restarts` times in ten minutes. All calls come from one event loop.
     """
 
     def __init__(
@@ -79,23 +79,22 @@ class Remote:
         stall_s: float = 4.0,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`max_restarts`: within ten minutes. `ping_s`: between pings. `stall_s`: without an answer until the
-        process is killed. `on_failed`: called with the reason when there will be no engine any more.
+        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without an
+        answer before the process is killed. `on_failed`: called with the reason if the engine fails for good.
         """
         self.state = State.STARTING
-        self.info: Ready | None = None  # of the engine, once it was ready
-        self.gauges: Gauges | None = None  # of the process that runs
+        self.info: Ready | None = None  # facts about the engine, from the first time it was ready
+        self.gauges: Gauges | None = None  # gauges of the running process
         self.num_restarts = 0
         self.on_stepped: Callable[[Stepped], object] | None = None  # called with the result of every step
-        self._start = start
+        self._start, self._on_failed = start, on_failed
         self._max_restarts, self._ping_s, self._stall_s = max_restarts, ping_s, stall_s
-        self._on_failed = on_failed
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
-        self._looking: asyncio.Future[EngineSnapshot] | None = None  # of all callers that wait for a picture
+        self._looking: asyncio.Future[EngineSnapshot] | None = None  # shared by all callers of `look`
         self._process: EngineProcess | None = None
         self._restarts: deque[float] = deque()
-        self._delay_s = 0.0  # before the next life begins
+        self._delay_s = 0.0  # wait before the next process starts
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -106,15 +105,15 @@ class Remote:
 
     @property
     def num_slots(self) -> int | None:
-        """Most sequences that the engine runs side by side; None before it is ready."""
+        """Maximum number of sequences that the engine runs at once; None before it is ready."""
         return None if self.info is None else self.info.scheduler.max_num_seqs
 
     async def start(self) -> Ready:
         """Start the process and wait until its engine is ready.
 
         Raises:
-            ConfigError: the engine can't be built, with its reason.
-            EngineError: the process ended, or took too long, more often than it may.
+            ConfigError: the engine can't be built; the message states the reason.
+            EngineError: the process ended, or took too long to start, too many times.
         """
         self._life = asyncio.create_task(self._live())
         while self.state in (State.STARTING, State.RESTARTING):
@@ -133,13 +132,13 @@ class Remote:
         timeout_s: float | None = None,
         on_message: Callable[[Piece | Ended | EngineError], object] = lambda message: None,
     ) -> AsyncGenerator[Piece | Ended]:
-        """Yield the messages of a request up to its `Ended`. Leaving early cancels it.
+        """Yield the messages of a request up to its `Ended`. Closing the generator early cancels the request.
 
-        `on_message`: called with every message when it comes, even if the reader is slower.
+        `on_message`: called with every message when it arrives, even if the reader is slower.
 
         Raises:
             EngineError: no engine is ready, or it ended before the request did.
-            TimeoutError: the request did not end in time; it is cancelled.
+            TimeoutError: the request did not end in time and was cancelled.
         """
         process = self._ready_process()
         number = next(self._numbers)
@@ -165,7 +164,7 @@ class Remote:
                 process.say(number)
 
     async def look(self) -> EngineSnapshot:
-        """Return a picture of the engine after the current step.
+        """Return a snapshot of the engine, taken after the current step.
 
         Raises:
             EngineError: no engine is ready, or it ended before it answered.
@@ -192,7 +191,7 @@ class Remote:
     # The process
 
     async def _live(self) -> None:
-        """Run one process after the other."""
+        """Run one process after another."""
         while True:
             await self._live_once()
             self._restart_or_raise()
@@ -222,16 +221,16 @@ class Remote:
             if is_closing and not process.is_ready:
                 process.popen.kill()  # it may load for minutes before it reads its socket
             await process.end()
-            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has sent the reason
+            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has already sent its reason
                 _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
 
     async def _serve(self, process: EngineProcess) -> None:
-        """Read messages of the engine until it ends."""
+        """Read messages from the engine until it ends."""
         receive = process.reader.readexactly
         await process.send(self._start)
         async with asyncio.timeout(_START_S):
             first = await read_async(receive, from_engine)
-        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
+        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was ready before
             raise EngineError(first.reason)
         if isinstance(first, Refused):
             raise self._failed((BrokenFormat if first.breaks_model else ConfigError)(first.reason))
@@ -267,12 +266,12 @@ class Remote:
                 self._set(State.RESTARTING)
 
     async def _ping(self, process: EngineProcess) -> None:
-        """Kill a process that does not answer: it is stopped, or its interpreter is blocked."""
+        """Ping the process; kill it if it does not answer: it is stopped, or its interpreter is blocked."""
         while True:
             process.say("ping")
             said = monotonic()
             await asyncio.sleep(self._ping_s)
-            if monotonic() - said > self._ping_s + 1.0:  # this process stood still
+            if monotonic() - said > self._ping_s + 1.0:  # the HTTP process itself was suspended
                 process.answered_s = monotonic()
             if monotonic() - process.answered_s > self._stall_s:
                 _log.error("the engine has not answered for %.1f s and is killed", self._stall_s)
@@ -289,7 +288,7 @@ class Remote:
         if self.on_stepped is not None:
             self.on_stepped(message)
 
-    def _restart_or_raise(self) -> None:  # D296: ready before: at once; while built: not
+    def _restart_or_raise(self) -> None:  # D296: at once after it was ready; with delays before that
         now = monotonic()
         while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
             self._restarts.popleft()
@@ -301,7 +300,7 @@ class Remote:
         self._set(State.RESTARTING)
 
     def _failed(self, error: KVQError) -> KVQError:
-        """Record that there will be no engine any more; return the reason."""
+        """Record that the engine has failed for good; return the reason."""
         self._set(State.FAILED)
         if self._on_failed is not None:
             self._on_failed(error)
@@ -313,7 +312,7 @@ class Remote:
             return
         if isinstance(found, EngineError):
             looking.set_exception(found)
-            looking.exception()  # retrieved, even if no caller waits any more
+            looking.exception()  # marks it as retrieved, even if no caller waits any more
         else:
             looking.set_result(found)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvq.blockmgr import BlockId, Event, Evicted, Found, Stored
 
-# Bounds of vLLM, so that its dashboards work.
+# The same bounds as in vLLM, so that dashboards for vLLM work.
 BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
@@ -27,14 +27,14 @@ class _Spread(msgspec.Struct, kw_only=True):
 
 
 class BlockTimes(msgspec.Struct, kw_only=True):
-    """Histograms of indexed blocks."""
+    """Histograms of the times of indexed blocks."""
 
     lifetime: _Spread = msgspec.field(default_factory=_Spread)  # from entering the index to leaving it
-    idle: _Spread = msgspec.field(default_factory=_Spread)  # from the last use to leaving it
+    idle: _Spread = msgspec.field(default_factory=_Spread)  # from the last use to leaving the index
     reuse_gap: _Spread = msgspec.field(default_factory=_Spread)  # from a use to the next
 
     def add(self, other: "BlockTimes") -> None:
-        """Add the counts of another one."""
+        """Add the counts of another instance."""
         for name in self.__struct_fields__:
             mine, new = getattr(self, name), getattr(other, name)
             mine.counts = [a + b for a, b in zip(mine.counts, new.counts, strict=True)]
@@ -42,10 +42,10 @@ class BlockTimes(msgspec.Struct, kw_only=True):
 
 
 class Residency:
-    """Subscriber to block events. O(1) per event, two numbers for every indexed block.
+    """Subscriber to block events: O(1) per event, two numbers per indexed block.
 
-    A block is used when it enters the index and whenever a new sequence finds it; reading it in every
-    step is not counted.
+    A block counts as used when it enters the index and whenever a new sequence finds it; reads in steps are
+    not counted.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

@@ -12,7 +12,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
 
 
 class TokenTexts:
-    """Token texts of one tokenizer, cached by token, since answers may hold a million."""
+    """Token texts of one tokenizer, cached by token, since answers may have a million tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -25,19 +25,19 @@ class TokenTexts:
         self._look = cache(self._read)
 
     def text(self, token: int) -> str:
-        r"""Return the text of a token; parts of a character as OpenAI writes them: `bytes:\xf0\x9f`."""
+        r"""Return the text of a token; a partial character has the form of OpenAI's API: `bytes:\xf0\x9f`."""
         return self._look(token)[0]
 
     def raw(self, token: int) -> bytes:
-        """Return the bytes of a token; joined in order they are the bytes of the text."""
+        """Return the bytes of a token; joined in order, they are the bytes of the text."""
         return self._look(token)[1]
 
     def completion_logprobs(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, *, within: str = ""
     ) -> dict[str, Any]:
-        """Return log-probabilities of tokens from character `start` on; the first of a prompt has none.
+        """Return log-probabilities of tokens from text offset `start` on; a prompt's first token has none.
 
-        `within`: the prompt that they were made of, in which some have no place: what the tokenizer adds.
+        `within`: the prompt that was tokenized; tokens that the tokenizer added are not in it.
         """
         tokens, values, tops, offsets = [], [], [], []
         for token, entry in zip(ids, entries, strict=True):
@@ -49,7 +49,7 @@ class TokenTexts:
             if within and not within.startswith(raw.decode(errors="ignore"), start):
                 is_space = within.startswith(" ", start)
                 raw = b"" if token in self._special else raw if is_space else raw.removeprefix(b" ")
-            start += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in it
+            start += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
             start = min(start, len(within)) if within else start
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
@@ -76,7 +76,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
     def _raw(self, token: int) -> bytes | None:
-        """Return the bytes, if the notation of this vocabulary is known."""
+        """Return the bytes of a token; None if the notation of this vocabulary is unknown."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(piece, str):
             return None
@@ -89,13 +89,13 @@ class TokenTexts:
 
 
 def _finite(value: float) -> float:
-    """Return a value that JSON has; OpenAI's lowest is -9999."""
+    """Return the value, at least -9999 as in OpenAI's API, because JSON has no infinity."""
     return max(value, -9999.0)
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the character of each byte in byte-level vocabularies (GPT-2, Radford et al., 2019):
-    printable ones for themselves, the others from U+0100 on.
+    """Return the byte for each character in byte-level vocabularies (GPT-2, Radford et al., 2019):
+    printable bytes are their own characters, the others are characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""The engine process: `python -m kvq.server.engine.worker FD`, FD being its end of a socket pair."""
+"""Engine process: `python -m kvq.server.engine.worker FD`, where FD is its end of a socket pair."""
 
 import gc
 import logging
@@ -52,12 +52,12 @@ from kvq.server.kv_events.stream import EventStream
 from kvq.server.logs import configure
 
 _log = logging.getLogger("kvq")
-_SWITCH_S = 5e-4  # longest wait of a step for Python code of other threads; Python's default is 5 ms
+_SWITCH_S = 5e-4  # longest time that a step waits for Python code of other threads; Python's default is 5 ms
 STUCK = 70  # exit status after a step that never ended
 
 
 class Worker:
-    """Steps the engine and sends the results; ends when the HTTP process does."""
+    """Engine process's main loop: runs steps and sends their results until the HTTP process ends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -68,7 +68,7 @@ class Worker:
         self._generated = 0
         self._residency = Residency()
         self._introspection = Introspection()
-        self._is_looked_at = False  # a picture was requested since the last one
+        self._is_looked_at = False  # a snapshot was requested since the last one
         self._events: EventStream | None = None  # sends KV events to routers
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class Worker:
                 import transformers  # noqa: F401
             model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
-        except Exception as error:  # noqa: BLE001 - another try would fail alike
+        except Exception as error:  # noqa: BLE001 - another try would fail in the same way
             if isinstance(error, KVQError):
                 reason = str(error)
             else:
@@ -133,7 +133,7 @@ class Worker:
     def _serve(self, loop: EngineLoop, memory: Memory) -> None:
         core = loop.core
         self._tell(core, memory)
-        while loop.obey(timeout_s=memory.left_s):  # until memory is given back
+        while loop.obey(timeout_s=memory.left_s):  # the wait ends when freed memory is due to be returned
             ran = core.has_work and loop.step()
             if self._events is not None:
                 self._events.flush()
@@ -145,7 +145,7 @@ class Worker:
             memory.tend()
 
     def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
-        """Publish block events to routers from now on, and all blocks to every new listener."""
+        """Publish block events to routers from now on, and all blocks to every new subscriber."""
         from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, which only this needs
 
         manager = loop.core.scheduler.manager
@@ -159,7 +159,7 @@ class Worker:
         self._events.flush()
 
     def _do(self, core: EngineCore, message: Submit | int | Look, came_s: float) -> None:
-        """Carry out a message of the HTTP process between two steps."""
+        """Handle a message from the HTTP process between two steps."""
         if isinstance(message, Submit):
             self._submit(core, message, came_s)
         elif message == "look":
@@ -218,7 +218,7 @@ class Worker:
         self._pieces, self._ended = [], []
         try:
             self._send(stepped)
-        except EngineError as error:  # a frame too large: only a long prompt's log-probabilities take so much
+        except EngineError as error:  # frame too large: only a long prompt's log-probabilities need so much
             wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
             ended = [
                 one if one.prompt_logprobs is None else Ended(number=one.number).failed(wrong)
@@ -226,15 +226,15 @@ class Worker:
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
-    def _listen(self, loop: EngineLoop) -> None:  # D295: pings: steps may take seconds
-        """Read messages of the HTTP process in a thread, so that pings are answered during steps."""
+    def _listen(self, loop: EngineLoop) -> None:  # D295: a thread, since steps may take seconds
+        """Read messages from the HTTP process in a thread, so that pings are answered during steps."""
         try:
             while (message := read(self._sock, to_engine)) is not None:
                 if message == "ping":
                     self._send(message)
                 elif not isinstance(message, Start):
                     loop.ask(partial(self._do, loop.core, message, perf_counter()))
-        except ConnectionError:  # it is gone
+        except ConnectionError:  # the HTTP process is gone
             pass
         except (OSError, KVQError):
             _log.exception("the HTTP process can't be understood")
@@ -261,7 +261,7 @@ def main() -> None:
             Worker(sock).run()
         except BrokenPipeError:
             _log.warning("the HTTP process is gone")
-    os._exit(0)  # all is closed; unloading torch would take a second of processor time
+    os._exit(0)  # everything is closed; unloading torch would take a second of processor time
 
 
 if __name__ == "__main__":

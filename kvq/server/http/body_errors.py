@@ -12,11 +12,11 @@ from kvq.server.http.problems import Problem
 _MAX_KEY = 60  # characters of a key in an error
 _VALID = "Input should be a valid "
 _OF_TYPE, _OF_WORDS = "_type", "literal_error"
-_Placed = tuple[list[str], Any]  # the path in the body, one of pydantic's errors
-# Ends of errors after which another type may have been meant
+_Placed = tuple[list[str], Any]  # a path in the body, and one of pydantic's errors
+# Suffixes of error types after which another type may have been meant
 _ELSE = (_OF_TYPE, _OF_WORDS, "missing")
-_MAX_KIND = 20  # characters of a kind that is compared with known ones
-_ALIKE = 0.5  # as input_text and text are, and image and text are not
+_MAX_KIND = 20  # characters of a kind that are compared with known kinds
+_ALIKE = 0.5  # so that input_text matches text, and image does not
 _JSON: dict[type, str] = {
     str: "a text",
     bool: "a truth value",
@@ -31,12 +31,12 @@ _JSON: dict[type, str] = {
 def of_body(errors: Sequence[Any], body: Any) -> Problem:  # D319: the most fitting of pydantic's errors
     """Return the problem for pydantic's errors in a body: the deepest error of the first field.
 
-    Where a field may have one of several types, pydantic has an error for each.
+    If a field may have one of several types, pydantic reports an error for each.
     """
     field = _path(errors[0], body)[:1]
     placed = ((_path(one, body), one) for one in errors)
     of_field = list(takewhile(lambda pair: pair[0][:1] == field, placed))
-    # The type that the value fits best: first by the value's own type, then by how deep it is right
+    # The type that the value fits best: first by the value's own type, then by the depth of the error
     path, found = max(
         _firsts(of_field), key=lambda at: (not at[1]["type"].endswith(_ELSE), len(at[1]["loc"]))
     )
@@ -46,17 +46,17 @@ def of_body(errors: Sequence[Any], body: Any) -> Problem:  # D319: the most fitt
 
 
 def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Return a check, before validation, that content is a text or a list of `noun`s of these kinds.
+    """Return a check to run before validation: content must be a text or a list of `noun`s of these kinds.
 
-    `others`: known kinds whose content can't be described in words; they are refused as of no use.
+    `others`: known kinds whose content can't be described in words; they are refused as useless here.
 
-    The check raises PydanticCustomError for anything else; `at` in its context is the place in the list.
+    The check raises PydanticCustomError for anything else; `at` in its context is the index in the list.
     """
     known = " or ".join(map(repr, kinds))
 
     def check(given: Any) -> Any:
         if isinstance(given, list):
-            for at, part in enumerate(given):  # there may be a quarter of a million
+            for at, part in enumerate(given):  # there may be a quarter of a million parts
                 if not (isinstance(part, dict) and part.get("type") in kinds):
                     _refuse(part, at)
         elif given is not None and not isinstance(given, str):
@@ -90,7 +90,7 @@ def json_kind(value: Any) -> str:
 
 
 def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
-    """Return the first error for each type that a field may have: places name types beside path parts."""
+    """Return the first error for each type that a field may have; `loc` has types as well as path parts."""
     firsts: dict[tuple[Any, ...], _Placed] = {}
     for path, one in placed:
         place = one["loc"]
@@ -100,7 +100,7 @@ def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
 
 
 def _message(found: Any, there: Sequence[Any]) -> str:
-    """Return the message of an error; `there` are all errors of the same value."""
+    """Return the message of an error; `there`: all errors of the same value."""
     message: str = found["msg"].removeprefix("Value error, ")
     kinds = dict.fromkeys(one["msg"].removeprefix(_VALID) for one in there if one["msg"].startswith(_VALID))
     if not message.startswith(_VALID):
@@ -119,7 +119,7 @@ def _got(error: Any) -> str:
 
 
 def _path(error: Any, body: Any) -> list[str]:
-    """Return the path in the body to an error. Other parts of its place name the type that was tried."""
+    """Return the path to an error in the body. Other parts of its `loc` name the type that was tried."""
     path, value, parts = [], body, error["loc"]
     own = error.get("ctx", {}).get("at")  # deeper than pydantic knows
     parts = (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,)))

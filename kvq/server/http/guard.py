@@ -1,4 +1,4 @@
-"""Guard of all requests before they are read: host, origin, key, size and time."""
+"""Guard that checks all requests before they are read: host, origin, key, size and time."""
 
 import base64
 import binascii
@@ -18,31 +18,31 @@ from kvq.server.http.incoming import FREE, MAX_BODY, Incoming, skip, too_large
 from kvq.server.http.problems import Problem, error_object
 from kvq.server.logs import log_event, request_id
 
-MAX_HEADERS = 64 << 10  # bytes, of their names and values together
+MAX_HEADERS = 64 << 10  # bytes of all names and values together
 OPEN = ("/health/live",)  # need no key
-_WATCHED = ("/metrics", "/health", "/version")  # and paths below: what a key for metrics may read
+_WATCHED = ("/metrics", "/health", "/version")  # and paths below; a metrics key may read only these
 DOCS, DOCUMENT = "/docs", "/openapi.json"
-POLLED = "/pool"  # by every open page, four times a second
+POLLED = "/pool"  # polled by every open page, four times a second
 CHALLENGE = 'Basic realm="kvq: any name, an API key as the password", charset="UTF-8"'
-# Polled every few seconds by machines, which alone would fill the log. A missing engine is logged elsewhere,
-# once; an engine that does not generate is not.
+# Polled every few seconds by machines, which would fill the log. A missing engine is logged once, elsewhere;
+# an engine that does not generate is logged only here.
 _QUIET = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
     "/health/deep": (200,),
 }
-ADMITTED = "kvq_admitted"  # in the scope of an admitted request, which its tenant was charged for
-REASON = "kvq_reason"  # in a request's scope: the code or type of the problem that answers it
-# Refusals of invalid requests, which cost as much to find as valid requests cost to read
+ADMITTED = "kvq_admitted"  # scope key of an admitted request, for which its tenant was charged
+REASON = "kvq_reason"  # scope key of the code or type of the problem that answers a request
+# Refusals of invalid requests: finding the fault costs as much as reading a valid request
 _COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
-_BURST, _PER_S = 500, 5.0  # log lines that any client can cause: at once, and per second from then on
+_BURST, _PER_S = 500, 5.0  # log lines that any client can cause: at once, and per second after that
 
 
 class _LogLimit:
-    """Rate limit of log lines that any client can cause: some at once, then some each second."""
+    """Rate limit on log lines that any client can cause: a burst, then a few per second."""
 
     def __init__(self) -> None:
         self._left = float(_BURST)
@@ -63,7 +63,7 @@ class _LogLimit:
 
 
 class Guard:
-    """Refuses, counts, names and logs requests."""
+    """ASGI middleware that refuses, counts and logs requests, and gives each an id."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Guard:
         charge: Callable[[str], object] = lambda tenant: None,
         count: Callable[[str, Problem], object] = lambda path, problem: None,
     ) -> None:
-        """`credentials`: the valid keys, if not those of `access`. `check` gets path and tenant, and raises
-        Problem for a request that can't be served whatever its body is. `charge` gets the tenant of each
-        invalid request, `count` path and problem of each POST that is refused here.
+        """`credentials`: the valid keys, if not those of `access`. `check` gets the path and the tenant, and
+        raises Problem for a request that can't be served with any body. `charge` gets the tenant of each
+        invalid request, `count` the path and the problem of each POST that is refused here.
         """
         self._app = app
         self._access = access
@@ -111,7 +111,7 @@ class Guard:
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
-                # HEAD is GET, and the connection leaves out the body
+                # HEAD is handled as GET; the connection leaves out the body
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
                 await self._app(as_get, whole, answer.send)
         finally:
@@ -179,7 +179,7 @@ class Guard:
 
 
 def is_browsed(path: str) -> bool:
-    """True for paths that a browser opens by itself, where a key may come as a Basic password."""
+    """True for paths that a browser opens on its own, where a key may be sent as a Basic password."""
     return path in ("/", POLLED, DOCS, DOCUMENT) or path.startswith("/page/")
 
 
@@ -195,7 +195,7 @@ def basic_password(authorization: bytes) -> bytes:  # D332: Basic authentication
 
 
 class _Answer:
-    """Notes the status of an answer, and adds the request's id and the names of ignored fields to it."""
+    """Sender of an answer: records its status, and adds the request's id and the names of ignored fields."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status: int | None = None
@@ -214,7 +214,7 @@ class _Answer:
 
 
 def _most_bytes(scope: Scope) -> int:
-    """Return the limit of a request's body; where none is read, what no other request has to wait for."""
+    """Return the size limit of a request's body; this is `FREE` for requests whose body is not read."""
     is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
     return MAX_BODY if is_read else FREE
 

@@ -1,4 +1,4 @@
-"""Unknown fields of a request: found and named, or refused by a strict server."""
+"""Unknown fields of a request: found and named in a header, or refused by a strict server."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,12 +15,12 @@ from kvq.server.http.body_errors import json_kind
 from kvq.server.http.problems import Problem
 
 HEADER = "x-kvq-ignored-fields"  # D321: ignored fields: named in a header and counted
-IGNORED = "kvq_ignored"  # its value in a request's scope
+IGNORED = "kvq_ignored"  # scope key of the header's value
 ONLY_USUAL = "Ignored; a strict server takes only the default."
-_MOST = 8  # fields that are named
+_MOST = 8  # most fields that are named
 _MAX_NAME = 100  # characters of a name in an answer
-_MAX_WORD = 64  # characters of a name that is compared with known ones
-_ALIKE = 0.7  # as max_token and max_tokens are, and max_tokens and tools are not
+_MAX_WORD = 64  # characters of the longest name that is compared with known ones
+_ALIKE = 0.7  # so that max_token matches max_tokens, and tools does not
 _SAME = (  # names of one field in other protocols and servers
     frozenset(("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")),
     frozenset(("stop", "stop_sequences")),
@@ -33,10 +33,10 @@ _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
 
 
 class Body(BaseModel):
-    """Request body. Some unknown fields are labels: they ask for nothing, so that nothing is lost."""
+    """Request body. Some unknown fields are labels: they request nothing, so nothing is lost without them."""
 
-    LABELS: ClassVar[frozenset[str]] = frozenset()  # with any value
-    USUAL: ClassVar[Mapping[str, Any]] = {}  # labels only with this value, which holds anyway
+    LABELS: ClassVar[frozenset[str]] = frozenset()  # labels with any value
+    USUAL: ClassVar[Mapping[str, Any]] = {}  # labels only with this value, which applies anyway
     NAMES: ClassVar[frozenset[str]]  # of known fields
     PARTS: ClassVar[Mapping[str, str]]  # the attributes of fields that hold models, by name
     PLAIN: ClassVar[frozenset[str]]  # names of the other fields
@@ -66,7 +66,7 @@ def _holds_models(annotation: Any) -> bool:
     return any(_holds_models(part) for part in get_args(annotation))
 
 
-def check_usual(cls: type[Body], given: Any) -> Any:  # D322: labels pass: the answer is the same without
+def check_usual(cls: type[Body], given: Any) -> Any:  # D322: labels pass: the answer is the same without them
     """Refuse values of another type in `USUAL` fields, before validation; other values are ignored."""
     for name, usual in cls.USUAL.items():
         value = given.get(name) if isinstance(given, dict) else None
@@ -78,12 +78,12 @@ def check_usual(cls: type[Body], given: Any) -> Any:  # D322: labels pass: the a
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field that was ignored."""
+    """Field that was ignored."""
 
     path: str  # with dots
     name: str  # the last part of the path
     known: frozenset[str]  # names that may have been meant
-    is_label: bool = False  # it asks for nothing, so that nothing is lost
+    is_label: bool = False  # it requests nothing, so nothing is lost without it
 
     def refusal(self) -> Problem:
         message = unknown_field(self.path, self.name, self.known)
@@ -91,8 +91,8 @@ class _Field:
 
 
 def safe_name(path: str) -> str:
-    """Return a client's name of a field, safe for headers and terminals."""
-    return _UNSAFE.sub("?", path[:_MAX_NAME]) or "?"  # a header that ends in a comma and a space is none
+    """Return a field name sent by a client, made safe for headers and terminals."""
+    return _UNSAFE.sub("?", path[:_MAX_NAME]) or "?"  # a header can't end in a comma and a space
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
@@ -107,11 +107,11 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
 def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> tuple[list[str], _Field | None]:
     """Find the fields of a decoded body that neither its model nor the chat template reads.
 
-    Returns their paths, safe to show and a kilobyte at most, labels last, with "..." if there are more; and
-    the first field that is no label.
+    Returns their paths (safe to show, at most a kilobyte, labels last, with "..." if there are more), and the
+    first field that is not a label.
 
-    Null counts as left out. Objects of a tool's or a schema's own are not looked into. Stops when enough
-    are found: a million unknown fields cost no more than a few.
+    Null counts as left out. The contents of tools and schemas are not searched. The search stops when enough
+    fields are found: a million unknown fields cost no more than a few.
     """
     unknown: list[_Field] = []
     labels: list[_Field] = []
@@ -126,7 +126,7 @@ def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> tuple[li
 
 
 def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[_Field]:
-    """Yield the fields that are for the chat template, which does not read them."""
+    """Yield the fields that are meant for the chat template but that it does not read."""
     fields = {name: given[name] for name in taken & given.keys() if given[name]}
     if "tools" in fields and forms.only_calls and fields.get("tool_choice") not in _NO_TOOLS:
         yield _Field("tools", "tools", frozenset())

@@ -1,4 +1,4 @@
-"""Limits of request bodies: size, time to arrive, and bytes of all at once."""
+"""Limits on request bodies: size, time to arrive, and total bytes at a time."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ from kvq.server.http.problems import Problem, unavailable
 
 MAX_BODY = 8 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
-FREE = 64 << 10  # bytes of each body that don't count: large bodies never shut out small ones
+FREE = 64 << 10  # bytes of each body that don't count, so that large bodies never shut out small ones
 BODY_S = 30.0  # for a body to arrive
 _SKIP_S = 1.0
 _TRIM_S = 0.5  # after a large body's end
 
 
 class Incoming:
-    """Bytes in the bodies of unanswered requests; one tenant's may be three quarters of the limit."""
+    """Bytes in the bodies of unanswered requests; one tenant may use three quarters of the limit."""
 
     def __init__(self, most: int = MAX_BODIES) -> None:
         self.num_bytes = 0
@@ -30,8 +30,8 @@ class Incoming:
         """Return the body of a new request, to be released when it is answered."""
         return _RequestBody(self)
 
-    def take(self, tenant: str, count: int) -> None:  # D303: three quarters for one key
-        """Count `count` more bytes. Raises Problem: they are too many."""
+    def take(self, tenant: str, count: int) -> None:  # D303: one key may use three quarters
+        """Count `count` more bytes. Raises Problem: a limit would be exceeded."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
         if self._of[tenant] + count > self._most * 3 // 4:
@@ -40,7 +40,7 @@ class Incoming:
         self._of[tenant] += count
 
     def give(self, tenant: str, count: int) -> None:
-        """Free `count` bytes; the C library, which would keep them, returns them to the system."""
+        """Free `count` bytes; soon after, make the C library return freed memory to the system."""
         self.num_bytes -= count
         self._of[tenant] -= count
         if not self._of[tenant]:
@@ -58,18 +58,18 @@ class _RequestBody:
     def __init__(self, incoming: Incoming) -> None:
         self._incoming = incoming
         self._tenant = ""
-        self._num_bytes = 0  # that count
+        self._num_bytes = 0  # counted bytes
 
     # D311: read before the application is called
     async def read(self, receive: Receive, tenant: str = "", most: int = MAX_BODY) -> Receive | None:
-        """Read `most` bytes at most. Return what reads them again, and then the connection's end;
-        None if that came first.
+        """Read a body of at most `most` bytes. Return a function that returns the body, and then what
+        `receive` returns; None if the client disconnected.
 
         Raises:
-            Problem: it is too large, takes too long, or there is no room for it.
+            Problem: the body is too large, takes too long, or there is no room for it.
         """
         self._tenant = tenant
-        body, more = bytearray(), True  # grows as it comes: joined in the end, several may end at once
+        body, more = bytearray(), True  # joined on arrival: several bodies may end at the same time
         try:
             async with asyncio.timeout(BODY_S):
                 while more:
@@ -99,8 +99,8 @@ class _RequestBody:
 
 
 async def skip(receive: Receive) -> None:
-    """Read and drop the rest of a refused body for a moment: closed at once, a client that is still sending
-    would see a reset and never the answer.
+    """Read and discard the rest of a refused body for a moment: if the connection were closed at once, a
+    client that is still sending would get a reset instead of the answer.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SKIP_S):

@@ -1,7 +1,7 @@
-"""Bounds of a JSON body: values, names and depth, counted in slices before anything is built; no name twice.
+"""Limits on a JSON body: values, names, depth and repeated names, checked in slices before anything is built.
 
-Four million values take seconds to be built and checked, and nothing else runs meanwhile. Invalid JSON is
-left to the decoder, which stops at the first error; up to there both read the same values.
+Building and checking four million values takes seconds in which nothing else runs. Invalid JSON is left to
+the decoder, which stops at the first error; up to that point, both read the same values.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which don't count among the
 IDS_IN = (b"prompt", b"tokens")
 MAX_KEYS = 4096  # of one object
 MAX_NAME = 1 << 20  # bytes
-MAX_NESTING = 72  # strict_json.MAX_DEPTH of a value that may be anything, and the levels around it
+MAX_NESTING = 72  # strict_json.MAX_DEPTH for an arbitrary value, plus the levels around it
 MAX_DIGITS = 64
-MAX_EXPONENTS = 1024  # numbers with one: those near a float's bounds take 8 us each
-_LEAST, _LARGEST = "-1.79e308", "1.79e308"  # a float's
+MAX_EXPONENTS = 1024  # numbers with an exponent; those near a float's limits take 8 us each
+_LEAST, _LARGEST = "-1.79e308", "1.79e308"  # limits of a float
 _SLICE_S = 0.0005  # D313: half a millisecond: 2 ms delayed tokens
 _SHOWN = 40  # characters of a name in an error
 _STEPS = 6  # of the path to a refused value
 _TOKENS = 64  # between two looks at the clock
-# Each of these ends after some ten thousand bytes, however long its match could go on
+# Each of these stops after some ten thousand bytes, even if its match could continue
 _TOKEN = re.compile(rb'[\s,:]{0,4096}("[^"\\]{0,1024}"|[\[\]{}"]|[^"\[\]{},:\s]{1,%d})' % (MAX_DIGITS + 1))
 _BETWEEN = re.compile(rb"[\s,:]{1,4096}")
 _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
@@ -40,11 +40,11 @@ def scan(  # D312: counted before they are built
 ) -> Iterator[Again]:
     """Count the values of a body, in slices of half a millisecond.
 
-    `inside`: number of objects around the body, as in a batch's line. `long` receives the places of values
+    `inside`: number of objects around the body, as in a batch's line. `long` receives the positions of values
     that are texts of more than a MiB, without their quotes.
 
     Raises:
-        ValueError: a bound is exceeded.
+        ValueError: a limit is exceeded.
     """
     began = perf_counter()
     for _ in _Scan(body, inside, [] if long is None else long).steps():
@@ -62,11 +62,11 @@ class _Scan:
     num_values: int = 0
     num_ids: int = 0
     num_exponents: int = 0
-    escape: int = 0  # the next one, or one before `pos`; -1: there is none
-    has_ids: bool = False  # the field of the body that is being read
-    entries: list[int] = field(default_factory=list)  # of all that is open; an object's names and values
-    names: list[set[bytes] | None] = field(default_factory=list)  # of objects; of a list None
-    way: list[bytes] = field(default_factory=list)  # the last name in each of these, quoted
+    escape: int = 0  # position of the next escape, or of one before `pos`; -1: there is none
+    has_ids: bool = False  # the body's current field has token ids
+    entries: list[int] = field(default_factory=list)  # number in each open list or object; names count, too
+    names: list[set[bytes] | None] = field(default_factory=list)  # names in each open object; None for a list
+    way: list[bytes] = field(default_factory=list)  # last name in each of these, quoted
 
     def steps(self) -> Iterator[None]:
         """Scan the body, a little at a time."""
@@ -96,7 +96,7 @@ class _Scan:
             elif kind != ord('"'):
                 self._count_number(found[1])
                 continue
-            elif found[1] == b'"':  # the quote alone: the text is long, or has escapes
+            elif found[1] == b'"':  # only the quote: the text is long, or has escapes
                 yield from self._skip_string()
             if self.entries and self.entries[-1] % 2 == 1 and (names := self.names[-1]) is not None:
                 self._take_name(bytes(memoryview(body)[found.start(1) : self.pos]), names)
@@ -118,7 +118,7 @@ class _Scan:
         self.way.append(b"")
 
     def _take_name(self, name: bytes, names: set[bytes]) -> None:  # D318
-        """Note the name of a field; `name` has its quotes, as it is written."""
+        """Record the name of a field; `name` is its JSON source, including the quotes."""
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a field may have {MAX_NAME} bytes")
         if b"\\" in name:

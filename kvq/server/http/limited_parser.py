@@ -1,6 +1,6 @@
-"""HTTP parser in small slices: no client's bytes keep the event loop from other clients'.
+"""HTTP parser that works in small slices, so that no client's bytes block the event loop for other clients.
 
-h11 takes about 30 microseconds for an event, and one read of a socket may hold ten thousand one-byte chunks.
+h11 takes about 30 microseconds per event, and one read from a socket may return ten thousand one-byte chunks.
 """
 
 from typing import Any, NoReturn
@@ -10,25 +10,25 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 
 from kvq.server.http.problems import Problem
 
-# D307: 64 KB may hold ten thousand events of 30 us
+# D307: 64 KB may contain ten thousand events of 30 us
 SLICE_EVENTS = 32  # parsed at once, about 1 ms
-# D309: 128 lines; first parses in turns
-MAX_LINES = 128  # of a head, or of what follows the last chunk
-MAX_HEAD = 64 << 10  # bytes of a head, or of a chunk's
-_FREE_CHUNKS = 1024  # of a body, however small
-_LEAST_CHUNK = 128  # bytes, on the average of more than those
+# D309: at most 128 lines; heads that arrive together are parsed in turn
+MAX_LINES = 128  # lines of a head, or of the trailers after the last chunk
+MAX_HEAD = 64 << 10  # bytes of a request's head, or of a chunk's head
+_FREE_CHUNKS = 1024  # chunks of a body that may have any size
+_LEAST_CHUNK = 128  # average bytes per chunk of a body with more chunks
 _INSTEAD = "send larger ones, or Content-Length"
-_FREE_WIRE = 1 << 20  # bytes of a body that are none of its content
+_FREE_WIRE = 1 << 20  # bytes that may surround a body's content
 
 
 class LimitedParser(h11.Connection):
-    """h11's connection, which stops after a number of events and refuses bodies in tiny chunks."""
+    """h11 connection that pauses after a number of events and refuses bodies in tiny chunks."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
         self._receive_buffer = _Lines()
         self.allowance = SLICE_EVENTS  # events before it pretends to need more data
-        self.ran_out = False  # the allowance did
+        self.ran_out = False  # the allowance was used up
         self.refusal: Problem | None = None  # why this client's connection ends
         self._num_chunks = 0
         self._num_bytes = 0
@@ -39,10 +39,10 @@ class LimitedParser(h11.Connection):
         super().receive_data(data)
 
     def next_event(self) -> Any:
-        """The next event, or h11.NEED_DATA at the end of the allowance.
+        """Return the next event, or h11.NEED_DATA if the allowance is used up.
 
         Raises:
-            h11.RemoteProtocolError: the bytes are no HTTP, or a body in tiny chunks.
+            h11.RemoteProtocolError: the bytes are not HTTP, or the body is in tiny chunks.
         """
         if self.allowance <= 0:
             self.ran_out = True
@@ -73,19 +73,19 @@ class LimitedParser(h11.Connection):
 
 
 class _TooManyLines(h11.RemoteProtocolError):
-    """Too many lines in a head, or behind the last chunk."""
+    """A head, or the trailers after the last chunk, have too many lines."""
 
 
 class _Lines(ReceiveBuffer):
-    """Bytes that are not parsed yet. A head or trailers of any number of lines are one event of h11.
+    """Buffer of unparsed bytes. For h11, a head or trailers with any number of lines are one event.
 
-    Has no reference to its parser: such a cycle would stay, since garbage is not collected while serving.
+    It has no reference to its parser: such a cycle would stay in memory until garbage is collected.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return all lines up to an empty one, once it is there; they are counted as they come."""
+        """Return all lines up to an empty line, once that has arrived; lines are counted as they arrive."""
         if len(self._data) > MAX_LINES:
             end = blank_line_regex.search(self._data, self._multiple_lines_search)
-            if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and two ends
+            if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # plus first and last
                 raise _TooManyLines(f"a request may have {MAX_LINES} lines of headers")
         return super().maybe_extract_lines()

@@ -1,4 +1,4 @@
-"""Listener: bounds connections from the moment they are accepted, in all and by address, TLS included."""
+"""Listener: limits connections from the moment they are accepted, in total and per address, including TLS."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,23 @@ from kvq.errors import ConfigError
 from kvq.server.http.loop_budget import Again, LoopBudget
 
 _log = logging.getLogger("kvq")
-_HANDSHAKE_S = 10.0  # to begin it, and again for all of it
+_HANDSHAKE_S = 10.0  # for a handshake to begin, and again for it to finish
 _MAX_HANDSHAKES = 256  # at once; a silent connection is in none, and costs only a descriptor
 _SHARE = 0.5  # of the loop's time, for handshakes and parsing
-_AT_A_TIME = 8  # connections accepted before the loop runs others
-_FOR_OTHERS = 32  # descriptors left for everything but connections
+_AT_A_TIME = 8  # connections accepted before the loop runs other work
+_FOR_OTHERS = 32  # descriptors left for everything except connections
 _AGAIN_S = 1.0  # until the next try after the system had no descriptor
-_TO_SPEAK_S = 0.1  # least time of a silent connection before it gives way
-_REST_S = 0.05  # before another look at a greeting that has come in part
-_HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's head, and of a whole one
-_QUIET_S = 60.0  # without trouble, before the next one is logged
-_READ = 32 << 10  # bytes at once; asyncio would take 256 KB from each connection
-_TLS_BUFFER = 16 << 10  # bytes a connection, a TLS record; asyncio would take 256 KB
+_TO_SPEAK_S = 0.1  # least time that a silent connection is kept
+_REST_S = 0.05  # before another look at an incomplete ClientHello
+_HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's header, and of a whole record
+_QUIET_S = 60.0  # without problems before the next one is logged
+_READ = 32 << 10  # bytes per read; asyncio would read 256 KB from each connection
+_TLS_BUFFER = 16 << 10  # bytes per connection, one TLS record; asyncio would use 256 KB
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Stage(Enum):
-    """Activity of a connection; those that do least give way first."""
+    """Activity of a connection; the least active connections are closed first."""
 
     SILENT = "silent"  # before or in its handshake, or without any request so far
     IDLE = "idle"  # between two requests
@@ -51,7 +51,7 @@ class Slot:
     since_s: float  # when it was accepted, or its handshake began
     stage: Stage = Stage.SILENT
     timer: asyncio.TimerHandle | None = None  # until its first bytes
-    rest: asyncio.TimerHandle | None = None  # between two looks at a greeting that is not whole
+    rest: asyncio.TimerHandle | None = None  # between two looks at an incomplete ClientHello
     task: asyncio.Task[None] | None = None  # its handshake
     transport: asyncio.Transport | None = None  # after its handshake
 
@@ -59,7 +59,7 @@ class Slot:
         self.listener._move(self, stage)
 
     def leave(self) -> None:
-        """Free the slot of a closed connection. Does nothing the second time."""
+        """Free the slot of a closed connection. Further calls do nothing."""
         self.listener._leave(self)
 
     def drop(self) -> None:
@@ -85,7 +85,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Address:
-    """One client address's connections, by stage, the longest in it first."""
+    """Connections of one client address, by stage, the one longest in its stage first."""
 
     slots: dict[Stage, OrderedDict[Slot, None]] = field(
         default_factory=lambda: {stage: OrderedDict() for stage in Stage}
@@ -95,12 +95,12 @@ class _Address:
         return sum(map(len, self.slots.values()))
 
 
-class Listener:  # D306: asyncio accepts without a bound
-    """Accepts connections while there is room, and closes unused ones to make room.
+class Listener:  # D306: asyncio accepts without a limit
+    """Acceptor of connections, which closes unused ones to make room for new ones.
 
-    When all slots are taken, the connection that has been silent for longest is closed, of the address with
-    the most silent ones; then an idle one. When all are busy nothing is accepted until one ends: clients wait
-    in the system's queue. An address at its limit makes room among its own connections, or is refused.
+    When all slots are taken, the longest silent connection of the address with the most silent connections is
+    closed; if none is silent, an idle one. When all are busy, nothing is accepted until one ends, and clients
+    wait in the system's queue. An address at its limit loses an unused connection, or its new one is refused.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Listener:  # D306: asyncio accepts without a bound
         max_connections: int,
         max_per_address: int,
     ) -> None:
-        """`tls` returns the context of a handshake that begins. `max_connections` is lowered to what the
-        system's limit of descriptors leaves.
+        """`tls` returns the context for a new handshake. `max_connections` is lowered to the number that the
+        system's limit on descriptors allows.
 
         Raises:
-            ConfigError: it leaves none.
+            ConfigError: that limit allows no connections.
         """
         self.budget = LoopBudget(_SHARE)  # for handshakes and heads
         self.body_budget = LoopBudget(_SHARE)  # separate: no head waits for bodies
@@ -126,8 +126,8 @@ class Listener:  # D306: asyncio accepts without a bound
         self._addresses: dict[str, _Address] = {}
         self._num = dict.fromkeys(Stage, 0)
         self._handshakes: OrderedDict[Slot, None] = OrderedDict()
-        self._spoken: OrderedDict[Slot, None] = OrderedDict()  # those that wait for a handshake
-        self._is_admitting = False  # by a timer
+        self._spoken: OrderedDict[Slot, None] = OrderedDict()  # connections that wait for a handshake
+        self._is_admitting = False  # a timer for `_admit_on` is set
         self._num_owed = 0  # handshakes that found no room in their turn
         self._make: Callable[[Slot], asyncio.Protocol] | None = None
         self._is_accepting = False
@@ -141,7 +141,7 @@ class Listener:  # D306: asyncio accepts without a bound
         return sum(self._num.values())
 
     def open(self, make: Callable[[Slot], asyncio.Protocol]) -> None:
-        """Accept from now on; `make` returns a connection's protocol, which moves its slot between stages."""
+        """Start accepting; `make` returns a connection's protocol, which moves its slot between stages."""
         if self._tls is not None:
             sslproto.SSLProtocol.max_size = _TLS_BUFFER
         self._make = make
@@ -149,7 +149,7 @@ class Listener:  # D306: asyncio accepts without a bound
         self._resume()
 
     def close(self) -> None:
-        """Accept no more, and close connections before their handshake's end."""
+        """Stop accepting, and close connections that have not finished their handshake."""
         self._pause()
         self._make = None
         self._sock.close()
@@ -194,13 +194,13 @@ class Listener:  # D306: asyncio accepts without a bound
             self._enter(sock, str(address[0]))
 
     def _make_room(self) -> bool:
-        """True if one more can be accepted now; if not, accepting resumes when it can."""
+        """True if one more connection can be accepted now; if not, accepting pauses until one can."""
         if self.num_connections < self.max_connections:
             return True
         for stage in (Stage.SILENT, Stage.IDLE):
             if self._num[stage]:
                 most = max(self._addresses.values(), key=lambda one: len(one.slots[stage]))
-                slot = next(iter(most.slots[stage]))  # the longest in this stage
+                slot = next(iter(most.slots[stage]))  # the one longest in this stage
                 if (left_s := self._left_to_speak(slot)) > 0:
                     self._pause(left_s)
                     return False
@@ -239,7 +239,7 @@ class Listener:  # D306: asyncio accepts without a bound
         loop = asyncio.get_running_loop()
         if not _has_hello(
             slot.sock
-        ):  # the handshake's costly part follows the last byte, and has to be in turn
+        ):  # the handshake's costly part follows the last byte, and has to wait its turn
             loop.remove_reader(slot.sock)
             slot.rest = loop.call_later(_REST_S, loop.add_reader, slot.sock, self._speaks, slot)
             return
@@ -248,7 +248,7 @@ class Listener:  # D306: asyncio accepts without a bound
         self.budget.soon(slot.address, self._admit)
 
     def _admit(self) -> Again:
-        """Begin a handshake; if too many are under way, the oldest gives way once it had its time."""
+        """Begin a handshake; if too many are under way, drop the oldest one after its least time."""
         loop = asyncio.get_running_loop()
         if not self._spoken:  # the connection was dropped since
             return Again.NO
@@ -262,7 +262,7 @@ class Listener:  # D306: asyncio accepts without a bound
                 return Again.NO
             oldest.drop()
         slot, _ = self._spoken.popitem(last=False)
-        self._move(slot, Stage.SILENT)  # now the youngest of them
+        self._move(slot, Stage.SILENT)  # now the newest silent connection
         self._handshakes[slot] = None
         slot.since_s = loop.time()
         slot.task = loop.create_task(self._begin(slot))
@@ -275,14 +275,14 @@ class Listener:  # D306: asyncio accepts without a bound
             self.budget.soon(slot.address, self._admit)
 
     async def _begin(self, slot: Slot) -> None:
-        """Do the handshake, and make the connection's protocol."""
+        """Perform the handshake, and make the connection's protocol."""
         make, (sock, slot.sock) = self._make, (slot.sock, None)
         assert make is not None, "a closed listener drops connections that have not begun"
         assert sock is not None, "it begins once"
         try:
             slot.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: make(slot),
-                sock,  # is closed by the loop from here on
+                sock,  # the loop closes it from here on
                 ssl=None if self._tls is None else self._tls(),
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
             )
@@ -317,7 +317,7 @@ class Listener:  # D306: asyncio accepts without a bound
         self._num[stage] += 1
 
     def _take(self, slot: Slot) -> bool:
-        """Take a connection out of its stage; False if it has left."""
+        """Remove a connection from its stage; return False if it has already left."""
         theirs = self._addresses.get(slot.address)
         if theirs is None or slot not in theirs.slots[slot.stage]:
             return False
@@ -326,7 +326,7 @@ class Listener:  # D306: asyncio accepts without a bound
         return True
 
     def _tell(self, trouble: str) -> None:
-        """Log a warning, once until there was no trouble for a while."""
+        """Log a warning, unless one was logged and problems have continued since."""
         now = asyncio.get_running_loop().time()
         if now - self._troubled_s >= _QUIET_S:
             _log.warning("%s", trouble)
@@ -334,20 +334,20 @@ class Listener:  # D306: asyncio accepts without a bound
 
 
 def _has_hello(sock: socket.socket) -> bool:  # D308: a handshake begins with a complete ClientHello
-    """False while the first record of a TLS handshake has come only in part."""
+    """False while the first record of a TLS handshake is incomplete."""
     try:
         begun = sock.recv(_RECORD, socket.MSG_PEEK)
-    except OSError:  # the next read finds it again, and reports it
+    except OSError:  # the next read gets the same error and reports it
         return True
     is_handshake = begun[:1] == b"\x16"
     return not is_handshake or (len(begun) >= _HEAD and len(begun) >= _HEAD + int.from_bytes(begun[3:_HEAD]))
 
 
 def _room(wanted: int) -> int:
-    """Return the connections that the limit of descriptors leaves, after raising it as far as allowed.
+    """Return the number of connections that the descriptor limit allows, after raising it as far as possible.
 
     Raises:
-        ConfigError: it leaves none.
+        ConfigError: the limit allows no connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = _num_open() + _FOR_OTHERS

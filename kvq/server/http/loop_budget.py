@@ -1,4 +1,4 @@
-"""Event loop's time: a budget for work in slices of milliseconds, and the longest stretch without a pause."""
+"""Event loop time: a budget for work in slices of milliseconds, and the longest stretch without a pause."""
 
 import asyncio
 import selectors
@@ -9,62 +9,62 @@ from time import perf_counter, thread_time
 from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 
-_SHARE = 0.25  # of the loop's time
-_LONG_S = 0.003  # a slice that delays everybody's tokens
-_LONG_SHARE = 0.05  # of the loop's time for such slices
+_SHARE = 0.25  # share of the loop's time
+_LONG_S = 0.003  # length of a slice that delays everyone's tokens
+_LONG_SHARE = 0.05  # share of the loop's time for such slices
 _HOPS = 3  # rounds of the loop in which a slice's result is used
-_AT_ONCE_S = 0.005  # that first steps may take at once
-_LEAST_S = 0.001  # that each of them counts, with the work that follows from it
+_AT_ONCE_S = 0.005  # budget of first steps that run at once
+_LEAST_S = 0.001  # least time charged for each of them, for the work that follows from it
 
 
 class Again(Enum):
-    """Answer of a step: whether and when to call it again."""
+    """Result of a step: whether and when to call it again."""
 
     NO = 0
-    IN_TURN = 1  # after those that wait
-    NEXT = 2  # before others of its owner: it holds much memory, and many such steps would together
+    IN_TURN = 1  # after the waiting steps
+    NEXT = 2  # before its owner's other steps, so that few steps hold much memory at the same time
 
     def __bool__(self) -> bool:
         return self is not Again.NO
 
 
 class LoopBudget:
-    """Runs slices of a few milliseconds, one at a time; between two of them the loop serves all others."""
+    """Scheduler of slices of a few milliseconds, one at a time; between slices, the loop serves the rest."""
 
     def __init__(self, share: float = _SHARE) -> None:
-        """`share`: of the loop's time, unless slices are long."""
+        """`share`: share of the loop's time; long slices get less."""
         self._share = share
         self._line: FairQueue[Callable[[], Again]] = FairQueue()
         self._is_running = False
         self._spare_s = _AT_ONCE_S
         self._counted_s = 0.0
-        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # and what to raise
+        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # calls of `through`, their errors
         self._is_closed = False
 
     def add(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` in its turn, and again as it returns."""
+        """Call `step` in its turn, and again as its result requests."""
         self._line.put(owner, step)
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def soon(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` at once; in its turn if many were called at once lately, or if it asks for that."""
+        """Call `step` at once, or in its turn if the budget is used up; again as its result requests."""
         if not self._has_spare() or self._at_once(step):
             self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
-        """Run an iterator: to its first yield at once, from there on in turns.
+        """Run an iterator: up to its first yield at once, from there on in its turn.
 
-        If many do this at the same time, all but a few begin in turn as well. Raises the iterator's
-        exception, or EngineError if `close` was called before its end.
+        If many callers do this at the same time, most of them wait for their turn from the beginning. Raises
+        the iterator's exception, or EngineError if `close` was called before the end.
         """
         if self._is_closed:
             raise _closing()
         if self._has_spare() and not self._at_once(lambda: next(steps, Again.NO)):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        failures: list[Exception] = []  # in a future, it and its traceback would keep each other alive
+        failures: list[Exception] = []  # in a future, an error and its traceback would keep each other alive
 
         def step() -> Again:
             if done.done():  # the caller was cancelled
@@ -87,7 +87,7 @@ class LoopBudget:
             raise failures.pop()
 
     def close(self) -> None:
-        """Raise EngineError from all calls of `through`, now and later. Single steps go on."""
+        """Raise EngineError from all present and future calls of `through`. Single steps continue."""
         self._is_closed = True
         for done, failures in self._waiting.items():
             if not done.done():
@@ -124,7 +124,7 @@ class LoopBudget:
             self._settle(began, _HOPS)
 
     def _settle(self, began_s: float, hops: int) -> None:
-        """Rest after a slice, by its length and that of the work that followed from it at once."""
+        """Pause after a slice, in proportion to its time and that of the work that followed from it."""
         loop = asyncio.get_running_loop()
         if hops:
             loop.call_soon(self._settle, began_s, hops - 1)
@@ -141,9 +141,9 @@ def _closing() -> EngineError:
 
 
 class Stretches(selectors.DefaultSelector):
-    """Selector of an event loop that notes the longest time that it computes while nobody else is served.
+    """Event loop selector that records the longest time that the loop computes without serving its sockets.
 
-    Measures each stretch between two looks at the sockets, in processor time, whatever else the machine does.
+    It measures each stretch between two polls in processor time, so other processes do not matter.
     """
 
     def __init__(self) -> None:

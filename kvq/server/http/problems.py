@@ -1,4 +1,4 @@
-"""Problems: error answers, in the words of OpenAI's and Anthropic's protocols."""
+"""Problems: error answers in OpenAI's and Anthropic's protocols."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Problem(Exception):
-    """An answer with an HTTP status other than 200."""
+    """Error answer: an HTTP status other than 200, and a message."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Problem(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
-        self.is_counted = False  # among the requests that ended
+        self.is_counted = False  # in the metrics, among the requests that ended
 
     @property
     def ending(self) -> str:
@@ -43,7 +43,7 @@ class Problem(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After`, if trying again may help."""
+        """Return `Retry-After`, if trying again may help."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

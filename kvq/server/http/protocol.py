@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: bounds on the time of a head, on parsing and on buffers."""
+"""HTTP/1.1 connections, with limits on the time for a request head, on parsing and on buffers."""
 
 import asyncio
 import json
@@ -16,16 +16,16 @@ from kvq.server.http.listener import Slot, Stage
 from kvq.server.http.loop_budget import Again, LoopBudget
 from kvq.server.http.problems import Problem, unavailable
 
-HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
+HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's start
 _SMALL_READ = 1 << 10  # bytes
-_SMALL_READS = 64  # a second, of a connection, that complete nothing
+_SMALL_READS = 64  # reads per second of a connection that complete nothing
 _WRITE_BUFFER = 8 << 10  # bytes
-_KERNEL_BUFFER = 64 << 10  # bytes to send; the kernel would take megabytes for a client that does not read
-_UNREAD_S = 60  # until the kernel gives up a connection whose client reads nothing
+_KERNEL_BUFFER = 64 << 10  # bytes to send; the kernel would buffer megabytes for a client that does not read
+_UNREAD_S = 60  # until the kernel drops a connection whose client reads nothing
 
 
 class _Flow(FlowControl):
-    """Flow control of reading: it is paused while the application or this server wants that."""
+    """Flow control of reading, which is paused while the application or this server requests it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -42,7 +42,7 @@ class _Flow(FlowControl):
             super().resume_reading()
 
     def hold(self, is_held: bool) -> None:
-        """Read nothing while held, whatever the application wants."""
+        """Pause reading while held, even if the application resumes it."""
         self._is_held = is_held
         if is_held:
             super().pause_reading()
@@ -51,10 +51,10 @@ class _Flow(FlowControl):
 
 
 class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small write buffer
-    """uvicorn's connection, whose refusals are error objects.
+    """uvicorn's connection, except that refusals are error objects.
 
-    Parsing is limited: a slice at once, the rest in turn with others. So are small reads that complete
-    nothing, which cost the same as large ones.
+    Parsing is limited: the first slice is parsed at once, the rest in turn with other connections. Small
+    reads that complete nothing are limited, too, because they cost as much as large ones.
     """
 
     flow: _Flow
@@ -68,15 +68,15 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         _loop: asyncio.AbstractEventLoop | None = None,
         slot: Slot | None = None,
     ) -> None:
-        """`slot`: its slot at the listener, which follows its stages."""
+        """`slot`: the connection's slot at the listener, which tracks its stage."""
         super().__init__(config, server_state, app_state, _loop)
         self.conn: LimitedParser = LimitedParser()
         self._slot = slot
         self._budget = LoopBudget() if slot is None else slot.listener.budget
         self._body_budget = self._budget if slot is None else slot.listener.body_budget
-        self._is_in_line = False  # to parse on
-        self._stage = Stage.SILENT  # before it was in line
-        self._is_resting = False  # from small reads
+        self._is_in_line = False  # it waits to continue parsing
+        self._stage = Stage.SILENT  # stage before it was in line
+        self._is_resting = False  # reading pauses after too many small reads
         self._num_small = 0
         self._counted_s = 0.0
 
@@ -88,7 +88,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, while the head of a request comes in time."""
+        """Parse data; the connection is refused if a request's head does not arrive in time."""
         before = self.cycle, self.conn.their_state
         super().data_received(data)
         is_parsed = not self._is_in_line
@@ -97,7 +97,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Parse a slice, in turn if many others parse; the rest in turn with others."""
+        """Parse a slice, at once if the budget allows it; parse the rest in turn with other connections."""
         if self._is_in_line:
             return
         self._is_in_line = True
@@ -121,18 +121,18 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             self._slot.leave()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP, or too little of it in too many pieces."""
+        """Refuse bytes that are not HTTP, or a body in too many tiny chunks."""
         self._refuse(self.conn.refusal or Problem(400, msg))
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Tell the reader of the body that no more of it comes."""
+        """Notify the reader of the body that no more data will arrive."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     def shutdown(self) -> None:
-        """Finish an answer that has begun, and refuse a request that has come in part: the server ends."""
+        """Finish an answer that has begun, or refuse an incomplete request, because the server shuts down."""
         is_asking = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
         if is_asking and self.cycle is not None:
             self._refuse(unavailable("the server is shutting down"))
@@ -141,7 +141,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             super().shutdown()
 
     def _parse(self) -> bool:
-        """Parse a slice; True if there is more."""
+        """Parse a slice; return True if there is more."""
         self.conn.allowance, self.conn.ran_out = SLICE_EVENTS, False
         if not self.transport.is_closing():
             super().handle_events()
@@ -154,7 +154,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         return self.conn.ran_out and not self.transport.is_closing()
 
     def _parse_on(self) -> Again:
-        """Parse the next slice, and ask for another one if there is more."""
+        """Parse the next slice, and request another one if there is more."""
         self._is_in_line = self._parse()
         if not self._is_in_line:
             self._hold()
@@ -176,7 +176,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._hold()
 
     def _hold(self) -> None:
-        if not self.transport.is_closing():  # TLS has nothing to hold then
+        if not self.transport.is_closing():  # a closing TLS connection can't be paused
             self.flow.hold(self._is_in_line or self._is_resting)
 
     def _watch_head(self) -> None:
@@ -197,13 +197,13 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             self._refuse(Problem(408, f"no request came within {HEAD_S:g} s"))
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer with an error object and close, whatever state the connection is in."""
+        """Answer with an error object if an answer can still be sent, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(problem.body()).encode()
             headers = [("content-type", "application/json"), ("connection", "close")]
             headers += [("content-length", str(len(body))), *problem.headers().items()]
             events: list[Any] = [h11.Response(status_code=problem.status, headers=headers)]
-            if self.conn.our_state is h11.IDLE or self.scope["method"] != "HEAD":  # whose answer has none
+            if self.conn.our_state is h11.IDLE or self.scope["method"] != "HEAD":  # without a body
                 events.append(h11.Data(data=body))
             events.append(h11.EndOfMessage())
             for event in events:
@@ -212,11 +212,11 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
 
 
 def prepare(listener: socket.socket) -> None:
-    """Set on a listening socket what its connections inherit."""
+    """Set the options of a listening socket that its connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
-    # asyncio sets this only where it knows the protocol, which create_server leaves open. Without it an
-    # answer's body waits until the client's kernel, in no hurry (40 ms), has acknowledged the head.
+    # asyncio sets this only if it knows the protocol, which create_server leaves unset. Without it, an
+    # answer's body waits until the client's kernel has acknowledged the head, which takes 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # D305
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)

@@ -1,4 +1,4 @@
-"""Sending of answers, whole or as server-sent events, to clients that may be slow or go away."""
+"""Answers, sent whole or as server-sent events to clients that may be slow or disconnect."""
 
 import asyncio
 import logging
@@ -12,14 +12,14 @@ from starlette.types import Receive, Scope, Send
 from kvq.server.http.problems import Problem, error_object, event_of, failed, last_event
 
 _log = logging.getLogger("kvq")
-MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
-_PATIENCE_S = 2.0  # with a client that is so far behind
-_PIECE = 64 << 10  # bytes of a whole answer
+MAX_BEHIND = 24 << 10  # bytes; the connection may buffer as much again, in addition to its own 8 KiB
+_PATIENCE_S = 2.0  # longest wait for a client that is so far behind
+_PIECE = 64 << 10  # bytes of a whole answer that are sent at a time
 _PIECE_S = 10.0  # for a client to take a piece
 
 
 class WholeAnswer(Response):
-    """JSON answer, sent as fast as it is read. A client that takes no piece for ten seconds is cut off."""
+    """JSON answer, sent as fast as the client reads; disconnects clients that read no piece for 10 s."""
 
     media_type = "application/json"
 
@@ -46,9 +46,10 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Answer in chunks, sent as they come. A client that falls too far behind is cut off, and its work ends.
+    """Answer in chunks, each sent when it is ready.
 
-    A failure becomes an error object, the last event of all.
+    A client that falls too far behind is disconnected, and its work ends. A failure becomes an error object,
+    which is sent as the last event.
     """
 
     media_type = "text/event-stream"
@@ -61,8 +62,8 @@ class EventStream(Response):
         on_cut: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`path`: the request's, which decides the protocol. `on_cut` is called if the client is too slow,
-        `on_end` when nothing of the stream is left.
+        """`path`: the request's path, which determines the protocol. `on_cut` is called if the client is too
+        slow, `on_end` when the stream is over.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -93,7 +94,7 @@ class EventStream(Response):
             self._on_end()
 
     async def _fill(self, scope: Scope) -> None:
-        """Encode chunks as they come, as far ahead as a client may be behind."""
+        """Encode chunks when they are ready, as far ahead as the client may be behind."""
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
@@ -112,7 +113,7 @@ class EventStream(Response):
             self._changed.set()
 
     async def _send(self, send: Send) -> None:
-        """Send all events that wait, at once; wait while the connection is full."""
+        """Send all waiting events at once; wait while the connection is full."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while True:
             await self._changed.wait()
@@ -125,7 +126,7 @@ class EventStream(Response):
                 return
 
     async def _wait_for_room(self) -> None:
-        """Wait until the client has read on: a step may bring more than fits."""
+        """Wait until the client has read more, since a step may produce more than fits."""
         if self._num_bytes <= MAX_BEHIND:
             return
         async with asyncio.timeout(_PATIENCE_S):
@@ -143,7 +144,7 @@ class EventStream(Response):
 
 
 def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
-    """End the connection of a client that is too slow, whatever is still to be sent."""
+    """Abort the connection of a client that is too slow, and discard all unsent data."""
     on_cut()
     transport = scope.get("state", {}).get("kvq_transport")
     if transport is not None:
@@ -151,6 +152,6 @@ def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has gone; drop what it still sends."""
+    """Return when the client has disconnected; discard any data that it still sends."""
     while (await receive())["type"] != "http.disconnect":
         pass

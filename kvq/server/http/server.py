@@ -1,4 +1,4 @@
-"""HTTP server: uvicorn's protocol over a listener that bounds connections."""
+"""HTTP server: uvicorn's protocol behind a listener that limits connections."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ from kvq.server.http.listener import Listener
 from kvq.server.http.protocol import Connection, prepare
 
 _END_S = 0.3  # for answers to be written after the engine is gone
-_STUCK_S = 2  # for all to be closed after that
+_STUCK_S = 2  # for all connections to be closed after that
 
 
 class HttpServer(uvicorn.Server):
-    """An application's server, which leaves signals alone: running requests end before sockets are closed."""
+    """uvicorn server that does not handle signals, so that running requests end before sockets are closed."""
 
     def __init__(self, app: FastAPI) -> None:
-        app.openapi()  # made once, which takes long: not while a client waits
+        app.openapi()  # made once, now: it takes long, and later a client would wait for it
         super().__init__(
             uvicorn.Config(
                 app,
@@ -45,7 +45,7 @@ class HttpServer(uvicorn.Server):
     def listen(
         self, sock: socket.socket, credentials: Credentials, *, max_connections: int, max_per_address: int
     ) -> Listener:
-        """Accept connections on a listening socket; those of a server with a certificate begin with TLS.
+        """Accept connections on a listening socket, with TLS if the server has a certificate.
 
         Raises:
             ConfigError: the limit of open files leaves none for connections.
@@ -68,7 +68,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address: clients queue there from now on.
+    """Return a socket that listens on an address; clients can queue there from now on.
 
     Raises:
         ConfigError: the address can't be bound.

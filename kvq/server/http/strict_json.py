@@ -1,4 +1,4 @@
-"""Strict JSON of requests: no text in place of a number, bounded depth, valid Unicode."""
+"""Strict JSON for requests: no text in place of a number, bounded depth, valid Unicode."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
@@ -17,21 +17,21 @@ from kvq.server.http.json_bounds import scan
 from kvq.server.http.loop_budget import Again
 from kvq.strict_json import check_value
 
-DECODED = "kvq_decoded"  # a request's body in its scope, until it is taken
+DECODED = "kvq_decoded"  # scope key of a request's decoded body, until it is taken
 MAX_TEXT = 4 << 20  # characters
-_LARGE = 64 << 10  # bytes of a body that is decoded in its own turn
-Span = tuple[int, int]  # a text's begin and end, within its quotes
+_LARGE = 64 << 10  # bytes from which a body is decoded in a separate turn
+Span = tuple[int, int]  # start and end of a text, within its quotes
 _PART = 512 << 10  # bytes
-_ESCAPE = 6  # bytes, the longest: \u20ac
+_ESCAPE = 6  # bytes of the longest escape: \u20ac
 
 
 def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, None, Any]:  # D310
-    """Return the value of a body; `spans`: its values that are long texts, in their order.
+    """Return the value of a body; `spans`: positions of its long texts, in order.
 
-    Long texts are decoded a part at a time: a decoder would hold the loop for 15 ms with 8 MiB.
+    Long texts are decoded in parts, because decoding 8 MiB at once would block the loop for 15 ms.
 
     Raises:
-        msgspec.MsgspecError: it is no JSON.
+        msgspec.MsgspecError: the body is not JSON.
     """
     mark, texts, rest, at = secrets.token_hex(), dict[str, str](), bytearray(), 0
     for start, end in spans:
@@ -57,12 +57,12 @@ def _decode_text(body: bytes | bytearray, start: int, end: int) -> Generator[Aga
 def _decode_part(part: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(part)
-    except msgspec.MsgspecError as error:  # which says at which byte of the part
+    except msgspec.MsgspecError as error:  # its message has the byte position within the part
         raise msgspec.DecodeError(str(error).partition(" (byte")[0]) from None
 
 
 def _cut(body: bytes | bytearray, start: int, at: int) -> int:
-    """Return a place shortly before `at` that splits no character, no escape and no surrogate pair."""
+    """Return a position shortly before `at` that splits no character, escape or surrogate pair."""
     for _ in range(3):
         at -= body[at] & 0xC0 == 0x80
     last = body.rfind(b"\\", at - _ESCAPE, at)
@@ -75,7 +75,7 @@ def _cut(body: bytes | bytearray, start: int, at: int) -> int:
 
 
 def _put_back(value: Any, texts: dict[str, str]) -> Any:
-    """Put texts in the place of their names, changing objects and lists."""
+    """Replace placeholders by their texts; objects and lists are changed in place."""
     if isinstance(value, str):
         return texts.get(value, value)
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -86,7 +86,7 @@ def _put_back(value: Any, texts: dict[str, str]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return 1.0 as an integer: JSON schema counts it as one, and some clients send no others."""
+    """Return 1.0 as an integer: JSON schema counts it as one, and some clients send only such numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -97,10 +97,9 @@ def _few(text: str) -> str:
     return text
 
 
-# Pydantic's own bound would encode megabytes to count them, several times
-# D317: pydantic would encode 8 MiB to count characters
+# D317: pydantic's own bound would encode 8 MiB, several times, to count the characters
 LongText = Annotated[str, AfterValidator(_few), Field(strict=True, json_schema_extra={"maxLength": MAX_TEXT})]
-# Last of an integer's annotations: bounds behind it would be missing in the document
+# Must be the last of an integer's annotations: bounds after it would be missing from the OpenAPI document
 WHOLE = BeforeValidator(_whole)
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -113,17 +112,17 @@ def _is_json(content_type: str) -> bool:
 
 
 class _JsonRequest(Request):
-    """A request whose body is UTF-8 and JSON to the letter: no NaN, no halves of surrogate pairs."""
+    """Request whose body must be valid UTF-8 and strict JSON: no NaN, no lone surrogates."""
 
     async def body(self) -> bytes:
-        """Return the body as it was read; Starlette would copy it."""
+        """Return the body as it was read, without the copy that Starlette would make."""
         if not hasattr(self, "_body"):
             pieces = [piece async for piece in self.stream() if piece]
             self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return self._body
 
     async def json(self) -> Any:
-        """Return the decoded body. Raises HTTPException: it is not such JSON, or too large."""
+        """Return the decoded body. Raises HTTPException: the body is not strict JSON, or too large."""
         body, decoded = await self.body(), []
 
         def read() -> Iterator[Again]:
@@ -132,7 +131,7 @@ class _JsonRequest(Request):
             if len(body) > _LARGE:
                 yield Again.IN_TURN
             decoded.append((yield from decode(body, long)))
-            if len(body) > _LARGE:  # its validation has its own turn
+            if len(body) > _LARGE:  # its validation gets a separate turn
                 yield Again.NEXT
 
         try:
@@ -153,7 +152,7 @@ class JsonRoute(APIRoute):
     """Route whose bodies are strict JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return FastAPI's handler, for a `_JsonRequest`."""
+        """Return FastAPI's handler, called with a `_JsonRequest`."""
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:

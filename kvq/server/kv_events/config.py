@@ -7,17 +7,17 @@ from typing import Literal
 
 from kvq.errors import ConfigError
 
-Form = Literal["maps", "arrays"]  # as vLLM 0.32 writes them, and as versions before it did
+Form = Literal["maps", "arrays"]  # as in vLLM 0.32, and as in earlier versions
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventsConfig:
-    """Addresses to listen on, as ZeroMQ writes them; see `listening`."""
+    """Addresses to listen on, in ZeroMQ's notation; see `listening`."""
 
     address: str
     topic: str = ""
-    replay: str | None = None  # where missed batches are asked for
+    replay: str | None = None  # address for requests of missed batches
     form: Form = "maps"  # of events in a batch
 
     def __post_init__(self) -> None:
@@ -28,12 +28,12 @@ class EventsConfig:
 
     @property
     def warning(self) -> str:
-        """Warning for listeners beyond loopback."""
+        """Warning for addresses beyond loopback."""
         return f"they hold the token ids of prompts; whoever reaches {self.address} can read them"
 
     @property
     def is_local(self) -> bool:
-        """True if only programs of this machine can listen."""
+        """True if only programs on this machine can subscribe."""
         return all(_is_local(address) for address in (self.address, self.replay) if address is not None)
 
 
@@ -41,7 +41,7 @@ def listening(text: str, option: str) -> str:
     """Return an address to listen on: a port on loopback, `tcp://HOST:PORT`, or `ipc://PATH`.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: `text` is none of these.
     """
     address = f"tcp://127.0.0.1:{text}" if text.isdecimal() else text
     if address.startswith("ipc://") and len(address) > len("ipc://"):

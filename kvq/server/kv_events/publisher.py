@@ -1,8 +1,8 @@
-"""Publisher of block events: batches over ZeroMQ, from its own thread, as vLLM publishes them.
+"""Publisher of block events: sends batches over ZeroMQ from a separate thread, in vLLM's format.
 
-Every message is three frames: the topic, a sequence number of 8 bytes (big-endian), and the batch. A listener
-that missed some sends the first missing number to the replay address (DEALER: an empty frame, then 8 bytes).
-It gets those still kept, each after an empty frame, and after them the number -1.
+Every message has three frames: the topic, a sequence number of 8 bytes (big-endian), and the batch. A
+subscriber that missed batches sends the first missing number to the replay address (DEALER: an empty frame,
+then 8 bytes). It gets the batches that are still kept, each after an empty frame, and then the number -1.
 """
 
 import logging
@@ -21,14 +21,14 @@ from kvq.server.kv_events.stream import Change, encode
 _log = logging.getLogger("kvq")
 _QUEUED = 10_000  # batches that wait to be sent
 _KEPT = 10_000  # batches for replays
-_WAITING = 100_000  # messages for one slow reader; ZeroMQ drops those beyond
+_WAITING = 100_000  # messages queued for one slow reader; ZeroMQ drops any more
 _POLL_S = 0.1
 _JOIN_S = 1.0  # least time between two reports of all blocks
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Publisher:
-    """Sends batches to whoever subscribes at its address. Safe to call from one other thread."""
+    """Sender of batches to all subscribers at an address. It may be called from one other thread."""
 
     def __init__(
         self, config: EventsConfig, *, block_size: int, on_join: Callable[[], object] = lambda: None
@@ -44,14 +44,14 @@ class Publisher:
         self._on_join = on_join
         self._queue: queue.Queue[Sequence[Change] | None] = queue.Queue(_QUEUED)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)  # sequence number, batch
-        # Above all numbers of an engine that was here before: routers drop lower ones
+        # Above all numbers of an earlier engine, since routers drop lower ones
         self._number = time_ns() // 1000
         self._is_joined = False  # a new subscriber does not know all blocks yet
         self._told_s = -_JOIN_S
         self._context = zmq.Context()
         try:
             self._out = self._bound(zmq.XPUB, config.address)  # PUB that reports subscriptions
-            self._out.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of those for a topic that others have
+            self._out.setsockopt(zmq.XPUB_VERBOSE, 1)  # even for a topic that has subscribers
             self._replay = None if config.replay is None else self._bound(zmq.ROUTER, config.replay)
         except ConfigError:
             self._context.destroy(linger=0)
@@ -70,7 +70,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Send the batches that wait, for a second at most, and end."""
+        """Send the waiting batches, for a second at most, and stop."""
         try:
             self._queue.put(None, timeout=1.0)
         except queue.Full:
@@ -97,7 +97,7 @@ class Publisher:
                 self._send(changes)
             except queue.Empty:
                 continue
-            except Exception:  # noqa: BLE001 - one message's fault must not end the others
+            except Exception:  # noqa: BLE001 - a faulty message must not stop the others
                 _log.exception("a batch of block events was not sent")
         self._context.destroy(linger=200)  # ms
 
@@ -109,7 +109,7 @@ class Publisher:
         self._out.send_multipart((self._topic, number, content))
 
     def _listen(self) -> None:
-        """Look for new subscribers and requests for replays, without waiting."""
+        """Handle new subscribers and replay requests, without waiting."""
         while self._out.poll(0):
             if self._out.recv().startswith(b"\x01"):
                 self._is_joined = True

@@ -1,11 +1,11 @@
 """Block events from the engine to a publisher, and their wire format.
 
-Nothing waits for the publisher; all is sent again after a loss. The format is msgpack, byte for byte as vLLM
-0.32 writes it. Each event is a map. Earlier versions wrote arrays, which some readers expect: the kind, then
-the fields.
+Nothing waits for the publisher; after a loss, everything is sent again. The format is MessagePack, byte for
+byte the same as in vLLM 0.32, where each event is a map. Earlier versions wrote arrays (the kind, then the
+fields), which some readers expect.
 
-Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests: vLLM sends 64 bits where
-it sends numbers, and routers keep no more of longer ones.
+Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests: numbers from vLLM have 64
+bits, and routers keep only 64 bits of longer hashes.
 """
 
 from array import array
@@ -19,19 +19,19 @@ from kvq.blockmgr import BlockManager, Event, Evicted, Stored
 from kvq.server.kv_events.config import Form
 
 _MEDIUM = "GPU"  # vLLM's name for the memory that a model attends to, also on a CPU
-_PIECE = 1024  # blocks of a batch, where all are reported again
+_PIECE = 1024  # blocks per batch when all are reported again
 
 
 Entered = tuple[
     int, int | None, bytes
-]  # a block's name, its parent's unless it begins a prompt, its token ids
+]  # a block's name, its parent's name (None for a prompt's first block), its token ids
 Change = (
     Entered | int | None
-)  # a block that can be found from now on; the name of one that can't; None: none can
+)  # a block that can be found from now on; the name of a block that no longer can; None: no block can
 
 
 class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
-    """Blocks of one prompt, each after the one before it, can be found."""
+    """Event: consecutive blocks of one prompt can now be found."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -45,7 +45,7 @@ class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
 
 
 class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
-    """Blocks can't be found any more."""
+    """Event: these blocks can no longer be found."""
 
     block_hashes: list[int]
     medium: str | None
@@ -53,7 +53,7 @@ class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
 
 
 class _AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
-    """No block can be found any more."""
+    """Event: no block can be found any more."""
 
 
 _Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
@@ -66,7 +66,7 @@ def name_of(digest: bytes) -> int:
 
 
 def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
-    """Encode a batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
+    """Encode a batch; consecutive blocks of a chain, and consecutive removals, are merged into one event."""
     events: list[_Event] = []
     for change in changes:
         last = events[-1] if events else None
@@ -93,34 +93,34 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form
     return _encoder.encode([now, told, 0])  # seconds since 1970, events, rank of data parallelism
 
 
-class EventStream:  # D351: the manager's own events, in vLLM's words
-    """Changes of one engine's blocks, batch by batch. O(1) an event; keeps only the digest of a held block.
+class EventStream:  # D351: the manager's own events, in vLLM's format
+    """Changes to one engine's blocks, in batches. O(1) per event; keeps only the digests of held blocks.
 
-    Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
-    every hit needs. Prompts with a salt are left out: without the salt they look like others.
+    Only blocks of the first layer group are reported: if any group has full attention, it is this one, and
+    every hit needs its blocks. Prompts with a salt are left out: without it, they look like other prompts.
 
-    A batch that found no room is counted. The next ones wait until there is room: everything is cleared then,
-    and all that is held is reported again.
+    A batch that finds no room is dropped and counted. As soon as there is room again, a clear event is sent,
+    and then all held blocks are reported again.
     """
 
     def __init__(self, manager: BlockManager, put: Callable[[Sequence[Change]], bool]) -> None:
-        """`put` takes a batch without waiting; False if there is no room."""
-        self.sent = 0  # changes that were taken
+        """`put` accepts a batch without waiting; it returns False if there is no room."""
+        self.sent = 0  # changes that `put` accepted
         self.dropped = 0
         self._take = put
         self._index = manager.blocks.index
         self._roots: set[bytes] = set()
         self._held: dict[bytes, None] = {}
         self._changes: list[Change] = []  # since the last `flush`
-        self._is_behind = True  # listeners may know an engine that is gone
+        self._is_behind = True  # subscribers may have blocks of an earlier engine
         self._leave = manager.subscribe(self._follow)
 
-    def include(self, tenant: str) -> None:  # D353: salted prompts out, tenants' in
-        """Report the blocks of a tenant's prompts without a salt from now on."""
+    def include(self, tenant: str) -> None:  # D353: without salted prompts, with those of tenants
+        """Report, from now on, the blocks of a tenant's prompts that have no salt."""
         self._roots.add(self._index.root_digest(tenant))
 
     def flush(self) -> None:
-        """Hand over the changes since the last call."""
+        """Pass on the changes since the last call."""
         changes, self._changes = self._changes, []
         if not self._is_behind:
             if changes:
@@ -135,12 +135,12 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
         else:
             self.dropped += len(changes)
 
-    def tell_all(self) -> None:  # D352: numbers from the clock; subscribers get everything
-        """Report all that is held with the next batch, for a new listener."""
+    def tell_all(self) -> None:  # D352: numbers come from the clock; new subscribers get everything
+        """Report all held blocks with the next batch, for a new subscriber."""
         self._is_behind = True
 
     def close(self) -> None:
-        """Stop following, and report that nothing is held."""
+        """Unsubscribe, and report that no blocks are held."""
         self._leave()
         self._put([None])
 
@@ -155,7 +155,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
             self._changes.append(name_of(event.digest))
 
     def _all_held(self) -> Iterator[Entered]:
-        """Yield all that is held, blocks after their parents. O(blocks)."""
+        """Yield all held blocks, parents first. O(blocks)."""
         found = [node for digest in self._held if (node := self._index.get(digest)) is not None]
         found.sort(key=lambda node: node.depth)
         return (one for node in found if (one := self._entered(node.digest)) is not None)
@@ -163,7 +163,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
     def _entered(self, digest: bytes) -> Entered | None:
         node = self._index.get(digest)
         if node is None or node.parent is None or node.root not in self._roots:
-            return None  # it is not reported; or it has left, which the next event says
+            return None  # not to be reported, or evicted, which the next event reports
         parent = None if node.parent.parent is None else name_of(node.parent.digest)
         return name_of(digest), parent, node.tokens
 

@@ -1,1 +1,1 @@
-"""OpenAI's protocol: routes of chat and completions, their answers, and the document of all routes."""
+"""OpenAI's protocol: routes of chat and completions, their answers, and the OpenAPI document."""

@@ -34,7 +34,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _answer(description: str, optional: Sequence[str] = (), /, **fields: Schema) -> Schema:
-    """Return the schema of an answer or a part of one. All fields but `optional` ones are always there."""
+    """Return the schema of an answer or a part of one. All fields except those in `optional` are required."""
     titled = {
         name: field if "$ref" in field else field | {"title": name.replace("_", " ").title()}
         for name, field in fields.items()

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's protocol, from a request's prompts: whole, or in pieces as they come."""
+"""Answers in OpenAI's protocol, from a request's prompts: whole, or in pieces as they are generated."""
 
 import asyncio
 from abc import abstractmethod
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Answer(Call):
-    """Answer of one request, with `n` results for each of its prompts."""
+    """Answer to one request, with `n` results for each of its prompts."""
 
-    OBJECT: ClassVar[str]  # of a whole answer
-    CHUNK: ClassVar[str]  # of a piece
-    ID: ClassVar[str]  # the prefix of ids
+    OBJECT: ClassVar[str]  # type of a whole answer
+    CHUNK: ClassVar[str]  # type of a piece
+    ID: ClassVar[str]  # prefix of ids
 
     def __init__(
         self, service: Service, body: Common, params: SamplingParams, tenant: str, *, num_prompts: int = 1
@@ -36,9 +36,9 @@ class Answer(Call):
         self._request = options_of(body, params, tenant)
         self._options = body.stream_options
         self._id, self._created = f"{self.ID}-{uuid4().hex}", int(time())
-        self._receipts: list[Receipt] = []  # of prompts that ended
+        self._receipts: list[Receipt] = []  # receipts of prompts that ended
         self._prompts: list[Sequence[int]] = []
-        self._scores: dict[int, list[TokenLogprobs | None]] = {}  # of prompts, by their index
+        self._scores: dict[int, list[TokenLogprobs | None]] = {}  # log-probabilities of prompts, by index
         self.is_heavy = params.logprobs is not None
         self.slots = SequenceSlots(prompts=num_prompts, sequences=params.num_sequences)
 
@@ -72,7 +72,7 @@ class Answer(Call):
         """Return a step's part of a result; None if there is nothing to send."""
 
     async def _results(self) -> list[Piece]:
-        """Return all results, each the sum of its pieces."""
+        """Return all results, each joined from its pieces."""
         wholes = defaultdict[int, Piece](
             lambda: Piece(request_id="", index=0, text="", token_ids=[], logprobs=[])
         )
@@ -82,7 +82,7 @@ class Answer(Call):
         return [wholes[index] for index in range(len(self._prompts) * self._n)]
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """Yield (index of the result, a step's part of it), as they come."""
+        """Yield (index of the result, a step's part of it) as the parts are generated."""
         self._prompts = await self._read()
         streams = [self._pieces_of(i, tokens) for i, tokens in enumerate(self._prompts)]
         return streams[0] if len(streams) == 1 else _merge(streams)
@@ -120,7 +120,7 @@ class Answer(Call):
 
 
 def reason_of(piece: Piece) -> str | None:
-    """Return why a result ended, in OpenAI's words."""
+    """Return why a result ended, in OpenAI's terms."""
     return "stop" if piece.finish_reason == "cancelled" else piece.finish_reason
 
 
@@ -133,7 +133,7 @@ def _add(whole: Piece, piece: Piece) -> None:
 
 
 async def _merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yield the items of several streams as they come; the first failure ends all."""
+    """Yield the items of several streams as they arrive; the first failure ends all streams."""
     queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(64)
 
     async def pump(stream: AsyncGenerator[T]) -> None:

@@ -19,18 +19,18 @@ class Chat(Answer):
     OBJECT, CHUNK, ID = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
-        """Raises Problem: the body asks for something that this server does not do."""
+        """Raise Problem if the body requests something that this server does not support."""
         service.check_model(body.model)
         params = chat_params(body, service.defaults)
         self._offer = _offer(body, service.tools)
         self._body = body
         self._readings: dict[int, _Reading] = {}  # by the result's index
-        self._is_open: bool | None = False  # a thought, where results begin
+        self._is_open: bool | None = False  # whether results begin with thinking
         super().__init__(service, body, params if self._offer is None else self._offer.params(params), tenant)
 
     async def _read(self) -> list[Sequence[int]]:
         body = self._body
-        shown = body.tools if body.tool_choice != "none" else None  # else calls would be text
+        shown = body.tools if body.tool_choice != "none" else None  # otherwise calls would be text
         tools = [tool.model_dump(exclude_none=True) for tool in shown or ()]
         effort = body.reasoning_effort and {"reasoning_effort": body.reasoning_effort}
         options = {**(effort or {}), **(body.chat_template_kwargs or {}), "tools": tools or None}
@@ -85,10 +85,10 @@ class Chat(Answer):
 
 
 class _Reading:
-    """Reader of one result's text, as it comes."""
+    """Reader of one result's text while it is generated."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
-        """Without a parser everything but thoughts is content."""
+        """Without a parser, everything except thinking is content."""
         self._parser = parser
         self.thoughts = thoughts
 
@@ -117,7 +117,7 @@ class _Reading:
         return added
 
     def reason(self, piece: Piece) -> str | None:
-        """Return why the result ended, in OpenAI's words; call this last for a piece."""
+        """Return why the result ended, in OpenAI's terms; call this last for a piece."""
         reason = reason_of(piece)
         has_calls = self._parser is not None and self._parser.num_calls
         return "tool_calls" if has_calls and reason == "stop" else reason
@@ -135,7 +135,7 @@ def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
 
 
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return one delta for each call that has grown: clients read only one of an index in a chunk."""
+    """Return one delta for each call that has grown: clients read only one delta per index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if event.call is None:

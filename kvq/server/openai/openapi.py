@@ -1,4 +1,4 @@
-"""OpenAPI document: `/openapi.json`, with the facts that FastAPI does not know of the routes."""
+"""OpenAPI document at `/openapi.json`, with facts about the routes that FastAPI does not know."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from kvq.server.http.problems import is_messages_path
 from kvq.server.openai.answer_schemas import SCHEMAS, TEXT, named
 
 Document = dict[str, Any]
-Responses = dict[int | str, dict[str, Any]]  # of a route, as FastAPI takes them
+Responses = dict[int | str, dict[str, Any]]  # responses of a route, as FastAPI accepts them
 _IGNORED: Document = {
     "description": "Fields of the body that are not known here and were ignored, with commas.",
     "schema": TEXT,
@@ -42,7 +42,7 @@ _SECURITY: Document = {
 
 
 def answer(name: str) -> Responses:
-    """Return the responses of a route that answers with one of the schemas."""
+    """Return the responses of a route whose answer has one of the schemas."""
     return {200: {"content": {"application/json": {"schema": named(name)}}}}
 
 
@@ -55,7 +55,7 @@ def stream_or(name: str) -> Responses:
 
 
 def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:  # D315
-    """Let the application describe itself completely. Call this after all routes were added."""
+    """Make the application's OpenAPI document complete. Call this after all routes were added."""
     app.openapi = partial(_document, app, app.openapi, has_keys, is_strict)  # type: ignore[method-assign]
 
 
@@ -82,7 +82,7 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
         _close(document)
     if has_keys:
         components["securitySchemes"] = _SECURITY
-    # A body's part that is private to its module has an underscore there, and none in the document
+    # Body parts that are private to a module have an underscore in their names, which the document omits
     text = re.sub('"(#/components/schemas/|)_(?=[A-Z])', r'"\1', json.dumps(document))
     document = app.openapi_schema = json.loads(text)
     return document
@@ -112,7 +112,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
-    """Yield the statuses of a route beside 200."""
+    """Yield the statuses of a route other than 200."""
     takes_body = "requestBody" in operation
     yield from (400, 403, 408, 413, 431, 500, 503)
     if has_keys and path not in OPEN:

@@ -1,4 +1,4 @@
-"""Responses to calls: whole or as server-sent events, for as long as the client is connected."""
+"""Responses to calls, whole or as server-sent events, while the client is connected."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Call(ABC):
-    """A request to generate."""
+    """Request to generate."""
 
-    slots: SequenceSlots  # that it needs at the engine
-    is_heavy = False  # True if its whole answer may take long to encode, as log-probabilities do
+    slots: SequenceSlots  # slots that it needs at the engine
+    is_heavy = False  # True if encoding its whole answer may take long, as with log-probabilities
 
     @abstractmethod
     async def answer(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Call(ABC):
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the answer's pieces as they come. Raises Problem: the request can't be served, or failed."""
+        """Yield the answer's pieces when ready. Raises Problem: the request can't be served, or failed."""
 
 
 def tenant_of(request: Request) -> str:
@@ -44,9 +44,9 @@ def tenant_of(request: Request) -> str:
 
 
 async def note_fields(request: Request, service: Service, body: Body) -> None:
-    """Name the ignored fields of a body in the answer's head, whatever the answer will be.
+    """Name the ignored fields of a body in a header of the answer, even if the request fails.
 
-    The loop serves others before and after: validating a body and converting it each take time.
+    The loop serves others before and after, because validating and converting a body both take time.
 
     Raises:
         Problem: the server is strict, and a field is unknown.
@@ -54,7 +54,7 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
     names = await service.check_fields(decoded, body)
-    decoded.clear()  # FastAPI holds it until the answer's end
+    decoded.clear()  # FastAPI keeps it until the end of the answer
     if names:
         request.scope[IGNORED] = ", ".join(names)
     await asyncio.sleep(0)
@@ -64,10 +64,10 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
 async def text_request(
     request: Request, service: Service, body: Body, model: str | None
 ) -> AsyncIterator[Prompts]:
-    """Admit a request that only reads texts, which the engine does not see; yield what reads them.
+    """Admit a request that only reads texts, without the engine; yield the `Prompts` to read them with.
 
     Raises:
-        Problem: it is for another model, has a field that is refused, or the tenant has sent too many.
+        Problem: it is for another model, has a refused field, or the tenant has sent too many requests.
     """
     await note_fields(request, service, body)
     service.check_model(model)
@@ -77,7 +77,7 @@ async def text_request(
 
 
 async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
-    """Answer a call if there is room for it; it is cancelled when the client goes.
+    """Answer a call if there is room for it; it is cancelled when the client disconnects.
 
     Raises:
         Problem: the call failed before anything was sent.
@@ -94,7 +94,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
             content = await _while_connected(request, _encoded(call))
             if content is not None:
                 return WholeAnswer(content, on_cut=cut, on_end=stack.pop_all().close)
-    return Response(status_code=499)  # the client has gone
+    return Response(status_code=499)  # the client has disconnected
 
 
 async def _encoded(call: Call) -> bytes:
@@ -103,7 +103,7 @@ async def _encoded(call: Call) -> bytes:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of some work; if the client goes first, cancel the work and return None."""
+    """Return the result of `work`; if the client disconnects first, cancel the work and return None."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(until_gone(request.receive))
     try:
@@ -119,7 +119,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T 
 
 
 async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Wait for the first item, so that an early failure is an error and not a broken stream."""
+    """Wait for the first item, so that an early failure is an error answer and not a broken stream."""
     first = await anext(chunks, None)
 
     async def all_chunks() -> AsyncGenerator[T]:

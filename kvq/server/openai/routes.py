@@ -1,4 +1,4 @@
-"""OpenAI routes: completions, chat and models; and `/tokenize` and `/detokenize`, as vLLM has them."""
+"""OpenAI routes: completions, chat and models; and `/tokenize` and `/detokenize`, as in vLLM."""
 
 from time import time
 from typing import Any
@@ -16,7 +16,7 @@ from kvq.server.openai.openapi import answer, stream_or
 from kvq.server.openai.respond import note_fields, respond, tenant_of, text_request
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-READING = ("/tokenize", "/detokenize")  # only texts or tokens: the engine sees nothing of them
+READING = ("/tokenize", "/detokenize")  # only texts or tokens: the engine does not see these requests
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

@@ -17,10 +17,10 @@ from kvq.server.http.problems import Problem
 from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
-_CALLED = {"max_completion_tokens": "max_tokens"}  # fields of another name than the engine's
+_CALLED = {"max_completion_tokens": "max_tokens"}  # fields with names that differ from the engine's
 
 
-# Each as the engine names it, and as `guided_*` fields and `structured_outputs` do
+# Each constraint's name in the engine, and in `guided_*` fields and `structured_outputs`
 _CONSTRAINTS = {"regex": "regex", "choice": "choice", "lark": "grammar"}
 
 
@@ -30,10 +30,10 @@ def schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Return a completion's parameters. With `max_tokens` 0 the engine makes one token, which is dropped.
+    """Return a completion's parameters. With `max_tokens` 0, the engine generates one token to be dropped.
 
     Raises:
-        Problem: a parameter that the engine does not take.
+        Problem: the engine does not accept a parameter.
     """
     others = {
         "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
@@ -44,7 +44,7 @@ def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> Sampl
 
 
 def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Return a chat's parameters. Raises Problem: the engine does not take one of them."""
+    """Return a chat's parameters. Raises Problem: the engine does not accept one of them."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others = {
@@ -61,13 +61,13 @@ def options_of(body: Common, params: SamplingParams, tenant: str) -> RequestOpti
 
 
 def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
-    """Return the engine's parameters from the body's fields of the same names: a new one needs no more.
+    """Return the engine's parameters from the body's fields of the same names.
 
-    `others`: parameters that the protocol names or spells in another way. `defaults`: the model's, for fields
-    that are left out or null.
+    `others`: parameters with another name or form in the protocol. `defaults`: the model's, for fields that
+    are left out or null.
 
     Raises:
-        Problem: a parameter that the engine does not take.
+        Problem: the engine does not accept a parameter.
     """
     given = type(body).model_fields
     own = {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
@@ -79,7 +79,7 @@ def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) ->
 
 
 def _other_fields(body: Common) -> dict[str, Any]:
-    """Return the parameters that the protocol names or spells in another way than the engine."""
+    """Return the parameters with another name or form in the protocol than in the engine."""
     return {
         "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
         "stop": body.stop or (),
@@ -124,7 +124,7 @@ def _schema(given: dict[str, Any] | str | None) -> Any:
         raise Problem(400, f"guided_json may have {_MAX_SCHEMA_TEXT} characters", param="guided_json")
     try:
         schema = check_value(msgspec.json.decode(given))
-    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise Problem(400, f"guided_json is no JSON: {error}", param="guided_json") from error
     if not isinstance(schema, dict):
         raise Problem(400, "guided_json is a schema, a JSON object", param="guided_json")

@@ -1,4 +1,4 @@
-// Writes /openapi.json out: routes, the fields of their bodies with types and bounds, and their answers.
+// Shows /openapi.json: the routes, the fields of their bodies with types and limits, and their answers.
 
 import { element } from "/page/words.js";
 

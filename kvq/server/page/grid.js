@@ -1,4 +1,4 @@
-// One pool on a canvas: a cell a block, or several blocks a cell where there are too many.
+// One pool on a canvas: one cell per block, or several blocks per cell if there are too many.
 
 import { STATES, drawCell, drawCursor, pack } from "/page/paint.js";
 
@@ -13,10 +13,10 @@ export class Grid {
     this.canvas.setAttribute("role", "application");
     this.canvas.setAttribute("aria-roledescription", "block map");
     this.context = this.canvas.getContext("2d");
-    this.onPoint = onPoint; // (what, x, y, whether by key); null: nothing
+    this.onPoint = onPoint; // (text, x, y, whether by key); a null text: nothing
     this.blocks = new Uint8Array(0);
     this.looks = new Uint16Array(0);
-    this.fades = new Map(); // cell -> [what it showed, when it changed]
+    this.fades = new Map(); // cell -> [its previous look, time of the change]
     this.cursor = -1;
     this.frame = 0;
     this.width = 0;
@@ -24,7 +24,7 @@ export class Grid {
     new ResizeObserver(() => this.resize()).observe(this.canvas);
   }
 
-  // `blocks`: a byte each of every `stride`-th block of `total`
+  // `blocks`: one byte for every `stride`-th block of `total`
   show(blocks, stride, total, scheme, room) {
     const fresh = this.blocks.length !== blocks.length || this.room !== room || scheme.view !== this.scheme?.view;
     Object.assign(this, { blocks, stride, total, scheme, room });
@@ -51,10 +51,10 @@ export class Grid {
     const rowsAt = (side) => Math.ceil(count / Math.floor(this.width / side));
     while (size > SMALLEST && rowsAt(size) * size > this.room) size -= 1;
     this.columns = Math.min(count, Math.floor(this.width / size));
-    this.size = Math.min(LARGEST, this.width / this.columns); // not whole: the last cell ends at the edge
+    this.size = Math.min(LARGEST, this.width / this.columns); // not an integer: the last cell ends at the edge
     this.side = Math.floor(this.size) - (size >= 14 ? 3 : size >= 9 ? 2 : 1);
     const most = this.columns * Math.max(1, Math.floor(this.room / size));
-    this.each = Math.max(1, Math.ceil(count / most)); // blocks looked at, a cell
+    this.each = Math.max(1, Math.ceil(count / most)); // blocks per cell
     this.cells = Math.ceil(count / this.each);
     this.rows = Math.ceil(this.cells / this.columns);
   }
@@ -114,7 +114,7 @@ export class Grid {
     return looks;
   }
 
-  // A cell, on its way from what it showed before if `share` of the way is done.
+  // Draws a cell; with `share` below 1, as a blend of its previous look and the new one.
   draw(i, before = 0, share = 1) {
     const x = Math.round((i % this.columns) * this.size), y = Math.round(Math.floor(i / this.columns) * this.size);
     const { context, side, scheme } = this;
@@ -124,7 +124,7 @@ export class Grid {
     if (i === this.cursor) drawCursor(context, x + 1, y + 1, side - 2);
   }
 
-  // What a cell holds, in words.
+  // Describes a cell's blocks in words.
   describe(i) {
     const first = i * this.each, end = Math.min(this.blocks.length, first + this.each);
     const last = Math.min(this.total, end * this.stride) - 1;

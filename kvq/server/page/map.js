@@ -1,4 +1,4 @@
-// The block pools: a grid each, a legend that counts, and the same counts as a table.
+// The block pools: one grid for each, a legend with counts, and the same counts as a table.
 
 import { Grid } from "/page/grid.js";
 import { CACHED, FREE, LIVE, SHARED, STATES, pack, readColours, swatch } from "/page/paint.js";
@@ -76,7 +76,7 @@ function schemeOf(view, pool, formats) {
   };
 }
 
-// A key keeps its colour, whoever came first.
+// A key keeps its colour, independent of the order of tenants.
 function hueOf(owner) {
   const number = /^key (\d+)$/.exec(nameOf(owner));
   return number ? number[1] - 1 : owner - 1;
@@ -87,7 +87,7 @@ function nameOf(owner) {
   return last.tenants[owner - 1]?.name || (owner ? "everybody" : "no single tenant");
 }
 
-// How many blocks are in which state, and whose; about so, where not all were looked at.
+// Counts blocks by state and owner; the counts are estimates if only a sample was sent.
 function tally(pool) {
   const raw = new Uint32Array(256);
   for (const block of pool.blocks) raw[block] += 1;
@@ -179,7 +179,7 @@ function decode(text) {
 function again() {
   readColours();
   document.querySelector("#legend").dataset.text = "";
-  for (const { grid } of grids) grid.room = 0; // drawn anew
+  for (const { grid } of grids) grid.room = 0; // drawn again
   if (last) draw();
 }
 

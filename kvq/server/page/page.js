@@ -1,4 +1,4 @@
-// Asks the server how it is while somebody looks, and shows it.
+// Polls the server's state while the page is visible, and shows it.
 
 import { showMap } from "/page/map.js";
 import { showRequests } from "/page/requests.js";
@@ -11,9 +11,9 @@ const show = (id, text) => {
   if (node.textContent !== text) node.textContent = text;
 };
 let samples = []; // [ms, tokens since the engine's start]
-let rates = []; // [ms, tokens a second]
+let rates = []; // [ms, tokens per second]
 let failures = 0, timer = 0, asking = false;
-let drafts = ""; // what became of them
+let drafts = ""; // share of accepted drafts, as text
 
 async function poll() {
   if (asking || document.hidden) return;
@@ -67,7 +67,7 @@ function stateWords(seen, isReady) {
 
 function showTotals(totals) {
   const now = performance.now();
-  if (samples.length && totals.generated_tokens < samples.at(-1)[1]) samples = []; // another engine
+  if (samples.length && totals.generated_tokens < samples.at(-1)[1]) samples = []; // the engine was restarted
   samples = [...samples.filter(([at]) => now - at < RATE_MS), [now, totals.generated_tokens]];
   const [then, before] = samples[0];
   const rate = now > then + 200 ? (1000 * (totals.generated_tokens - before)) / (now - then) : 0;

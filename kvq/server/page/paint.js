@@ -1,4 +1,4 @@
-// How a block looks: by lightness, size and marks, so that hue is never needed to tell two apart.
+// Looks of blocks: they differ in lightness, size and marks, so that hue is never needed to distinguish them.
 
 export const FREE = 0, CACHED = 1, LIVE = 2, SHARED = 3;
 export const STATES = ["free", "cached", "live", "shared"];
@@ -14,7 +14,7 @@ export function readColours() {
   for (const name of [...STATES, "mark", "focus"]) colours[name] = read(name);
 }
 
-// What a cell shows, in one number: state, owner, and how much of it is in use.
+// The look of a cell as one number: state, owner, and the part that is in use.
 export const pack = (state, owner, level = WHOLE) => state | (owner << 2) | (level << 8);
 const stateOf = (look) => look & 3;
 const ownerOf = (look) => (look >> 2) & 63;
@@ -61,7 +61,7 @@ function drawParts(context, at, parts) {
   });
 }
 
-// Every hue has strokes of its own, where there is room for them.
+// Every hue has distinct strokes, if there is room for them.
 function drawOwner(context, at, hue) {
   fill(context, at, hue < 0 ? colours.cached : colours.palette[hue % NAMES.length]);
   const kind = hue % NAMES.length;
@@ -87,7 +87,7 @@ export function drawCursor(context, x, y, size) {
   context.strokeRect(x - 1, y - 1, size + 2, size + 2);
 }
 
-// A swatch for the legend, drawn as the cells are.
+// Returns a swatch for the legend, drawn like the cells.
 export function swatch(look, scheme) {
   const canvas = document.createElement("canvas");
   const ratio = Math.ceil(devicePixelRatio);

@@ -1,4 +1,4 @@
-// The viewer's requests: those that run, then the receipts of those that ended.
+// The viewer's requests: running ones, then receipts of ended ones.
 
 import { bytes, count, element, seconds } from "/page/words.js";
 

@@ -1,4 +1,4 @@
-// A prompt to try: the answer streams as any client would get it.
+// A prompt to try: the answer is streamed, as to any other client.
 
 import { count, element, seconds } from "/page/words.js";
 
@@ -59,7 +59,7 @@ async function request() {
   return answer;
 }
 
-// The objects of a stream of server-sent events.
+// Yields the objects of a stream of server-sent events.
 async function* chunks(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

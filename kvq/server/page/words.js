@@ -1,4 +1,4 @@
-// Numbers as people read them, and elements with text.
+// Numbers in readable form, and elements with text.
 
 const NONE = "–";
 const grouped = new Intl.NumberFormat("en");

@@ -1,7 +1,7 @@
-"""Prompt readers: tokenizing and chat templates in separate processes, which can be ended at any time.
+"""Prompt readers: separate processes that tokenize and render chat templates, and can be killed at any time.
 
-A template is a program that came with the model, and a tokenizer's time grows with the text. Neither may hold
-up the event loop, another tenant's request, or the server's end.
+A template is a program that comes with the model, and tokenizing takes longer for longer texts. Neither may
+block the event loop, delay another tenant's request, or hold up the server's shutdown.
 """
 
 from kvq.server.reading.jobs import Setup

@@ -1,8 +1,8 @@
 """Host process that readers are forked from: `python -m kvq.server.reading.host FD`.
 
-It loads the tokenizer once. For each `FORK` on its socket, sent with a descriptor, it forks a reader that
-serves there, and answers with the reader's process id. For a reader's id it ends that reader, and answers
-with its exit status. When the other end is closed it ends, and all readers with it.
+It loads the tokenizer once. For each `FORK` that arrives on its socket with a descriptor, it forks a reader
+that serves that descriptor, and replies with the reader's process id. For a reader's id, it ends that reader
+and replies with the exit status. When the other end of the socket is closed, it ends all readers and exits.
 """
 
 import gc
@@ -20,13 +20,13 @@ from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.jobs import Job, JobResult, Setup, ToReader, put_together
 
-ID_BYTES = 4  # of a process id, and of an exit status
-NO_MEMORY = 1  # exit status of a reader
-FORK = bytes(ID_BYTES)  # in place of the id of one that has to go
+ID_BYTES = 4  # size of a process id and of an exit status
+NO_MEMORY = 1  # exit status of a reader that ran out of memory
+FORK = bytes(ID_BYTES)  # sent in place of the id of a reader to end
 
 
 def main() -> None:  # D289: a thread can't be ended; a forked reader can
-    """Load, then fork and end readers until the other end is closed."""
+    """Load the tokenizer, then fork and end readers until the other end of the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork
     with socket.socket(fileno=int(sys.argv[1])) as sock:
@@ -47,7 +47,7 @@ def _load(setup: Setup) -> PromptEncoder:
     encoder = PromptEncoder(tokenizer, trusts_chats=setup.trusts_chats)
     encoder.warm_up()
     gc.collect()
-    gc.freeze()  # what is never touched stays shared with those that are forked
+    gc.freeze()  # pages that are never written stay shared with the forked readers
     return encoder
 
 
@@ -79,13 +79,13 @@ def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> Non
 
 
 def _end(reader: int) -> int:
-    """End a reader and return its exit status, or a signal's number below zero."""
-    os.kill(reader, signal.SIGKILL)  # one that has ended is still known by its id
+    """End a reader and return its exit status; a negative status is the number of a signal."""
+    os.kill(reader, signal.SIGKILL)  # a reader that has exited keeps its id until `waitpid`
     return os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1])
 
 
 def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoReturn:
-    """Do jobs from a socket until it is closed, then end this process, which was forked for it."""
+    """Run jobs from a socket until it is closed, then exit this process, which was forked for them."""
     try:
         decoder: Decoder[ToReader] = Decoder(ToReader)
         with socket.socket(fileno=descriptor) as sock:
@@ -94,7 +94,7 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
                 if isinstance(job, str):
                     pieces.append(job)
                     continue
-                # Processor time, and the process dies of it: a busy machine is no fault of the job's.
+                # Processor time, since a busy machine is not the job's fault. The signal kills the process.
                 signal.setitimer(signal.ITIMER_PROF, job.processor_s)
                 limit_memory(memory_bytes)
                 answer = encode(_answer(encoder, job, pieces))
@@ -116,9 +116,9 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> JobResult:
             is_too_long=isinstance(error, TooLong),
             template_fails=isinstance(error, TemplateFails),
         )
-    except MemoryError:  # as if it had crashed, as it would within other libraries
+    except MemoryError:  # treated as a crash, which it would be within other libraries
         os._exit(NO_MEMORY)
-    except Exception as error:  # noqa: BLE001 - fails this job alone; its message may quote a prompt
+    except Exception as error:  # noqa: BLE001 - fails only this job; its message may quote a prompt
         return JobResult(refusal=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 
 

@@ -13,10 +13,10 @@ from kvq.server.engine.messages import Message, pack, unpack
 class Setup(Message, frozen=True):
     """First message to the host process: the tokenizer to load."""
 
-    folder: str  # of the model
-    chat_template: str | None = None  # instead of the model's own
-    trusts_chats: bool = False  # as `PromptEncoder` has it
-    memory_bytes: int = 1 << 30  # that one job may take, beside the tokenizer's own
+    folder: str  # model folder
+    chat_template: str | None = None  # replaces the model's own
+    trusts_chats: bool = False  # passed to `PromptEncoder`
+    memory_bytes: int = 1 << 30  # limit for one job, in addition to the tokenizer's memory
 
 
 class JobResult(Message, frozen=True):
@@ -25,9 +25,9 @@ class JobResult(Message, frozen=True):
     packed: bytes = b""
     text: str = ""
     forms: Forms = Forms()
-    refusal: str | None = None  # why it can't be done; the job's own fault, unless `has_failed`
+    refusal: str | None = None  # why the job can't be done; its own fault, unless `has_failed`
     is_too_long: bool = False
-    template_fails: bool = False  # maybe for other conversations, too
+    template_fails: bool = False  # the template may fail for other conversations, too
     has_failed: bool = False
 
     @property
@@ -37,16 +37,16 @@ class JobResult(Message, frozen=True):
 
 
 class Job(Message, frozen=True):
-    """Work for a reader: a call of one of `PromptEncoder`'s methods, or the trial of its chat template."""
+    """Work for a reader: a call to a method of `PromptEncoder`, or a trial of its chat template."""
 
     task: Literal["encode", "encode_chat", "shared_lengths", "decode", "forms"]
     given: dict[str, Any] = msgspec.field(default_factory=dict)  # the method's arguments; token ids packed
-    forms: Forms | None = None  # of the chat template, where it is used
-    processor_s: float = 0.0  # that it may take, or the process is ended
-    most_told: int = 1 << 20  # token ids of an answer
+    forms: Forms | None = None  # forms of the chat template, for jobs that use it
+    processor_s: float = 0.0  # limit on processor time; exceeding it kills the process
+    most_told: int = 1 << 20  # most token ids in a result
 
     def do(self, encoder: PromptEncoder) -> JobResult:
-        """Do the job and return its answer. Raises RequestError: it can't be done."""
+        """Run the job and return its result. Raises RequestError: the job can't be done."""
         if self.forms is not None:
             encoder.forms = self.forms
         if self.task == "forms":
@@ -60,16 +60,16 @@ class Job(Message, frozen=True):
         return JobResult(packed=pack(found))
 
 
-ToReader = str | Job  # a part of a long text in the job that follows, see `in_pieces`; or the job
+ToReader = str | Job  # a piece of a long text of the job that follows (see `in_pieces`), or the job
 
 
 PIECE = 1 << 17  # characters
 
 
 def in_pieces(job: Job) -> tuple[list[str], Job]:
-    """Return the pieces to send before a job, and the job with their number in place of each long text.
+    """Return the pieces to send before a job, and the job with piece counts in place of its long texts.
 
-    Encoding megabytes at once would hold up the event loop.
+    Encoding megabytes at once would block the event loop.
     """
     pieces: list[str] = []
     given = _short(job.given, "text", pieces)
@@ -79,7 +79,7 @@ def in_pieces(job: Job) -> tuple[list[str], Job]:
 
 
 def put_together(job: Job, pieces: Sequence[str]) -> Job:
-    """Return the whole job again, with the texts of the pieces before it."""
+    """Return the complete job, with its long texts joined from the pieces that were sent before it."""
     left = iter(pieces)
     given = _long(job.given, "text", left)
     if "turns" in given:

@@ -1,4 +1,4 @@
-"""Job queue of prompt readers, fair by tenant."""
+"""Job queue of the prompt readers, fair across tenants."""
 
 import asyncio
 import contextlib
@@ -17,24 +17,24 @@ from kvq.server.http.problems import unavailable
 from kvq.server.reading.jobs import Job, JobResult, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
-_PROCESSOR_S = 1.0  # that a job with little to read may take
-_PER_BYTE_S = 4e-6  # more for each byte that it reads; tokenizers take a quarter of it on a slow core
+_PROCESSOR_S = 1.0  # limit for a job with little text
+_PER_BYTE_S = 4e-6  # added per byte of text; tokenizers take a quarter of it on a slow core
 _SOON_S = 0.25  # a job that takes longer yields to all other processes
-_NICENESS = 5  # lower, and beside busy processes it would not come to its end in time
-_WARY_S = 10.0  # after such a job its tenant does not get the last reader
+_NICENESS = 5  # with a lower priority, a job would not finish in time while other processes are busy
+_WARY_S = 10.0  # for this long after such a job, its tenant does not get the last reader
 # D290: keys with slow prompts yield after 25 ms
-_WARY_SOON_S = 0.025  # and its jobs yield sooner: before that they slow down everybody's tokens
+_WARY_SOON_S = 0.025  # jobs of such a tenant yield sooner, since until then they slow down everyone's tokens
 
 
 class Overran(Exception):
-    """A job took more processor time or memory than it may, and ended its reader."""
+    """A job took more processor time or memory than allowed, which ended its reader."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    pieces: list[str]  # of the job's long texts
+    pieces: list[str]  # pieces of the job's long texts
     job: bytes  # encoded
-    may_s: float  # of processor time
+    may_s: float  # limit on processor time
     answer: asyncio.Future[JobResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -42,14 +42,14 @@ class _Work:
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # seen, even if nobody waits any more
+            self.answer.exception()  # marks it as retrieved, even if no caller waits any more
 
 
 class Lane:
-    """Jobs of one kind, `width` at a time; no job of another kind waits for them."""
+    """Queue for jobs of one kind, which run `width` at a time; jobs of other kinds do not wait for them."""
 
     def __init__(self, readers: Readers, *, width: int, max_waiting: int | None = None) -> None:
-        """`width`: jobs side by side."""
+        """`width`: number of jobs that run at the same time."""
         self._readers = readers
         self._width = width
         self._max_waiting = max_waiting
@@ -58,16 +58,16 @@ class Lane:
         self._working: set[asyncio.Task[None]] = set()
         self._num_at_work: Counter[str] = Counter()  # by tenant
         self._wary_until_s: dict[str, float] = {}
-        self.num_waiting = 0  # jobs that are not done yet
+        self.num_waiting = 0  # unfinished jobs, including running ones
 
     async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> JobResult:
-        """Return a job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
+        """Run a job and return its result. `num_bytes`: approximate input; `deadline_s`: includes the wait.
 
         Raises:
-            UnicodeEncodeError: a text in it is not valid Unicode.
-            Overran: the job takes more than it may.
-            Problem: too many wait already.
-            TimeoutError: it was not done in time.
+            UnicodeEncodeError: a text of the job is not valid Unicode.
+            Overran: the job took more processor time or memory than allowed.
+            Problem: too many jobs are waiting.
+            TimeoutError: the job was not finished in time.
             KVQError: there are no readers.
         """
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
@@ -90,14 +90,14 @@ class Lane:
             work.answer.cancel()
 
     def close(self) -> None:
-        """Fail the jobs that wait. `Readers.close` ends the readers."""
+        """Fail the waiting jobs. `Readers.close` ends the readers."""
         for task in self._working:
             task.cancel()
         while (taken := self._line.take()) is not None:
             taken[1].fail(_closing())
 
     async def _work(self) -> None:
-        """Do one job after the other until none is left."""
+        """Run one job after another until none is left."""
         reader = self._idle.pop() if self._idle else None
         try:
             while (taken := self._line.take(self._passed_over())) is not None:
@@ -105,10 +105,10 @@ class Lane:
                 self._num_at_work[tenant] += 1
                 began = monotonic()
                 try:
-                    own, reader = reader or await self._readers.fork(), None  # kept if its job ends well
+                    own, reader = reader or await self._readers.fork(), None  # kept if its job succeeds
                     soon_s = _WARY_SOON_S if tenant in self._wary_until_s else _SOON_S
                     reader = await self._do(own, work, soon_s)
-                except Exception as error:  # noqa: BLE001 - fails this job alone
+                except Exception as error:  # noqa: BLE001 - fails only this job
                     work.fail(error)
                 except asyncio.CancelledError:
                     work.fail(_closing())
@@ -118,18 +118,18 @@ class Lane:
         finally:
             if reader is not None:
                 self._idle.append(reader)
-            # Now, not in the task's callback: a job that came before it would wait for an ended worker
+            # Not in the task's callback: a job that arrived before it would wait for an ended worker
             self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _passed_over(self) -> list[str]:
-        """Return tenants whose jobs were slow and hold all readers but one, which is kept for others."""
+        """Return tenants with recent slow jobs that hold all readers except one, which is kept for others."""
         now = monotonic()
         self._wary_until_s = {tenant: until for tenant, until in self._wary_until_s.items() if until > now}
         most = max(1, self._width - 1)
         return [tenant for tenant in self._wary_until_s if self._num_at_work[tenant] >= most]
 
     def _note(self, tenant: str, seconds: float) -> None:
-        """Charge a tenant for a job that is done."""
+        """Charge a tenant for a finished job."""
         self._line.charge(tenant, seconds)
         self._num_at_work[tenant] -= 1
         if not self._num_at_work[tenant]:
@@ -138,12 +138,12 @@ class Lane:
             self._wary_until_s[tenant] = monotonic() + _WARY_S
 
     async def _do(self, reader: Reader, work: _Work, soon_s: float) -> Reader | None:
-        """Do one job; return the reader if it can do others."""
+        """Run one job; return the reader if it can run more, else None."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(soon_s, reader.yield_to_others, _NICENESS)
         try:
             answer = await reader.do(work.pieces, work.job)
-        except BaseException:  # given up within a job, it would answer the next job with this one's answer
+        except BaseException:  # if abandoned within a job, it would answer the next job with this result
             with contextlib.suppress(OSError):
                 await asyncio.shield(self._readers.end(reader))
             raise
@@ -154,7 +154,7 @@ class Lane:
             return None
         if not work.answer.done():
             work.answer.set_result(answer)
-        if timer.when() <= loop.time():  # it has yielded, which can't be undone
+        if timer.when() <= loop.time():  # its priority was lowered, which can't be undone
             await self._readers.end(reader)
             return None
         return reader
@@ -168,6 +168,6 @@ def _why(status: int | None, may_s: float) -> Exception:
     """Return the error for a reader that ended with this status."""
     if status == -signal.SIGPROF:
         return Overran(f"more than {may_s:.1f} s of processor time")
-    if status in (None, 0, -signal.SIGKILL):  # ended from outside
+    if status in (None, 0, -signal.SIGKILL):  # killed from outside
         return EngineError("the process that reads prompts was ended; send the request again")
     return Overran("more memory than it may, or crashes")

@@ -1,4 +1,4 @@
-"""Prompt readers as the HTTP process sees them: forked, given jobs, ended."""
+"""Client of the prompt readers in the HTTP process: forks them, sends them jobs, and ends them."""
 
 import asyncio
 import contextlib
@@ -17,22 +17,22 @@ from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
 from kvq.server.reading.jobs import JobResult, Setup
 
-_TRIES = 2  # to fork, since the host may have ended unnoticed
-_LOAD_S = 300.0  # for a large tokenizer on a busy machine
+_TRIES = 2  # attempts to fork, since the host may have ended unnoticed
+_LOAD_S = 300.0  # enough for a large tokenizer on a busy machine
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """One process that does one job at a time."""
+    """Process that runs one job at a time."""
 
     pid: int
     sock: socket.socket
-    host: subprocess.Popen[bytes] | None  # from which it was forked
+    host: subprocess.Popen[bytes] | None  # process that it was forked from
 
     async def do(self, pieces: Sequence[str], job: bytes) -> JobResult | None:
-        """Return the answer to an encoded job and the pieces of its texts; None if the reader ended."""
+        """Send an encoded job after the pieces of its texts; return the result, None if the reader ended."""
         loop = asyncio.get_running_loop()
-        if self.sock.fileno() < 0:  # closed since it was taken
+        if self.sock.fileno() < 0:  # closed after it was taken
             return None
         with contextlib.suppress(ConnectionError):  # then there is no answer either
             for piece in pieces:
@@ -48,13 +48,13 @@ class Reader:
 
 
 class Readers:
-    """Forks readers of one model's prompts from a host process that has loaded its tokenizer.
+    """Prompt readers for one model, forked from a host process that has loaded its tokenizer.
 
-    The host is started at first use, or by `start`, and again when it has ended. All calls come from event
-    loops, from one at a time.
+    The host is started by `start` or at first use, and started again when it has ended. All calls come from
+    event loops, one loop at a time.
     """
 
-    forms: Forms | None = None  # of the chat template, once it was tried
+    forms: Forms | None = None  # forms of the chat template, after its trial
     trying: asyncio.Lock  # held during a trial
 
     def __init__(self, setup: Setup) -> None:
@@ -62,12 +62,12 @@ class Readers:
         self._setup = setup
         self._host: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._turn = asyncio.Lock()  # to speak with the host
+        self._turn = asyncio.Lock()  # held while talking to the host
         self._readers: set[Reader] = set()
         self._is_closed = False
 
     async def start(self) -> None:
-        """Load the tokenizer, unless that was done.
+        """Load the tokenizer if it has not been loaded yet.
 
         Raises:
             ConfigError: the model's tokenizer does not load.
@@ -81,7 +81,7 @@ class Readers:
 
         Raises:
             ConfigError: the model's tokenizer does not load.
-            EngineError: it can't be forked, now or any more.
+            EngineError: no reader can be forked, or these readers were closed.
         """
         async with self._turn:
             for _ in range(_TRIES):
@@ -101,7 +101,7 @@ class Readers:
         raise EngineError("the process that reads prompts ended")
 
     async def end(self, reader: Reader) -> int | None:
-        """End a reader; return its exit status, or a signal's number below zero, or None if it is unknown."""
+        """End a reader; return its exit status (negative: a signal's number), or None if it is unknown."""
         self._readers.discard(reader)
         reader.sock.close()
         async with self._turn:
@@ -115,10 +115,10 @@ class Readers:
                 return None
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """Kill all processes, even busy ones."""
         self._is_closed = True
         for reader in self._readers:
-            if reader.host is self._host:  # which keeps the id from reuse; others end by themselves
+            if reader.host is self._host:  # which prevents reuse of the id; others end on their own
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(reader.pid, signal.SIGKILL)
             reader.sock.close()
@@ -155,7 +155,7 @@ class Readers:
         raise EngineError("the process that reads prompts ended before it was ready")
 
     def _drop_host(self) -> None:
-        """End the host; readers at work go on without it."""
+        """End the host; busy readers continue without it."""
         host, self._host = self._host, None
         sock, self._sock = self._sock, None
         if sock is not None:
@@ -169,10 +169,10 @@ _decoder = Decoder(JobResult)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a connection; ours does not block.
+    """Return both ends of a socket pair; the first one, ours, is non-blocking.
 
     Raises:
-        EngineError: the system has none.
+        EngineError: the system can't create a socket pair.
     """
     try:
         ours, theirs = socket.socketpair()
@@ -187,5 +187,5 @@ def _none(error: OSError) -> EngineError:
 
 
 async def _number(sock: socket.socket) -> int:
-    """Receive a process id or a status from the host. Raises OSError or EOFError: it is gone."""
+    """Receive a process id or a status from the host. Raises OSError or EOFError: the host is gone."""
     return int.from_bytes(await receive(sock, ID_BYTES), "little", signed=True)

@@ -1,6 +1,6 @@
-"""Tool calls in a model's text: found while it is written, and forced where a request demands them.
+"""Tool calls in a model's text: parsed while it is generated, and forced if a request requires them.
 
-Independent of any protocol's bodies:
+This package does not depend on any protocol's bodies:
 
     offer = service.tools.offer([Tool(name="f", parameters={...})], choice="auto", parallel=True)
     # None: no call will be read. Otherwise the engine gets `offer.params(params)`, and each result a parser:
@@ -10,9 +10,9 @@ Independent of any protocol's bodies:
             ...  # Event(text), Event("", call, id, name) where a call begins, Event(text, call) within it
     parser.close()  # the last events
 
-A call begins once, before its arguments; calls follow each other; their numbers count from 0.
-Pieces of arguments join to the text of a JSON object as the model wrote it: cut short if the answer is
-(`max_tokens`), and invalid JSON where the model wrote that. A marker is never shown as text, unless it turns
-out that no call was meant; then all of it is. Without a call the texts join to what was fed. Cutting the text
-differently only cuts the events differently.
+A call begins once, before its arguments. Calls come one after another, numbered from 0. The pieces of a
+call's arguments join to the text of a JSON object as the model wrote it: truncated if the answer is truncated
+(`max_tokens`), and invalid if the model wrote invalid JSON. A marker is shown as text only if it turns out
+that no call was meant. Without a call, the texts join to the input. Splitting the input differently only
+splits the events differently.
 """

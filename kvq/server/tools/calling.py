@@ -13,8 +13,8 @@ from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.thoughts import Thinking
 
-_MAX_FORCED_CALLS = 16  # of one answer; an unsure model would go on for ever
-ToolChoice = Literal["none", "auto", "required"] | Tool  # one tool, by its name, has to be called
+_MAX_FORCED_CALLS = 16  # in one answer; an unsure model would never stop
+ToolChoice = Literal["none", "auto", "required"] | Tool  # a `Tool`: the tool with its name has to be called
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Offer:
         return self.format.parser(self.tools, max_calls=self.max_calls)
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that keep the markers of calls in the text, and force calls that have to be made.
+        """Return parameters that keep the markers of calls in the text, and force required calls.
 
         Raises:
             Problem: calls are forced, and the text has to follow another grammar, too.
@@ -47,19 +47,19 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCalling:
-    """The model's format of calls, if it is known, and its spelling."""
+    """Format and spelling of the model's calls, as far as they are known."""
 
     format: ToolFormat | None = None
-    template: str = ""  # of the model's chats
+    template: str = ""  # the model's chat template
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens by their text
     is_guess: bool = False  # the format was recognised, not named
     thinking: Thinking | None = None  # before the answer
 
     @classmethod
     def of(cls, tokenizer: Any, name: str, thoughts: str = "auto") -> "ToolCalling":
-        """Return the tool calling of a transformers tokenizer's model.
+        """Return the tool calling for the model of a transformers tokenizer.
 
-        `name`: a format's, "auto" or "none"; `thoughts`: the same choice for the markers of thinking.
+        `name`: name of a format, "auto" or "none"; `thoughts`: the same choice for the markers of thinking.
 
         Raises:
             ConfigError: there is no such format.
@@ -79,7 +79,7 @@ class ToolCalling:
             return f"not read{why}"
         return self.format.name + (", by the model's chat template" if self.is_guess else "")
 
-    def offer(  # D326: with `none` the template gets no tools
+    def offer(  # D326: with `none`, the template gets no tools
         self,
         tools: Sequence[Tool],
         *,
@@ -89,11 +89,11 @@ class ToolCalling:
     ) -> Offer | None:
         """Return the offer of a request with these tools; None if nothing in its answer is read as a call.
 
-        `parallel`: more than one call may be made. A tool as `choice` is called exactly once.
-        `is_formatted`: the request asks for structured output.
+        `parallel`: more than one call may be made. A tool given as `choice` is called exactly once.
+        `is_formatted`: the request has a format for structured output.
 
         Raises:
-            Problem: the tools, the choice and the output format exclude each other.
+            Problem: the tools, the choice and the output format can't be combined.
         """
         _check(tools, choice, is_formatted)
         format, special = self.format, self.special

@@ -9,14 +9,14 @@ from uuid import uuid4
 
 from kvq.server.tools.parser import Parser, Steps
 
-# Closed objects end. A schema that is composed of others can't be closed from outside.
+# Objects are closed, so that they end. A schema composed of others can't be closed from outside.
 _COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "unevaluatedProperties", "if", "not")
 _STYLE = {"whitespace_flexible": False, "lenient": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of the arguments, an object
@@ -24,19 +24,19 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """Text around the arguments, in an answer of calls alone."""
+    """Text around the arguments, in an answer that consists only of calls."""
 
-    # From a tool's name: the text before its arguments, and behind them
+    # Maps a tool's name to the texts before and after its arguments
     call: Callable[[str], tuple[str, str]]
     before: str = ""
     between: str = ""
     after: str = ""
-    max_calls: int | None = None  # in a turn that the templates take
-    rules: Mapping[str, str] = field(default_factory=dict)  # Lark in place of a text
+    max_calls: int | None = None  # limit per turn that the templates accept
+    rules: Mapping[str, str] = field(default_factory=dict)  # Lark rules in place of texts
 
 
 def call_id() -> str:
-    """Return a new id of a call, as OpenAI writes them."""
+    """Return a new call id, as in OpenAI's API."""
     return f"call_{uuid4().hex[:24]}"
 
 
@@ -44,9 +44,9 @@ def call_id() -> str:
 class ToolFormat:
     """Format in which a family of models writes calls.
 
-    A call stands behind one of the markers `wraps`, behind its `opening`, or behind both; an opening of one
-    character counts at the start of a line only. `read` reads a call from there on, or returns False.
-    `spelling` says how a model with some chat template writes calls; without it they are plain JSON.
+    A call follows one of the markers `wraps`, its `opening`, or both; an opening of one character counts
+    only at the start of a line. `read` reads a call from there on, or returns False. `spelling` returns the
+    spelling for a model with a given chat template; without it, calls are written as plain JSON.
     """
 
     name: str
@@ -54,8 +54,8 @@ class ToolFormat:
     is_template: Callable[[str], bool]  # True if a chat template uses this format
     wraps: tuple[str, ...] = ()
     opening: str = ""
-    ends: tuple[str, ...] = ()  # markers behind calls, left out once there was a call
-    inner: tuple[str, ...] = ()  # and those within
+    ends: tuple[str, ...] = ()  # markers after calls, left out once there was a call
+    inner: tuple[str, ...] = ()  # markers within calls
     spelling: Callable[[str], Spelling] | None = None
     new_id: Callable[[], str] = call_id
 
@@ -107,7 +107,7 @@ class ToolFormat:
     def grammar(
         self, tools: Sequence[Tool], max_calls: int, *, template: str = "", special: Mapping[str, int]
     ) -> str:
-        """Return the Lark grammar of an answer of 1 to `max_calls` calls and nothing else.
+        """Return the Lark grammar of an answer that consists of 1 to `max_calls` calls.
 
         `template`: the model's chat template; `special`: its special tokens by their text.
         """
@@ -135,12 +135,12 @@ class ToolFormat:
 
 
 def json_call(name: str, key: str = "arguments") -> tuple[str, str]:
-    """Return the text before and behind the arguments of a call that is a JSON object."""
+    """Return the texts before and after the arguments of a call that is a JSON object."""
     return f'{{"name": {json.dumps(name)}, "{key}": ', "}"
 
 
 def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:  # D327
-    """Return the arguments' schema: an object with no other members than it names."""
+    """Return the arguments' schema: an object that may have only the members that it names."""
     schema = {"type": "object"} | dict(parameters)
     if not any(key in schema for key in _COMPOSED):
         schema = {"properties": {}, "additionalProperties": False} | schema

@@ -1,4 +1,4 @@
-"""JSON calls: `{"name": ..., "arguments": {...}}`, given out while they are read."""
+"""JSON calls: `{"name": ..., "arguments": {...}}`, emitted while they are read."""
 
 import json
 import re
@@ -20,17 +20,17 @@ def is_name(name: object) -> bool:
 
 
 class _Draft:
-    """A call that begins once its name is known and its arguments are an object."""
+    """Call that begins once its name is known and its arguments are an object."""
 
     def __init__(self, parser: Parser, names: Collection[str] | None) -> None:
         self._parser = parser
         self._names = names
-        self._arguments: list[str] = []  # read before the name was
+        self._arguments: list[str] = []  # arguments read before the name
         self._name: str | None = None
         self.has_begun = False
 
     def set_name(self, name: str | None) -> bool:
-        """Take the name of the function; False if no call can be meant."""
+        """Set the name of the function; return False if this can't be a call."""
         if (
             self._name is not None
             or not is_name(name)
@@ -44,7 +44,7 @@ class _Draft:
 
     @property
     def has_arguments(self) -> bool:
-        """True once some were read."""
+        """True once any arguments were read."""
         return self.has_begun or bool(self._arguments)
 
     def add(self, text: str) -> None:
@@ -56,7 +56,7 @@ class _Draft:
             self._arguments.append(text)
 
     def finish(self) -> bool:
-        """End the object; True if it was a call."""
+        """End the object; return True if it was a call."""
         if self._name is not None and not self.has_begun and self._names is None:
             self.add("{}")
         return self.has_begun
@@ -70,10 +70,10 @@ class _Draft:
 
 
 def call_object(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read an object behind its `{` and give out its call; False if it is none: what was read is still held.
+    """Read an object after its `{` and emit its call; return False, its text still held, if it is no call.
 
-    With `names` only these functions count, and an object without arguments is no call. An object that breaks
-    off or becomes invalid once the call has begun is read up to there.
+    With `names`, only these functions count, and an object without arguments is not a call. An object that
+    breaks off or becomes invalid after the call has begun is read up to that point.
     """
     draft = _Draft(parser, names)
     while True:
@@ -92,7 +92,7 @@ def call_object(parser: Parser, names: Collection[str] | None = None) -> Steps[b
 
 
 def call_array(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read an array of calls behind its `[`; True if there was one."""
+    """Read an array of calls after its `[`; return True if there was a call."""
     separator, has_calls = ",", False
     while separator == ",":
         yield from parser.skip_space()
@@ -111,9 +111,9 @@ def call_array(parser: Parser, names: Collection[str] | None = None) -> Steps[bo
 
 
 def bracket(parser: Parser, sink: Callable[[str], None], plain: re.Pattern[str] = _PLAIN) -> Steps[bool]:
-    """Pass on a text in brackets, from the opening one to the one that closes it. True if it is complete.
+    """Pass a text in brackets, including its outer brackets, to `sink`; return True if it is complete.
 
-    Only brackets and strings are looked at: anything that a model writes between them is passed on. `plain`
+    Only brackets and strings are examined: anything that a model writes between them is passed on. `plain`
     matches text that is neither.
     """
     depth = 0
@@ -132,7 +132,7 @@ def bracket(parser: Parser, sink: Callable[[str], None], plain: re.Pattern[str] 
 
 
 def call_named(parser: Parser, name: str) -> Steps[bool]:
-    """Read the arguments of a call whose name came first; False if it is no call."""
+    """Read the arguments of a call whose name came first; return False if it is not a call."""
     if not is_name(name) or (yield from parser.peek()) != "{":
         return False
     parser.drop()
@@ -142,22 +142,22 @@ def call_named(parser: Parser, name: str) -> Steps[bool]:
 
 
 def write_json(value: object) -> str:
-    """Encode a value as JSON that can be sent: halves of surrogate pairs are escaped.
+    """Encode a value as JSON that can be sent: lone surrogates are escaped.
 
     Raises:
-        ValueError: infinite or not a number.
-        TypeError: a type that JSON does not have.
+        ValueError: a number is infinite or NaN.
+        TypeError: a value has a type that JSON does not have.
     """
     return sendable(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def sendable(text: str) -> str:
-    """Escape the halves of surrogate pairs in a JSON text."""
+    """Escape lone surrogates in a JSON text."""
     return text.encode("utf8", "backslashreplace").decode("utf8")
 
 
 def _member(parser: Parser, draft: _Draft, *, is_open: bool) -> Steps[bool]:
-    """Read one member of a call; False if it is invalid."""
+    """Read one member of a call; return False if it is invalid."""
     key = yield from _string(parser)
     if key is None:
         return False
@@ -198,7 +198,7 @@ def _any_value(parser: Parser) -> Steps[bool]:
 
 
 def _string(parser: Parser) -> Steps[str | None]:
-    """Read a string; None if something else comes, or it breaks off."""
+    """Read a string; return None if something else follows, or if the string breaks off."""
     parts: list[str] = []
     if (yield from parser.peek()) != '"' or not (yield from _string_text(parser, parts.append)):
         return None
@@ -210,7 +210,7 @@ def _string(parser: Parser) -> Steps[str | None]:
 
 
 def _string_text(parser: Parser, sink: Callable[[str], None]) -> Steps[bool]:
-    """Pass on a string with its quotes, as it is written. True if it is complete."""
+    """Pass a string, as written and with its quotes, to `sink`; return True if it is complete."""
     quote = parser.take()
     sink(quote)
     while char := (yield from parser.peek()):
@@ -220,7 +220,7 @@ def _string_text(parser: Parser, sink: Callable[[str], None]) -> Steps[bool]:
         sink(parser.take())
         if char == quote:
             return True
-        if char == "\\" and (yield from parser.peek()):  # what is escaped
+        if char == "\\" and (yield from parser.peek()):  # the escaped character
             sink(parser.take())
     return False
 

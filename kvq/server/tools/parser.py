@@ -1,4 +1,4 @@
-"""Parser of tool calls: text in, events out, by generators that wait for more of the text."""
+"""Parser of tool calls: turns text into events, with generators that wait for more text."""
 
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields where it needs more text
-Schemas = Mapping[str, Mapping[str, Any]]  # of the tools on offer, by name
+Schemas = Mapping[str, Mapping[str, Any]]  # schemas of the offered tools, by name
 _SPACE = re.compile(r"\s+")
 
 
 class Event(NamedTuple):
-    """A piece of text to show; with a `call`, a part of that call of this answer, counted from 0.
+    """Piece of text to show or, with a `call`, a part of that call of this answer, counted from 0.
 
-    A call's first event has its id and name, and no text. The texts of the others join to that of one JSON
-    object, its arguments.
+    A call's first event has its id and name, and no text. The texts of its other events join to one JSON
+    object, the arguments.
     """
 
     text: str
@@ -25,11 +25,11 @@ class Event(NamedTuple):
 
 
 class Parser:  # D324: each character once; nothing is taken back
-    """Finds the tool calls in one answer of a model, while it is written.
+    """Parser that finds the tool calls in one answer of a model while it is generated.
 
-    Every character is looked at once: work is linear in the text, however it is cut. Text read after `hold`
-    is kept until `release` returns it or `drop` forgets it. White space before, between and after calls is
-    left out.
+    Every character is examined once, so the work is linear in the text, however it is split. Text read after
+    `hold` is kept until `release` returns it or `drop` discards it. White space before, between and after
+    calls is left out.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Parser:  # D324: each character once; nothing is taken back
         new_id: Callable[[], str],
         max_calls: int | None = None,
     ) -> None:
-        """`read` reads a whole answer. `tools`: those on offer. Calls beyond `max_calls` are left out."""
+        """`read` reads a whole answer. `tools`: the offered ones. Calls beyond `max_calls` are left out."""
         self.tools = tools
-        self.num_calls = 0  # that have begun, including those beyond `max_calls`
+        self.num_calls = 0  # calls that have begun, including those beyond `max_calls`
         self._steps = read(self)
         self._new_id = new_id
         self._max_calls = max_calls
@@ -50,7 +50,7 @@ class Parser:  # D324: each character once; nothing is taken back
         self._is_closed = False
         self._held: list[str] | None = None
         self._events: list[Event] = []
-        self._space = ""  # read, and not shown until something other than a call follows
+        self._space = ""  # white space, shown only when something other than a call follows
         self._follows_text = False
 
     def feed(self, text: str) -> list[Event]:
@@ -69,13 +69,13 @@ class Parser:  # D324: each character once; nothing is taken back
         return self._drain()
 
     def _drain(self) -> list[Event]:
-        """Return the events since the last time; neighbours of one kind are one event."""
+        """Return the events since the last call; consecutive events of one kind are merged."""
         by_kind = groupby(self._events, lambda event: event[1:])
         events = [Event("".join(one.text for one in group), *kind) for kind, group in by_kind]
         self._events = []
         return events
 
-    # Text that comes in
+    # Input
 
     def peek(self) -> Steps[str]:
         """Return the next character without reading it; "" at the end."""
@@ -84,16 +84,16 @@ class Parser:  # D324: each character once; nothing is taken back
         return self._piece[self._at : self._at + 1]
 
     def take(self) -> str:
-        """Read the character that was peeked at."""
+        """Read the character that `peek` returned."""
         return self._read(self._at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Read the text that matches here in this piece, without waiting for the next one."""
+        """Read the text that matches here within this piece, without waiting for the next one."""
         match = pattern.match(self._piece, self._at)
         return "" if match is None else self._read(match.end())
 
     def all_of(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read all that matches a pattern of single characters, such as `[a-z]+`."""
+        """Read all text that matches a pattern of single characters, such as `[a-z]+`."""
         found = []
         while (yield from self.peek()) and (piece := self.run(pattern)):
             found.append(piece)
@@ -103,7 +103,7 @@ class Parser:  # D324: each character once; nothing is taken back
         yield from self.all_of(_SPACE)
 
     def one_of(self, words: Sequence[str]) -> Steps[str]:
-        """Read one of some words, none a prefix of another. "" if none comes: the part that fits is read."""
+        """Read one of `words`, none a prefix of another; if none follows, read what fits and return ""."""
         read = ""
         while char := (yield from self.peek()):
             read += char
@@ -115,7 +115,7 @@ class Parser:  # D324: each character once; nothing is taken back
         return ""
 
     def word(self, word: str) -> Steps[bool]:
-        """Read a word. False if it does not come: characters that fit are read."""
+        """Read a word; if it does not follow, read the characters that fit, and return False."""
         return (yield from self.one_of((word,))) == word
 
     def hold(self) -> None:
@@ -123,13 +123,13 @@ class Parser:  # D324: each character once; nothing is taken back
         self._held = []
 
     def release(self) -> str:
-        """Return the text read since `hold`, and keep no more."""
+        """Return the text read since `hold`, and stop keeping text."""
         text = "".join(self._held or ())
         self._held = None
         return text
 
     def drop(self) -> None:
-        """Forget the text read since `hold`, and keep no more."""
+        """Discard the text read since `hold`, and stop keeping text."""
         self._held = None
 
     def _read(self, end: int) -> str:
@@ -139,15 +139,15 @@ class Parser:  # D324: each character once; nothing is taken back
             self._held.append(text)
         return text
 
-    # Events that go out
+    # Output
 
     @property
     def is_line_start(self) -> bool:
-        """True if only white space, if anything, stands between here and a line's start or a call."""
+        """True if at most white space stands between the start of the line, or a call, and this position."""
         return not self._follows_text or "\n" in self._space
 
     def show(self, text: str) -> None:
-        """Give out text; white space at its end only if something other than a call follows."""
+        """Emit text; white space at its end is emitted only if something other than a call follows."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
@@ -156,7 +156,7 @@ class Parser:  # D324: each character once; nothing is taken back
             self._events.append(Event(shown))
 
     def start(self, name: str) -> None:
-        """Give out the beginning of a call."""
+        """Emit the beginning of a call."""
         self._space = ""
         self._follows_text = False
         if self._is_wanted(self.num_calls):
@@ -170,7 +170,7 @@ class Parser:  # D324: each character once; nothing is taken back
             self._events.append(Event(text, index))
 
     def end_of_call(self, end: str) -> Steps[None]:
-        """Read the marker behind a call, if it comes."""
+        """Read the marker after a call, if it follows."""
         self.hold()
         yield from self.skip_space()
         if (yield from self.word(end)):
@@ -179,9 +179,7 @@ class Parser:  # D324: each character once; nothing is taken back
             yield from self.no_call()
 
     def no_call(self) -> Steps[None]:
-        """Show held text, which was no call. Behind a call, the rest of an answer that breaks off is left
-        out.
-        """
+        """Show held text, which was not a call; if the answer breaks off after a call, drop it instead."""
         is_behind_call = self.num_calls > 0 and not self._follows_text
         if is_behind_call and not (yield from self.peek()):
             self.drop()

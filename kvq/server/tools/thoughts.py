@@ -1,4 +1,4 @@
-"""Thinking: a model's thoughts are separated from its answer, and allowed before a grammar begins."""
+"""Model's thinking: separated from the answer, and allowed before a grammar begins."""
 
 import json
 from collections.abc import Sequence
@@ -8,26 +8,26 @@ from typing import Any
 from kvq.engine import SamplingParams
 from kvq.errors import ConfigError
 
-_MARKERS = {  # vLLM's names are taken, too
+_MARKERS = {  # vLLM's names are accepted, too
     **dict.fromkeys(("think", "deepseek_r1", "qwen3", "glm45", "deepseek_v3"), ("<think>", "</think>")),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
 }
-_SPACE = r"/[ \n]{0,4}/"  # behind thoughts
+_SPACE = r"/[ \n]{0,4}/"  # after the thinking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thinking:
-    """Markers around a model's thoughts."""
+    """Markers around a model's thinking."""
 
     begin: str
     end: str
     end_id: int | None = None  # if it is one token
-    special: tuple[tuple[str, int], ...] = ()  # those of both that are special tokens
+    special: tuple[tuple[str, int], ...] = ()  # the markers that are special tokens
 
     @classmethod
     def of(cls, tokenizer: Any, template: str, name: str) -> "Thinking | None":
-        """Return the markers of a name; for "auto", those in a chat template or a vocabulary; "none": None.
+        """Return the markers with this name; "auto": those in the chat template or vocabulary; "none": None.
 
         Raises:
             ConfigError: there are no such markers.
@@ -44,9 +44,9 @@ class Thinking:
         return cls(begin=begin, end=end, end_id=added.get(end, (None,))[0], special=special)
 
     def is_open(self, before: str, *, is_continued: bool = False) -> bool | None:
-        """True if thoughts follow the text `before`, False if the answer does; None if either may come.
+        """True if thinking follows the text `before`, False if the answer does; None if either may follow.
 
-        `is_continued`: an answer that has begun is continued.
+        `is_continued`: the request continues an answer that has begun.
         """
         before = before.rstrip()
         if is_continued:
@@ -54,7 +54,7 @@ class Thinking:
         return True if before.endswith(self.begin) else False if before.endswith(self.end) else None
 
     def params(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
-        """Return parameters that keep the markers in the text, and begin a grammar behind the thoughts."""
+        """Return parameters that keep the markers in the text, and begin a grammar after the thinking."""
         structured = params.structured
         if structured is not None and is_open is not False:
             tokens = {marker: f"<[{token}]>" for marker, token in self.special}
@@ -67,19 +67,19 @@ class Thinking:
 
 
 class Thoughts:
-    """Separates the thoughts of one answer from its text, while it is written."""
+    """Splitter that separates the thinking in one answer from its text while it is generated."""
 
     def __init__(self, thinking: Thinking | None, is_open: bool | None) -> None:
-        """Without `thinking` all is text; `is_open`: as `Thinking.is_open` found it."""
+        """Without `thinking`, everything is text; `is_open`: the result of `Thinking.is_open`."""
         self._thinking = thinking
         self._is_inside = is_open if thinking is not None else False
         self._held = ""
-        self._has_begun = False  # to think
-        self._is_behind = False  # the thoughts, and no text came yet
-        self.num_tokens = 0  # of them
+        self._has_begun = False  # some thinking was read
+        self._is_behind = False  # after the thinking, before any text
+        self.num_tokens = 0  # tokens of thinking
 
     def feed(self, text: str, tokens: Sequence[int] = (), *, is_last: bool = False) -> tuple[str, str]:
-        """Read the next piece of text; return what it adds to the thoughts, and to the answer."""
+        """Read the next piece of text; return the additions to the thinking and to the answer."""
         thinking = self._thinking
         if thinking is None or (self._is_inside is False and not self._is_behind):
             return "", text
@@ -109,7 +109,7 @@ class Thoughts:
         return thought, text
 
     def _without_end(self, thought: str) -> tuple[str, str]:
-        """Split a thought before what may belong to its end: white space, and a part of the marker."""
+        """Split thinking before anything that may belong to its end: white space and part of the marker."""
         end = self._thinking.end if self._thinking is not None else ""
         sizes = range(len(end) - 1, 0, -1)
         size = next((size for size in sizes if thought.endswith(end[:size])), 0)

@@ -1,6 +1,6 @@
-"""`{"name": "f", "parameters": {...}}` at the start of a line, bare or behind `<|python_tag|>`.
+"""`{"name": "f", "parameters": {...}}` at the start of a line, bare or after `<|python_tag|>`.
 
-No marker tells such an object from other JSON: it is a call if it names a tool on offer and has parameters.
+No marker distinguishes it from other JSON: an object that names an offered tool and has parameters is a call.
 Source: the chat templates of Llama 3.1 to 4.
 """
 
@@ -15,7 +15,7 @@ _BETWEEN = re.compile(r"[\s;,]+")
 
 
 def _read(parser: Parser) -> Steps[bool]:
-    """Read a call; leave out the separator before the next one."""
+    """Read a call, and skip the separator before the next one."""
     if not (yield from call_object(parser, parser.tools)):
         return False
     parser.hold()

@@ -46,7 +46,7 @@ def _spelling(template: str) -> Spelling:
 
 
 def _new_id() -> str:
-    """Return nine letters and digits: Mistral's templates refuse other ids when they come back."""
+    """Return nine letters and digits: Mistral's templates refuse other ids in later requests."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 

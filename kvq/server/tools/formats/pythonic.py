@@ -1,7 +1,7 @@
 """`[f(a=1), g(b="x")]` at the start of a line: a Python list of calls with literals.
 
-No marker tells it from other text: a call counts if it names a tool on offer. Each is given out when its
-bracket closes. Source: the prompt formats of Llama 3.2 and Llama 4.
+No marker distinguishes it from other text: a call counts if it names an offered tool. Each call is emitted
+when its bracket closes. Source: the prompt formats of Llama 3.2 and Llama 4.
 """
 
 import ast
@@ -14,11 +14,11 @@ from kvq.server.tools.parser import Parser, Steps
 
 _NAME = re.compile(r"[\w.]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{}]+""")
-_MAX_CALL = 1 << 18  # characters that Python's parser gets to see
+_MAX_CALL = 1 << 18  # characters of a call that is passed to Python's parser
 
 
 def _read(parser: Parser) -> Steps[bool]:
-    """Give out a list's calls; False if the held text is not one of them."""
+    """Emit the calls of a list; return False if the held text is not a call."""
     separator = ","
     while separator == ",":
         yield from parser.skip_space()
@@ -43,11 +43,11 @@ def _read(parser: Parser) -> Steps[bool]:
 
 
 def _arguments(text: str) -> str | None:
-    """Return the JSON of `(a=1, b="x")`; None unless all are literals with names."""
+    """Return the JSON of `(a=1, b="x")`; None unless all arguments are named literals."""
     if len(text) > _MAX_CALL:
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python doesn't know
+        with warnings.catch_warnings(action="ignore"):  # about escapes that Python doesn't know
             call = ast.parse(f"f{text}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return None

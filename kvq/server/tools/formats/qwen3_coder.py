@@ -1,7 +1,7 @@
 """Calls in tags: `<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`.
 
-A value is text; the tool's schema says what it means. Each is given out when it is complete.
-Source: the chat template of Qwen 3 Coder, which puts tags and values on lines of their own.
+A value is text; the tool's schema determines its type. Each value is emitted when it is complete.
+Source: the chat template of Qwen 3 Coder, which puts tags and values on separate lines.
 """
 
 import json
@@ -21,8 +21,8 @@ _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^>\s]+")
 _NO_TAG = re.compile(r"[^<]+")
-_MOST_PARTS = 128  # of schemas that are looked at for a value; some refer to themselves
-_OPEN = object()  # of no kind: only schemas that name none allow it
+_MOST_PARTS = 128  # parts of schemas examined for a value; some schemas refer to themselves
+_OPEN = object()  # value of no type: only schemas that name no type allow it
 _PYTHON = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
 _KINDS: dict[str, Any] = {
     "string": lambda value: isinstance(value, str),
@@ -46,7 +46,7 @@ def _read(parser: Parser) -> Steps[bool]:
 
 
 def _parameters(parser: Parser, schema: Mapping[str, Any]) -> Steps[None]:
-    """Give out a call's arguments; those of one that breaks off stay open."""
+    """Emit a call's arguments; if the call breaks off, their JSON object is not closed."""
     before = "{"
     while (name := (yield from _parameter(parser))) is not None:
         text = yield from _value(parser)
@@ -63,7 +63,7 @@ def _parameters(parser: Parser, schema: Mapping[str, Any]) -> Steps[None]:
 
 
 def _parameter(parser: Parser) -> Steps[str | None]:
-    """Read a parameter's name; None if something else comes, which is held."""
+    """Read a parameter's name; None if something else follows, which is held."""
     parser.hold()
     yield from parser.skip_space()
     if (yield from parser.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
@@ -76,7 +76,7 @@ def _parameter(parser: Parser) -> Steps[str | None]:
 
 
 def _value(parser: Parser) -> Steps[str | None]:
-    """Read a parameter's text without the line breaks around it; None if it breaks off."""
+    """Read a parameter's text without the line breaks around it; None if the text breaks off."""
     parts: list[str] = []
     while (yield from parser.peek()):
         if text := parser.run(_NO_TAG):
@@ -94,19 +94,19 @@ def _value(parser: Parser) -> Steps[str | None]:
 def _as_json(text: str, name: str, schema: Mapping[str, Any]) -> str:
     try:
         return write_json(value_of(text, name, schema))
-    except ValueError:  # a number that JSON does not have
+    except ValueError:  # a number that JSON can't represent
         return write_json(text)
 
 
 class _Schemas:
-    """A schema with the parts that local references name."""
+    """Schema, with the parts that its local references name."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = _MOST_PARTS
 
     def allow(self, schema: object, value: object) -> bool:
-        """True if a value's kind and enumeration fit a schema; members of the value are not looked at."""
+        """True if a value fits a schema's types and enumerations; members of the value are not checked."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return schema is not False
@@ -126,7 +126,7 @@ class _Schemas:
         )
 
     def member(self, schema: object, name: str) -> object:
-        """Return the schema of an object's member, from all parts that have it, or None."""
+        """Return the schema of an object's member, combined from all parts that define it, or None."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return None
@@ -159,7 +159,7 @@ class _Schemas:
 
 
 def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
-    """Return the value of a tool's parameter: text where the schema allows text and not the JSON value."""
+    """Return the value of a tool's parameter: text if the schema allows text but not the JSON value."""
     schemas = _Schemas(parameters)
     schema = schemas.member(parameters, name)
     is_open, is_text = schemas.allow(schema, _OPEN), schemas.allow(schema, text)
@@ -173,7 +173,7 @@ def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _from_python(written: str, text: str) -> Any:
-    """Return the value that Python's spelling means, or the text itself."""
+    """Return the value of a Python literal, or the text itself if it is not a literal."""
     if written[:1] in ("{", "["):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = literal_eval(written)

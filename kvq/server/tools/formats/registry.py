@@ -14,7 +14,7 @@ FORMATS = {format.name: format for format in _ALL}  # the first that fits a temp
 
 
 def find_format(name: str, template: str) -> ToolFormat | None:
-    """Return the format of a name; for "auto", the one that a chat template uses, if it is known.
+    """Return the format with this name; for "auto", the one that the chat template uses, if it is known.
 
     Raises:
         ConfigError: there is no such format.
