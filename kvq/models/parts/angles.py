@@ -1,4 +1,4 @@
-"""Rotary angles of a step's tokens."""
+"""Rotary angles of a step's tokens. Which RoPE types are accepted is decided in `kvq.geometry.support`."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,4 +1,8 @@
-"""Metrics for Prometheus at `/metrics`; some are counted on events, others read at every scrape."""
+"""Metrics for Prometheus at `/metrics`; some are counted on events, others read at every scrape.
+
+A new total of the engine is a field of `kvq.server.engine.messages.Gauges`, which the worker fills, and a
+name in `_ENGINE_TOTALS` and in `metric_names`.
+"""
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
