@@ -1,8 +1,8 @@
 """Verdicts on a format from measured figures, and reasons why figures of some models and texts prove nothing.
 
 Perplexity alone can't judge: a format that changes every distribution may lower it by luck. If a model only
-guesses, or ignores the cache's contents, its perplexity stays the same whatever the format. The loss that shows
-otherwise is measured by `instrument_check` in `kvq.evals.perplexity`.
+guesses, or ignores the cache's contents, its perplexity stays the same whatever the format.
+Whether a model can show damage at all is measured by `instrument_check` in `kvq.evals.perplexity`.
 """
 
 import math
