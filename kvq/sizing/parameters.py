@@ -236,7 +236,7 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Paramet
 
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count routed experts and a shared one in each `interleave_moe_layer_step`-th layer, an MLP in others."""
+    """Count routed experts and a shared one in each `interleave_moe_layer_step`-th layer, else one MLP."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 8192)
     attention, place = _llama_attention(config, geometry, index), f"{index}.feed_forward"
     if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):

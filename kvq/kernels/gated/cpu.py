@@ -12,7 +12,7 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
     """Do what the reference does; see there.
 
     Raises:
-        ConfigError: another shape or dtype, or an activation without C++.
+        ConfigError: the shape or dtype is another, or the activation has no C++ kernel.
     """
     check_activation(activation)
     check_gated(x)

@@ -1,4 +1,4 @@
-"""`gather_dense` in Triton: the tokens of a tile are dequantized, turned back if asked, and stored."""
+"""`gather_dense` in Triton: the tokens of a tile are dequantized, rotated back on request, and stored."""
 
 import triton
 import triton.language as tl

@@ -12,7 +12,7 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
     """Do what the reference does; see there.
 
     Raises:
-        ConfigError: shapes that don't fit each other.
+        ConfigError: the shapes don't match.
     """
     if lses.shape != outs.shape[:3] or (sinks is not None and sinks.shape != outs.shape[2:3]):
         raise ConfigError(

@@ -14,7 +14,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
     Raises:
         IndexError: a slot lies outside the pool; nothing was written.
-        ConfigError: shapes that don't fit the blocks, or formats of whole blocks.
+        ConfigError: shapes don't fit the blocks, or a format needs whole blocks.
     """
     if kv.formats.need_whole_blocks:
         raise ConfigError(

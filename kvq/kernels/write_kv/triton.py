@@ -37,7 +37,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
 @triton.jit
 def _write(x_ptr, x_head, x_dim, rows, block, offset, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr):
-    """Store all heads of a token's K or V; 1 if anything was not finite."""
+    """Store all heads of a token's K or V; return 1 if anything was not finite."""
     head, col = tl.arange(0, HEADS_PAD), tl.arange(0, rows.pad)
     inside = head < HEADS
     at = head.to(tl.int64)[:, None] * x_head + col[None, :] * x_dim
