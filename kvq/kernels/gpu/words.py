@@ -207,7 +207,7 @@ def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _codes_apart(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
-    """Convert packed codes of words to numbers, by shifts and exact conversions; arguments of `word_parts`."""
+    """Convert packed codes of words to numbers, by shifts and exact conversions; see `word_parts`."""
     HIGH: tl.constexpr = high_bits(KIND)
     PER: tl.constexpr = codes_a_byte(KIND)
     LOW: tl.constexpr = 8 // PER
