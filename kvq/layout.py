@@ -129,7 +129,7 @@ class GroupLayout:
 
     @property
     def is_staging(self) -> bool:
-        """True if the blocks hold unquantized tokens: recent ones, or sinks."""
+        """True if the blocks store unquantized tokens: recent tokens or sinks."""
         return self.role in (Role.RECENT, Role.SINKS)
 
     @property
@@ -192,7 +192,7 @@ class KVLayout:
 
     @property
     def attended(self) -> tuple[GroupLayout, ...]:
-        """The groups whose blocks hold K and V."""
+        """The groups whose blocks store K and V."""
         return tuple(group for group in self.groups if group.role is not Role.STATES)
 
     @property

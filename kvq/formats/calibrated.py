@@ -45,7 +45,7 @@ class _Calibrated(Generic[Layer]):
         return {**header, "layers": layers}
 
     def share(self, rank: int, processes: int) -> Self:
-        """Return the numbers for the KV heads of process `rank`; if heads are few, processes share them."""
+        """Return the numbers for the KV heads of process `rank`; with fewer heads, processes share them."""
         names = [field.name for field in fields(self.kind)]
         layers = [
             self.kind(**{name: _share(getattr(layer, name), rank, processes) for name in names})
@@ -130,7 +130,7 @@ def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float,
     """Return a JSON list as floats.
 
     Raises:
-        ConfigError: no list, an empty one, or values other than finite fp32 numbers (above 0 if `positive`).
+        ConfigError: not a list, empty, or with other values than finite fp32 numbers (above 0 if `positive`).
     """
     wanted = "finite numbers above 0" if positive else "finite numbers"
     if not isinstance(values, list) or not values or not all(_is_number(x, positive) for x in values):

@@ -17,7 +17,7 @@ Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whol
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Own:  # D8: blocks store the dequantized rows, in fp32
-    """Quantizer of K or V rows that a user registered, with its stated bits; blocks store its fp32 output."""
+    """Registered quantizer of K or V rows, with its stated bits; blocks store its output in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}
     name: str

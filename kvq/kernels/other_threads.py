@@ -89,7 +89,7 @@ def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, floa
 
 
 class _Waiting:
-    """Decision, updated with each sample, whether threads sleep: `are_asleep`."""
+    """Decision whether threads should sleep, updated with each sample: `are_asleep`."""
 
     def __init__(self) -> None:
         self.are_asleep = False

@@ -177,7 +177,7 @@ def _side_by_side(
     max_context: int,
     step_tokens: int,
 ) -> list[int]:
-    """Return the blocks for all sequences of `_SHORT` tokens that fit; if all do, with longer staging."""
+    """Return the blocks for all sequences of `_SHORT` tokens that fit; if all do, staging for longer ones."""
 
     def blocks(count: int, tokens: int) -> list[int]:
         return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)

@@ -17,7 +17,7 @@ _MOST = 2**31 - 2**13  # tokens; positions in blocks of up to 4,096 must not pas
 def attend(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
     INT8 and grouped codes are multiplied with queries and probabilities rounded to integers of 15 bits and
     sign, with a relative error near 1e-4; with `exact`, or on CPUs without AVX2, products are fp32.

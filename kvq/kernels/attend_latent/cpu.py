@@ -21,7 +21,7 @@ _IN_TILES, _IN_FP32 = 3.5, 1.3
 def attend_latent(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
     On CPUs with AMX, products use sums of bf16 numbers in place of fp32 numbers, except for FP32 blocks; the
     relative error is near 1e-5. With `exact`, or on other CPUs, all products are fp32.

@@ -22,7 +22,7 @@ _PART_COLUMNS = 128  # of a row that are decoded in registers at once
 def attend_latent(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there, and Triton's `attend` for dtypes. Tables are not checked."""
+    """Do what the reference does; for dtypes see `attend` in Triton. Tables are not checked."""
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend_latent(q.float(), kv, batch, options)
         return out.to(q.dtype), lse

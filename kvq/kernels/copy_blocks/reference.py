@@ -36,7 +36,7 @@ def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> 
 def final_sources(pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
     """Map every block that changes to the block whose original bytes it ends up with.
 
-    [(0, 1), (1, 2)] gives {1: 0, 2: 0}; [(1, 2), (0, 1)] gives {2: 1, 1: 0}.
+    [(0, 1), (1, 2)] yields {1: 0, 2: 0}; [(1, 2), (0, 1)] yields {2: 1, 1: 0}.
     """
     origin: dict[int, int] = {}
     for source, target in pairs:

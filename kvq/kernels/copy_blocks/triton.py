@@ -15,7 +15,7 @@ _WIDTH = 16  # bytes that a thread moves at once
 
 
 def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Do what the reference does; see there."""
+    """Do what the reference does; see reference.py."""
     origin = final_sources(pairs)
     if not origin:
         return

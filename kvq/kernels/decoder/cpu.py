@@ -124,7 +124,7 @@ class CpuDecoder:
         """Return `x`, or a copy with contiguous rows.
 
         Raises:
-            ConfigError: the shape or dtype is another: compiled code would read past its end.
+            ConfigError: the shape or dtype is not supported: compiled code would read past its end.
         """
         if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES or not self._dtypes <= {x.dtype}:
             raise ConfigError(

@@ -77,7 +77,7 @@ class ReadyPass:
 
 
 class CpuPass:  # D113: from token ids to logits in one call
-    """Maker of a model's steps; results have the same bits as the operations one by one.
+    """Builder of a model's steps; results have the same bits as the operations one by one.
 
     Steps over one stack share the buffers between operations, so only one runs at a time.
     """

@@ -78,7 +78,7 @@ class ReferenceExperts:
 
 
 def gated_experts(both: Tensor, gating: Gating) -> Tensor:
-    """Apply gates to the values beside them: [rows, 2 n], gates first -> fp32 [rows, n]."""
+    """Apply gates to the values that follow them: [rows, 2 n] -> fp32 [rows, n]."""
     gates, rest = both.float().chunk(2, 1)
     gates, rest = gates.clamp(max=gating.limit), rest.clamp(-gating.limit, gating.limit)
     if gating.activation is Activation.SILU:

@@ -72,7 +72,7 @@ def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D13
 
 
 def least_split(shape: TileShape) -> int:
-    """Return the fewest keys worth a program, in whole tiles: compared with it, a part's rows cost little."""
+    """Return the fewest keys worth a program, in whole tiles; a part's rows then cost little."""
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 

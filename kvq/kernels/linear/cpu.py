@@ -129,7 +129,7 @@ class CpuLinears:
         """[rows, count, in] -> [rows, count, out + room] of x's dtype, the last `room` for others to fill.
 
         Raises:
-            ConfigError: the shape or dtype is another.
+            ConfigError: the shape or dtype is not supported.
         """
         if x.dim() != 3 or x.shape[1:] != (len(self._each), self.in_features) or x.dtype not in DTYPES:
             shape = f"[rows, {len(self._each)}, {self.in_features}]"

@@ -9,7 +9,7 @@ from kvq.kernels.native.library import run
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
     Raises:
         ConfigError: the shapes don't match.

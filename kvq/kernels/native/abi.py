@@ -113,7 +113,7 @@ def checked_rows(x: Tensor, features: int) -> Tensor:
     """Return `x` [rows, features], or a copy with contiguous rows.
 
     Raises:
-        ConfigError: the shape or dtype is another: compiled code would read past its end.
+        ConfigError: the shape or dtype is not supported: compiled code would read past its end.
     """
     if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES:
         raise ConfigError(

@@ -13,7 +13,7 @@ from kvq.kernels.paged import StagedBatch, StagedKV
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Do what the reference does, with the same bytes; see there.
+    """Do what the reference does, with the same bytes; see reference.py.
 
     Raises:
         IndexError: a table names a block outside its pool, or is too short; nothing was written.

@@ -26,7 +26,7 @@ _LARGE_ROWS = 64  # of Hopper's own products
 def attend(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there. Tables are not checked.
+    """Do what the reference does; see reference.py. Tables are not checked.
 
     Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32. With
     `rounded`, queries for K in FP8 or INT8 are rounded to 8 bits and multiplied directly by its codes.
