@@ -206,7 +206,7 @@ class KVLayout:
         return self.groups[-1] if self.groups[-1].role is Role.STATES else None
 
     def blocks_for(self, sequences: int, tokens: int) -> list[int]:
-        """Return the blocks per layer group for `sequences` sequences of `tokens` tokens, without windows."""
+        """Return blocks per layer group for `sequences` sequences of `tokens` tokens, ignoring windows."""
         each = -(-tokens // self.block_size)
         return [sequences * (2 if group.role is Role.STATES else each) for group in self.groups]
 

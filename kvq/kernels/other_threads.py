@@ -43,7 +43,7 @@ Times = dict[str, tuple[int, int, int]]  # by thread: ns that it ran, ns that it
 
 
 def watch_other_threads() -> None:
-    """Sample this process's threads until it ends; one call is enough, and one more in a forked process."""
+    """Sample this process's threads until it ends; call this once per process, and again after a fork."""
     _watch(os.getpid())
 
 

@@ -64,12 +64,12 @@ class QuantizedWeight:
 
     @property
     def out_features(self) -> int:
-        """Output rows."""
+        """Number of output rows."""
         return self.codes.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.codes.shape[1] * (2 if self.fmt.code in (WeightCode.INT4, WeightCode.INT3) else 1)
 
     @property
@@ -123,12 +123,12 @@ class PlainWeight:
 
     @property
     def out_features(self) -> int:
-        """Output rows."""
+        """Number of output rows."""
         return self.values.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.values.shape[1]
 
 

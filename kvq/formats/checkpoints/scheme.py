@@ -35,7 +35,7 @@ def fitting(pattern: str) -> re.Pattern[str]:
     """Return a config's regular expression, compiled.
 
     Raises:
-        ModelError: it is invalid, or could take forever on a long name.
+        ModelError: the expression is invalid, or could take forever on a long name.
     """
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"(?<!\\)\)[*+{]", pattern):

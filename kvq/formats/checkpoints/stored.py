@@ -123,7 +123,7 @@ def _named(text: str) -> re.Pattern[str]:
 
 
 def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
-    """Return the form that a text or an object describes; None if it describes none, or 16 bits."""
+    """Return the form that a text or an object describes; None if there is none, or it has 16 bits."""
     values = {**beside, "quant_algo": said} if isinstance(said, str) else said
     if not isinstance(values, Mapping):
         return None

@@ -113,7 +113,7 @@ class CpuLinears:
     """y[:, i] = x[:, i] W[i]^T, each with its own weight in panels, with the bits of `CpuLinear`."""
 
     def __init__(self, values: Tensor) -> None:
-        """`values`: [count, out, in], fp32 values are stored in 16 bits if that is exact."""
+        """`values`: [count, out, in]; fp32 values are stored in 16 bits if that is exact."""
         self._dtype = values.dtype
         narrow = PlainWeight.narrowest(values.flatten(0, 1)).values.unflatten(0, values.shape[:2])
         self._each = [CpuLinear(PlainWeight(values=weight)) for weight in narrow]

@@ -174,7 +174,7 @@ class TritonLinear:
 
 
 def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Tensor]:
-    """Return scales fp32 [rows] and codes [rows, in]: int8, or FP8 as bytes (`as_bytes`), bf16 or fp32."""
+    """Return codes [rows, in] and fp32 scales [rows]; FP8 codes are bytes if `as_bytes`, else bf16 or fp32."""
     rows, count = x.shape
     dtype = torch.int8
     if inputs is Inputs.FP8:

@@ -79,7 +79,7 @@ def loaded() -> Library:
     """Return the library.
 
     Raises:
-        UnsupportedKernel: there is none.
+        UnsupportedKernel: the library is not available.
     """
     library = load()
     if isinstance(library, str):
@@ -94,7 +94,7 @@ def run(kernel: str, *arguments: Any) -> None:
         IndexError: a table, a slot, a lookup or a choice of experts names something that does not exist;
             nothing was written.
         MemoryError: there is no room for scratch memory.
-        UnsupportedKernel: there is no library.
+        UnsupportedKernel: the library is not available.
     """
     if status := loaded().kernels[kernel](*arguments):
         kind, message = _FAILURES[status]

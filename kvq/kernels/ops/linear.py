@@ -99,7 +99,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to; 0 for tensors made in inference mode, which don't count."""
+    """Return how often a tensor was written to; 0 for tensors made in inference mode, which don't count writes."""
     return 0 if x.is_inference() else x._version
 
 

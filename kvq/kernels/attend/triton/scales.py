@@ -76,7 +76,7 @@ for _function in (wide_assembly, minimums_assembly, is_narrow):  # device code c
 def row_scales(rows, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
     """Return the scales of a tile's codes, fp16 [keys]; 0 for tokens that are not `inside`.
 
-    SPREAD: rows of words with an element for every thread, of which one is read; 1 if keys are enough.
+    SPREAD: rows of words with an element for every thread, of which one is read; 1 if there are enough keys.
     """
     scales, at, inside = tile.scales, tile.scales_at, tile.inside
     if rows.read.paired and SPREAD > 1:
