@@ -46,7 +46,7 @@ _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 
 def known_names() -> tuple[str, ...]:
-    """Return the names that errors and `kvq inspect` list; more have other legal group sizes, or `_rot`."""
+    """Return the names that errors and `kvq inspect` list; other group sizes and `_rot` are legal, too."""
     names = []
     for code in CODES.values():
         ends = (*_scales(code), *(f"g{n}" for n in code.shown_groups))

@@ -209,7 +209,7 @@ class KVRecipe:
             )
 
     def check_unstaged(self, where: str) -> None:
-        """Raise ConfigError as `check_stored` does, or if the recipe is staged: `where` can't stage tokens."""
+        """Raise ConfigError as `check_stored` does, or if the recipe is staged: `where` has no staging."""
         self.check_stored(where)
         if self.is_staged:
             raise ConfigError(

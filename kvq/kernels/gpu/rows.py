@@ -267,7 +267,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D1
 
 @triton.jit
 def _signs(MASK: tl.constexpr):
-    """Return 16 x 16 with Hadamard matrices of size MASK + 1 on the diagonal: (-1) ** (common bits of indices)."""
+    """Return 16 x 16 with Hadamard matrices of size MASK + 1 on the diagonal: (-1) ** common bits."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j & MASK
     both = both ^ (both >> 2)

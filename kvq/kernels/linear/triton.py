@@ -174,7 +174,7 @@ class TritonLinear:
 
 
 def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, in] and fp32 scales [rows]; FP8 codes are bytes if `as_bytes`, else bf16 or fp32."""
+    """Return codes [rows, in] and fp32 scales [rows]; FP8 codes are bytes with `as_bytes`, else floats."""
     rows, count = x.shape
     dtype = torch.int8
     if inputs is Inputs.FP8:

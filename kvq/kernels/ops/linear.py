@@ -99,7 +99,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to; 0 for tensors made in inference mode, which don't count writes."""
+    """Return the number of writes to a tensor; 0 if made in inference mode, in which they aren't counted."""
     return 0 if x.is_inference() else x._version
 
 

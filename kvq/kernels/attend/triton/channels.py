@@ -56,7 +56,7 @@ def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
 @triton.jit
 def _scale_bytes(words, first, DIM: tl.constexpr, N: tl.constexpr):
     """Return scale bytes, int32 [DIM], in the order of `channel_queries`: of even elements, then of odd ones;
-    each the first N / 2, then their partners. `first`: N / 4 exchanges both."""
+    of each, the first N / 2, then their partners. `first`: N / 4 exchanges these."""
     word, is_before = _in_order(first, DIM // 4, N // 4)
     x = tl.load(words + word)
     backwards = (x << 24) | ((x & 0xFF00) << 8) | ((x >> 8) & 0xFF00) | ((x >> 24) & 0xFF)

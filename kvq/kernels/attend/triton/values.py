@@ -25,8 +25,8 @@ def word_outputs(
     ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Return the parts of an output, zeros [ROWS, WIDTH] each; for packed codes after a part [ROWS, PAIRS]
-    for products with minimums, in the columns of the minimums.
+    """Return the parts of an output, zeros [ROWS, WIDTH] each; for packed codes, a part [ROWS, PAIRS] for
+    products with minimums, in the columns of the minimums, precedes them.
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
     outs = (run, run)
