@@ -198,7 +198,7 @@ def logarithm(x):
 
 @triton.jit
 def power_of_two(top):
-    """Return the least power of two not below `top`, and its inverse; both are clamped to the range of fp32."""
+    """Return the least power of two not below `top`, and its inverse, both clamped to fp32 range."""
     exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
     exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
     return tl.exp2(exponent), tl.exp2(-exponent)
