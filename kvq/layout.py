@@ -1,14 +1,14 @@
-"""Block layout: where every layer's codes and scales lie inside a block.
+"""Block layout: the offsets of every layer's codes and scales inside a block.
 
-One block of a layer group holds, for each of its layers, K codes [kv_heads, block_size, row_bytes], V
-codes, K scales, V scales ([kv_heads, channel_bytes] if per channel), and, if means are taken out, K means and
-V means [kv_heads, mean_bytes], each region aligned to 16 bytes. Copies, swaps and digests go over `runs`.
+One block of a layer group contains, for each layer of the group, K codes [kv_heads, block_size, row_bytes], V
+codes, K scales, V scales ([kv_heads, channel_bytes] if per channel) and, with block means, K means and V
+means [kv_heads, mean_bytes]; each region is aligned to 16 bytes. Copies, swaps and digests work on `runs`.
 
-Under a staged recipe the same layers form further groups, of plain bf16: RECENT, a sliding window over the
-youngest tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
+With a staged recipe, the same layers form further groups, in bf16: RECENT, a sliding window over the most
+recent tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
 
-Recurrent states of a model form the last group, STATES: a block of it holds the states of all its layers
-after one token, each tensor as the model computes with it.
+A model's recurrent states form the last group, STATES. One of its blocks contains the states of all layers
+after one token; each tensor is stored as the model computes with it.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ VERSION = 1  # of the byte order inside a block; blocks of another version must 
 ALIGNMENT = 16  # bytes
 MAX_BLOCK_SIZE = 4096
 STAGED_FORMAT = "bf16"  # of tokens that stay unquantized
-UNPADDED_TOKENS = 16  # of a block, or a multiple of them: then no region is padded
+UNPADDED_TOKENS = 16  # in a block, or a multiple of this number: then no region is padded
 
 
 class BlockOrder(Enum):  # D52: layer-major by default; block-major copies and swaps faster
@@ -55,7 +55,7 @@ class LayerLayout:
     v_codes: Region
     k_scales: Region
     v_scales: Region
-    k_means: Region  # a "row" per block; empty unless means are taken out
+    k_means: Region  # a "row" per block; empty unless block means are subtracted
     v_means: Region
     nbytes: int  # padding included
 
@@ -67,30 +67,30 @@ class LayerLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Neighbouring bytes of a pool."""
+    """Adjacent bytes of a pool."""
 
     offset: int
     nbytes: int
 
 
 class Holding(TypedDict, total=False):
-    """Rules by which sequences hold blocks: options of `BlockManager`. Lists: one entry per layer group."""
+    """Rules for the blocks of sequences: options of `BlockManager`. Lists have one entry per layer group."""
 
     windows: list[int | None]  # tokens; None, the default: full attention
-    limits: list[int | None]  # first tokens that have blocks, a multiple of the block size; None: all
-    block_bytes: list[int]  # bytes of one block, which receipts count; by default 1
-    lag: int  # committed tokens after a block before the index may know it, by default 0
-    state_group: int | None  # whose blocks hold recurrent states; its window is 2
-    snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
+    limits: list[int | None]  # number of first tokens with blocks, a multiple of the block size; None: all
+    block_bytes: list[int]  # bytes of one block, for receipts; by default 1
+    lag: int  # tokens to commit after a block before it is indexed; by default 0
+    state_group: int | None  # group whose blocks store recurrent states; its window is 2
+    snapshot_every: int  # tokens between states that the index keeps, besides those at the ends of prompts
 
 
 class Role(Enum):
     """Content of a layer group's blocks."""
 
     SEALED = "sealed"  # tokens as the recipe stores them
-    RECENT = "recent"  # the youngest ones, unquantized
-    SINKS = "sinks"  # the first ones, unquantized
-    STATES = "states"  # no tokens, but the recurrent states after one
+    RECENT = "recent"  # the most recent tokens, unquantized
+    SINKS = "sinks"  # the first tokens, unquantized
+    STATES = "states"  # no tokens, but the recurrent states after a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,12 +103,12 @@ class StateRegion:
 
     @property
     def end(self) -> int:
-        """Bytes from the start of the block to what follows."""
+        """Offset of the end of the region, with padding, in bytes from the start of the block."""
         return self.offset + -(-self.tensor.nbytes(_COMPUTE_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
-_COMPUTE_BYTES = 2  # of states in the type that a model computes in, before that is known
-_STATE_WINDOW = 2  # tokens: one needs the states after the one before it
+_COMPUTE_BYTES = 2  # of states in the model's compute dtype, until that is known
+_STATE_WINDOW = 2  # tokens: each needs the states after the token before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class GroupLayout:
     order: BlockOrder
     layers: tuple[LayerLayout, ...]
     role: Role = Role.SEALED
-    limit: int | None = None  # tokens of a sequence that have blocks, the first ones (SINKS); None: all
+    limit: int | None = None  # number of first tokens of a sequence with blocks (SINKS); None: all
     states: tuple[StateRegion, ...] = ()  # in place of layers
 
     @property
@@ -130,12 +130,12 @@ class GroupLayout:
 
     @property
     def is_staging(self) -> bool:
-        """True if the blocks hold unquantized tokens: recent ones, or sinks."""
+        """True if the blocks store unquantized tokens: recent tokens or sinks."""
         return self.role in (Role.RECENT, Role.SINKS)
 
     @property
     def name(self) -> str:
-        """Name of the group, by what its blocks hold: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
+        """Name of the group, after its blocks' content: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
         if self.role is Role.STATES:
             return "states"
         held = {Role.RECENT: self.group.window, Role.SINKS: self.limit}.get(self.role)
@@ -179,7 +179,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVLayout:
-    """The layouts of all layer groups of a model under one recipe."""
+    """The layouts of all layer groups of a model with one recipe."""
 
     geometry: ModelGeometry
     recipe: KVRecipe
@@ -188,12 +188,12 @@ class KVLayout:
 
     @property
     def sealed(self) -> tuple[GroupLayout, ...]:
-        """The groups whose blocks the recipe's formats lie in: one per kind of layer."""
+        """The groups whose blocks are stored in the recipe's formats: one per kind of layer."""
         return tuple(group for group in self.groups if group.role is Role.SEALED)
 
     @property
     def attended(self) -> tuple[GroupLayout, ...]:
-        """The groups whose blocks hold K and V."""
+        """The groups whose blocks store K and V."""
         return tuple(group for group in self.groups if group.role is not Role.STATES)
 
     @property
@@ -207,25 +207,25 @@ class KVLayout:
         return self.groups[-1] if self.groups[-1].role is Role.STATES else None
 
     def blocks_for(self, sequences: int, tokens: int) -> list[int]:
-        """Return blocks per layer group that hold `sequences` sequences of `tokens` tokens, window or not."""
+        """Return blocks per layer group for `sequences` sequences of `tokens` tokens, ignoring windows."""
         each = -(-tokens // self.block_size)
         return [sequences * (2 if group.role is Role.STATES else each) for group in self.groups]
 
     def staging_of(self, group: int) -> GroupLayout:
-        """Return the group of a sealed group's youngest tokens, under a staged recipe."""
+        """Return the group of a sealed group's most recent tokens, with a staged recipe."""
         return self.groups[len(self.sealed) + group]
 
     @property
     def exact(self) -> ExactTokens:
-        """The tokens that stay unquantized, in whole blocks."""
+        """The tokens that stay unquantized, with sinks rounded up to whole blocks."""
         sinks = -(-self.recipe.exact.sinks // self.block_size) * self.block_size
         return replace(self.recipe.exact, sinks=sinks)
 
     def written_from(self, group: int) -> int | None:
         """Return the first token that is ever written to a group's blocks; None if no token is.
 
-        Sealed blocks of tokens that stay in the sinks hold nothing, nor do any if a window ends within the
-        recent tokens.
+        Sealed blocks have no content for tokens that stay in the sinks, or for any token if a window ends
+        within the recent tokens.
         """
         own, exact = self.groups[group], self.exact
         if own.role is not Role.SEALED or not self.is_staged:
@@ -246,7 +246,7 @@ class KVLayout:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Pool bytes that one more token takes over all layers in the end, padding included."""
+        """Pool bytes that one more token finally takes in all layers, including padding."""
         return sum(group.block_bytes for group in self.sealed) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
@@ -262,12 +262,12 @@ def plan_layout(
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
     staging: bool = True,
 ) -> KVLayout:
-    """Lay out the blocks of a model under a recipe.
+    """Lay out the blocks of a model with a recipe.
 
-    `staging`: False for callers that keep tokens until their block is full, see `WholeBlockStore`.
+    `staging`: False for callers that keep tokens until their block is full; see `WholeBlockStore`.
 
     Raises:
-        ConfigError: block size out of range, or a recipe made for other layers.
+        ConfigError: the block size is out of range, or the recipe was made for other layers.
     """
     if not isinstance(order, BlockOrder):
         raise ConfigError(f"order must be a BlockOrder, got {order!r}; use BlockOrder({order!r})")
@@ -295,8 +295,8 @@ def plan_layout(
 
 
 def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:  # D73
-    """Return a group with its window extended to the recent tokens, if it ends within them: its blocks, in
-    which no token is ever sealed, count in a prefix, which is indexed once it is that old."""
+    """Return a group with its window extended past the recent tokens, if it ends within them. No token is
+    ever sealed in its blocks, but prefixes include them, and are indexed only once recent tokens follow."""
     window = group.group.window
     if window is None or window > recent:
         return group
@@ -304,7 +304,7 @@ def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:  # D73
 
 
 def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[GroupLayout, ...]:
-    """Return the groups that hold tokens unquantized; `attend.staged` says which tokens."""
+    """Return the groups of unquantized tokens; `kvq.cache.stores.staged` describes which tokens these are."""
     size = groups[0].block_size
     recent = [_plain(group, len(groups) + i, window=exact.recent + size) for i, group in enumerate(groups)]
     if not exact.sinks:
@@ -315,7 +315,7 @@ def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[Group
 
 
 def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout:
-    """Return the group of the recurrent states; a block is one piece, whatever the order of others."""
+    """Return the group of the recurrent states; its blocks are contiguous, whatever the order of others."""
     regions: list[StateRegion] = []
     for state in geometry.states:
         for tensor in state.tensors:
@@ -355,17 +355,17 @@ def _plain(
 def named_recipe(
     kv: str | Path | KVRecipe, geometry: ModelGeometry, *, whole_blocks: bool = True
 ) -> KVRecipe:
-    """Return the recipe that `kv` means for a model, as `KVRecipe.named`.
+    """Return the recipe that `kv` names for a model, as `KVRecipe.named` does.
 
-    `whole_blocks`: whether tokens may wait until their block is full. Latents never do: a long prefill of
-    theirs is multiplied out to heads, from what is stored of every token.
+    `whole_blocks`: whether tokens may wait until their block is full. Latents never wait: a long prefill
+    expands the stored latent of every token to heads.
     """
     waits = whole_blocks and not any(layer.is_latent for layer in geometry.layers)
     return KVRecipe.named(kv, geometry.head_dims, whole_blocks=waits)
 
 
 def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
-    """Raise ConfigError unless the recipe names this model's layers and head dimensions."""
+    """Raise ConfigError unless the recipe has this model's layers and head dimensions."""
     named = [(layer.k_head_dim, layer.v_head_dim) for layer in recipe.layers]
     if named != geometry.head_dims:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Calibration results in a kvq.json: static scales and centers, each list of numbers with a digest.
 
-A digest is over the model, the layer, the field's name and the numbers, so that a list that was moved to
-another layer or field, cut, reordered or edited is found, and named.
+A digest covers the model, the layer, the field's name and the numbers, so a list that was moved to another
+layer or field, truncated, reordered or edited is detected, and the error names it.
 """
 
 import hashlib
@@ -13,30 +13,30 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from kvq.errors import ConfigError
 from kvq.formats.spec import KVFormat
 
-SMALLEST_MAXIMUM = 2.0**-100  # of a head that was always zero: a file holds no zero scale
+SMALLEST_MAXIMUM = 2.0**-100  # of a head that was always zero, so that no stored scale is zero
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: a scale never rounds to zero
 _LARGEST = float.fromhex("0x1.fffffep127")  # the largest fp32 number
 _DIGEST_CHARACTERS = 16
 AGAIN = "make the file again: `kvq calibrate MODEL --out kvq.json`, or `kvq tune` if that made it"
 
 HeadCenters = tuple[tuple[float, ...], ...]  # [kv_heads][head_dim]
-Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, of such tuples, or None
+Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, tuples of such tuples, or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Calibrated(Generic[Layer]):
-    """Numbers of every layer of one model, and their origin."""
+    """Calibrated numbers for every layer of one model, and their origin."""
 
     name: ClassVar[str]  # in kvq.json
-    kind: ClassVar[Any]  # of `layers`; its `read(where, data)` checks the lists of a JSON object
+    kind: ClassVar[Any]  # type of each layer; its `read(where, data)` checks the lists of a JSON object
 
-    model_digest: str  # the weights they were observed on
+    model_digest: str  # of the weights that they were observed on
     text_digest: str  # SHA-256 of the calibration text
     tokens: int
     layers: tuple[Layer, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Return the JSON object kept in kvq.json under `name`."""
+        """Return the JSON object that kvq.json stores under `name`."""
         layers = []
         for index, layer in enumerate(self.layers):
             lists = {field.name: _lists(getattr(layer, field.name)) for field in fields(self.kind)}
@@ -45,7 +45,7 @@ class _Calibrated(Generic[Layer]):
         return {**header, "layers": layers}
 
     def share(self, rank: int, processes: int) -> Self:
-        """Return the share of process `rank` of the KV heads; processes share a head if there are fewer."""
+        """Return the numbers for the KV heads of process `rank`; with fewer heads, processes share them."""
         names = [field.name for field in fields(self.kind)]
         layers = [
             self.kind(**{name: _share(getattr(layer, name), rank, processes) for name in names})
@@ -55,10 +55,10 @@ class _Calibrated(Generic[Layer]):
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """Read `to_json`'s object, checking every number and every list's digest.
+        """Read an object that `to_json` wrote; check every number and every list's digest.
 
         Raises:
-            ConfigError: a key is missing or too many, a number is not what it may be, or a list is not the
+            ConfigError: a key is missing or unknown, a number is out of range, or a list is not the
                 one that was written for its layer and field.
         """
         keys = ("model_digest", "text_digest", "tokens", "layers")
@@ -112,13 +112,13 @@ def _lists(values: Any) -> Any:
 
 
 def field_digest(model_digest: str, layer: int, field: str, values: object) -> str:
-    """Return the first 16 hex digits of SHA-256 of a field's numbers and of where they belong."""
+    """Return the first 16 hex digits of the SHA-256 of a field's numbers, model, layer and name."""
     text = json.dumps([model_digest, layer, field, values])
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def check_model(what: str, found: str, expected: str) -> None:
-    """Raise ConfigError unless what was calibrated belongs to the model with that digest."""
+    """Raise ConfigError unless calibration results belong to the model with the digest `expected`."""
     if found != expected:
         raise ConfigError(
             f"these {what} belong to another model (digest {found[:12]}, this model is {expected[:12]}); "
@@ -130,7 +130,7 @@ def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float,
     """Return a JSON list as floats.
 
     Raises:
-        ConfigError: no list, empty, or not all finite fp32 numbers (above zero, if `positive`).
+        ConfigError: not a list, empty, or with other values than finite fp32 numbers (above 0 if `positive`).
     """
     wanted = "finite numbers above 0" if positive else "finite numbers"
     if not isinstance(values, list) or not values or not all(_is_number(x, positive) for x in values):
@@ -139,7 +139,7 @@ def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float,
 
 
 def check_digest(where: str, found: object, expected: str) -> None:
-    """Raise ConfigError unless a field's digest is that of its numbers, layer and model."""
+    """Raise ConfigError unless a field's digest matches its numbers, layer and model."""
     if found != expected:
         raise ConfigError(
             f"{where} is not what calibration wrote there: its numbers were changed, reordered or moved "
@@ -148,7 +148,7 @@ def check_digest(where: str, found: object, expected: str) -> None:
 
 
 def check_shape(where: str, found: Sequence[object], expected: int, what: str) -> None:
-    """Raise ConfigError unless a list has the length that the model's geometry asks for."""
+    """Raise ConfigError unless a list has the length that the model's geometry requires."""
     if len(found) != expected:
         raise ConfigError(f"{where} holds {len(found)} {what}, expected {expected}; {AGAIN}")
 
@@ -168,7 +168,7 @@ def _first_bad(values: object, positive: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
-    """Largest absolute value per KV head of one layer; after the Hadamard rotation, where that is known."""
+    """Largest absolute values per KV head of one layer, and those after the Hadamard rotation, if known."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]
@@ -176,7 +176,7 @@ class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
     v_rotated: tuple[float, ...] | None = None
 
     def scales(self, part: str, fmt: KVFormat) -> tuple[float, ...]:
-        """Static fp32 scales of `part` ("k" or "v") for a per-head format, one per KV head.
+        """Return the static fp32 scales of `part` ("k" or "v") for a per-head format, one per KV head.
 
         scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8.
         """
@@ -190,7 +190,7 @@ class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """Read lists of one number above 0 per KV head."""
+        """Read lists with one number above 0 per KV head."""
         parts = [field.name for field in fields(cls)]
         parts = [part for part in parts if data[part] is not None or not part.endswith("_rotated")]
         heads = {part: check_numbers(f"{where}.{part}", data[part], positive=True) for part in parts}
@@ -207,7 +207,7 @@ class StaticScales(_Calibrated[HeadMaxima]):
     kind: ClassVar = HeadMaxima
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless these scales were made for that model."""
+        """Raise ConfigError unless these scales were made for the given model."""
         check_model("static scales", self.model_digest, model_digest)
         found = [len(layer.k) for layer in self.layers]
         if found != kv_heads:
@@ -219,14 +219,14 @@ class StaticScales(_Calibrated[HeadMaxima]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCenters:
-    """The centers of one layer; None leaves K or V as it is."""
+    """Centers of one layer; None: K or V is not centered."""
 
     k: HeadCenters | None = None
     v: HeadCenters | None = None
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """Read lists of one list per KV head, or null."""
+        """Read the centers of K and V: a list with one list per KV head, or null."""
         return cls(**{part: _rows(f"{where}.{part}", data[part]) for part in ("k", "v")})
 
 
@@ -234,16 +234,16 @@ class LayerCenters:
 class Centers(_Calibrated[LayerCenters]):
     """Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
 
-    K - c changes every score of a query by the same number, which softmax does not see; V - c takes c from
-    every output, which is added back. So a constant offset, such as a key bias that outlives RoPE, costs
-    no bits. Source: Zhang et al. 2024, SageAttention, section 4.2 (smoothing K), there per sequence.
+    K - c changes all scores of a query by the same number, which softmax cancels. V - c reduces every output
+    by c, which is added back. A constant offset, such as a key bias that survives RoPE, therefore costs no
+    bits. Source: Zhang et al. 2024, SageAttention, section 4.2 (smoothing K, with means per sequence).
     """
 
     name: ClassVar = "centers"
     kind: ClassVar = LayerCenters
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless these centers were made for that model."""
+        """Raise ConfigError unless these centers were made for the given model."""
         check_model("centers", self.model_digest, model_digest)
         check_shape("centers.layers", self.layers, len(kv_heads), "layers")
         for index, (layer, heads) in enumerate(zip(self.layers, kv_heads, strict=True)):
@@ -252,7 +252,7 @@ class Centers(_Calibrated[LayerCenters]):
                     check_shape(f"centers.layers[{index}].{part}", rows, heads, "KV heads")
 
     def some(self, wanted: Iterable[tuple[bool, bool]]) -> "Centers":
-        """Return the centers of some halves: `wanted` has (K, V) flags for every layer."""
+        """Return only the centers of the wanted halves; `wanted` has (K, V) flags for every layer."""
         layers = (
             LayerCenters(k=own.k if k else None, v=own.v if v else None)
             for own, (k, v) in zip(self.layers, wanted, strict=True)

@@ -1,6 +1,6 @@
-"""Table of codes: the stored form of one element. A code of a known kind needs only an entry here.
+"""Table of codes, the stored forms of one element. A new code of a known kind needs only an entry here.
 
-Names, sizes, packing, the CPU kernels and the Triton kernels read it; CONTRIBUTING tells how to add one.
+Names, sizes, packing, the CPU kernels and the Triton kernels use it; CONTRIBUTING describes how to add one.
 """
 
 import re
@@ -15,7 +15,7 @@ class Kind(Enum):
     """Meaning of an element's bits."""
 
     FLOAT = "float"  # the element itself; no scale
-    SCALED = "scaled"  # times one scale of its token row, or of its KV head
+    SCALED = "scaled"  # multiplied by the scale of its token row, or of its KV head
     GROUPED = "grouped"  # an unsigned integer; its group has a scale and a minimum
 
 
@@ -35,11 +35,11 @@ class Code:  # D12: uniform codes, no codebooks
     INT2: ClassVar["Code"]
 
     name: str
-    bits: int  # of a stored element; grouped ones may have 2 to 8
+    bits: int  # of a stored element; grouped codes may have 2 to 8
     kind: Kind
     largest: float = 0.0  # SCALED: the magnitude that the largest element of a row is scaled to
     group: int = 0  # GROUPED: elements of the largest group that the bare name chooses
-    shown_groups: tuple[int, ...] = ()  # GROUPED: those that help texts name
+    shown_groups: tuple[int, ...] = ()  # GROUPED: group sizes that help texts list
     span: float = 1.0  # GROUPED, with scales of 8 bits: the part of a group's range that its codes span
 
     def __post_init__(self) -> None:
@@ -58,27 +58,27 @@ class Code:  # D12: uniform codes, no codebooks
 
     @property
     def is_float(self) -> bool:
-        """True for the unquantized codes, which carry no scale."""
+        """True for the unquantized codes, which have no scale."""
         return self.kind is Kind.FLOAT
 
     @property
     def is_grouped(self) -> bool:
-        """True if neighbouring elements share a scale and a minimum."""
+        """True if adjacent elements share a scale and a minimum."""
         return self.kind is Kind.GROUPED
 
     @property
-    def planes(self) -> tuple[int, ...]:  # D6: widths that don't divide a byte lie in planes
-        """The powers of two that `bits` is the sum of, largest first: what is packed into bytes at a time."""
+    def planes(self) -> tuple[int, ...]:  # D6: widths that don't divide a byte are stored in planes
+        """The powers of two that add up to `bits`, largest first; each is packed into bytes separately."""
         return tuple(width for width in (32, 16, 8, 4, 2, 1) if self.bits & width)
 
     @property
     def doubled(self) -> "Code":
-        """A code of twice the bits: what two channels that share theirs are packed as."""
+        """A code with twice the bits, in which two channels that share their bits are packed."""
         return Code(name=f"pair{2 * self.bits}", bits=2 * self.bits, kind=self.kind, group=1)
 
     @property
     def multiple(self) -> int:
-        """Number of elements of which rows must be a multiple, to end with a byte."""
+        """Number of elements that must divide a row's length for the row to fill whole bytes."""
         return max(1, 8 // self.planes[-1])
 
 

@@ -33,7 +33,7 @@ FOREIGN_NAMES = {
 
 MOST_EXACT = 65536  # tokens that stay unquantized
 
-# In vLLM's --kv-cache-dtype: before a format's name, as in kvq_int4, and before a kvq.json's path.
+# Prefixes in vLLM's --kv-cache-dtype: of a format's name, as in kvq_int4, and of the path of a kvq.json.
 VLLM_PREFIX, VLLM_FILE_PREFIX = "kvq_", "kvq:"
 
 _NAME = re.compile(
@@ -46,7 +46,7 @@ _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 
 def known_names() -> tuple[str, ...]:
-    """Return the names that errors and `kvq inspect` show; others have any legal group size, or `_rot`."""
+    """Return the names that errors and `kvq inspect` list; other group sizes and `_rot` are legal, too."""
     names = []
     for code in CODES.values():
         ends = (*_scales(code), *(f"g{n}" for n in code.shown_groups))
@@ -56,18 +56,18 @@ def known_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _KVName:
-    """The K and V format names that a `--kv` value stands for, and how it was understood."""
+    """The K and V format names that a `--kv` value stands for, and a note if they were mapped."""
 
     k: str
     v: str
-    note: str = ""  # set when a foreign spelling was mapped, for the user to read
+    note: str = ""  # for the user, if a foreign spelling was mapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactTokens:
-    """The tokens of a sequence that stay unquantized, in bf16: the first ones, and the youngest.
+    """Tokens of a sequence that stay unquantized, in bf16: the first ones (sinks) and the most recent ones.
 
-    Sinks are kept by whole blocks. A block is quantized when it is full and followed by `recent` tokens.
+    Sinks are kept in whole blocks. A block is quantized when it is full and followed by `recent` tokens.
     """
 
     sinks: int = 0
@@ -88,10 +88,10 @@ NOTHING_EXACT = ExactTokens()
 
 
 def split_exact(text: str) -> tuple[str, ExactTokens]:
-    """Split what follows a `--kv` value's formats from them: `int3+sinks=4+recent=128`.
+    """Split a `--kv` value such as `int3+sinks=4+recent=128` into its formats and its exact tokens.
 
     Raises:
-        ConfigError: anything else after a plus, a number out of range, or one given twice.
+        ConfigError: anything else follows a plus, or a number is out of range or given twice.
     """
     formats, *parts = text.strip().lower().split("+")
     found: dict[str, int] = {}
@@ -110,7 +110,7 @@ def split_pair(text: str) -> _KVName:
     """Split a `--kv` value into its K and V names: `int4`, `int8/int4`, `k8v4`, `q8_0`.
 
     Raises:
-        ConfigError: the value is not of that form, or names no format.
+        ConfigError: the value has another form, or names an unknown format.
     """
     name = text.strip().lower()
     if pair := _of_widths(name):
@@ -130,12 +130,12 @@ def split_pair(text: str) -> _KVName:
 
 
 def parse_key_format(name: str, head_dim: int) -> KVFormat:
-    """Return what a name means for K where blocks are quantized as wholes: scales per channel for a bare one.
+    """Return K's format by its name if whole blocks are quantized: bare names then have scales per channel.
 
-    Keys have offsets and ranges by channel. In FP8 they lose too much for 8 bits: `fp8` keeps them in INT8.
+    Offsets and ranges of keys differ by channel. Keys lose too much precision in FP8: `fp8` means INT8 here.
 
     Raises:
-        ConfigError: as `parse_format` does.
+        ConfigError: as for `parse_format`.
     """
     bare = CODES.get("int8" if name == "fp8" else name)
     if bare is not None and (bare.is_grouped or bare is Code.INT8):
@@ -146,13 +146,13 @@ def parse_key_format(name: str, head_dim: int) -> KVFormat:
 
 
 def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
-    """Return the format of that name for rows of `head_dim` elements.
+    """Return the format called `name` for rows of `head_dim` elements.
 
-    A grouped code's bare name chooses the largest legal group up to the code's own, 32 elements, with
-    scales of 8 bits, rotated; `_mean` may follow it.
+    The bare name of a grouped code stands for the largest legal group size up to the code's `group` (32
+    elements), scales of 8 bits, and rotation; `_mean` may follow it.
 
     Raises:
-        ConfigError: unknown name, or one that `head_dim` does not fit.
+        ConfigError: the name is unknown, or `head_dim` does not fit the format.
     """
     if (own := Own.registered.get(name)) is not None:
         fmt = KVFormat(code=Code.FP32, own=own)
@@ -176,10 +176,10 @@ def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
 
 
 def _read(name: str, given: str) -> tuple[Code, re.Match[str]]:
-    """Return a name's code, and its suffixes as `_NAME` finds them.
+    """Return the code of a format's name, and the match of `_NAME` with its suffixes.
 
     Raises:
-        ConfigError: it is no format's; the message shows what was `given`.
+        ConfigError: the name is not a format's; the message shows the value that was `given`.
     """
     match = _NAME.fullmatch(name)
     code = CODES.get(match["code"]) if match else None
@@ -194,7 +194,7 @@ def _read(name: str, given: str) -> tuple[Code, re.Match[str]]:
 
 
 def _scales(code: Code) -> tuple[str, ...]:
-    """Return the ends of names that say what shares a scale, beside groups."""
+    """Return the suffixes of a code's names that state the scale mode, except for groups."""
     if code.kind is Kind.SCALED:
         return ("per_token_head", "per_head", *(["per_channel"] if code is Code.INT8 else []))
     return ("per_channel",) if code.is_grouped else ()
@@ -203,14 +203,14 @@ def _scales(code: Code) -> tuple[str, ...]:
 def _of_widths(name: str) -> _KVName | None:
     """Return the names that a pair such as k8v4 stands for."""
     pair = _PAIR.fullmatch(name)
-    codes = reversed(CODES.values())  # the first counts
+    codes = reversed(CODES.values())  # reversed: of equal widths, the first code counts
     grouped = {code.bits: code.name for code in codes if code.is_grouped}
     k, v = ((grouped | _OF_WIDTH).get(int(bits)) for bits in pair.groups()) if pair else (None, None)
     return _KVName(k, v) if k and v else None
 
 
 def _unknown(name: str, given: str) -> ConfigError:
-    """Return the error of an unknown name, alone or as a part of `given`."""
+    """Return the error for an unknown name, which may be a part of `given`."""
     known = (*known_names(), *Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
@@ -223,7 +223,7 @@ def _unknown(name: str, given: str) -> ConfigError:
 
 
 def _meant(name: str, known: tuple[str, ...]) -> str:
-    """Return `; did you mean 'x'?` with a name other than the given one, or an empty text."""
+    """Return `; did you mean 'x'?` with a name other than the given one, or an empty string."""
     lower = name.lower()
     if "/" in name or _of_widths(lower):
         return "; a pair is two formats, and here is room for one;"
@@ -234,7 +234,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 
 def _in_order(name: str) -> str:
-    """Return the format name made of the words of a name that its kind of code can have."""
+    """Return the format name built from the words of `name` that its code allows, or an empty string."""
     found, ends = respelled(name, CODES, ("per", "token", "head", "channel", GROUP, "s8", "mean", "rot"))
     if not found:
         return ""

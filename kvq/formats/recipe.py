@@ -1,4 +1,4 @@
-"""KV recipe: the formats of K and V of every layer and their calibration; saved as kvq.json."""
+"""KV recipe: the formats of every layer's K and V, and their calibration; saved as kvq.json."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from kvq.formats.names import (
 from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat, Own
 
 FORMAT_VERSION = 2
-_LEAST_CLIP = 0.1  # D15: recipes may hold clips; the search tries none
+_LEAST_CLIP = 0.1  # D15: recipes may contain clips; the search tries none
 _MOST_DIM = 65536  # elements of a row
 _CLIPS = ("k_clip", "v_clip")
 _EXACT = ("sinks", "recent")
@@ -31,8 +31,8 @@ _EXACT = ("sinks", "recent")
 class LayerFormats:
     """The formats of one layer's K and V rows, with their head dimensions in elements.
 
-    `k_clip`, `v_clip`: the part of each group's range that 2-bit codes span, around its middle; what
-    lies outside saturates. 1 spans the range from minimum to maximum.
+    `k_clip`, `v_clip`: the part of each group's range that 2-bit codes span, around its middle; values
+    outside saturate. 1 spans the range from minimum to maximum.
     """
 
     k: KVFormat
@@ -55,7 +55,7 @@ class LayerFormats:
 
     @classmethod
     def plain(cls, name: str, k_dim: int, v_dim: int) -> "LayerFormats":
-        """Return unquantized rows, by the name of their dtype."""
+        """Return the formats of unquantized rows; `name` is that of their dtype."""
         return cls(
             k=parse_format(name, k_dim), v=parse_format(name, v_dim), k_head_dim=k_dim, v_head_dim=v_dim
         )
@@ -75,15 +75,15 @@ class LayerFormats:
 class KVRecipe:
     """Formats of every layer, with calibrated numbers if there are any.
 
-    `centers` are taken from the rows of grouped formats before they are stored.
+    `centers` are subtracted from the rows of grouped formats before they are stored.
     """
 
     layers: tuple[LayerFormats, ...]
     static_scales: StaticScales | None = None
     centers: Centers | None = None
     exact: ExactTokens = NOTHING_EXACT
-    model_digest: str = ""  # the weights it was made for; empty for formats that fit any
-    label: str = ""  # what the user typed, for tables
+    model_digest: str = ""  # of the weights that the recipe was made for; empty if it fits any model
+    label: str = ""  # the user's input, for tables
 
     def __post_init__(self) -> None:
         if self.centers is None:
@@ -105,13 +105,13 @@ class KVRecipe:
 
     @classmethod  # D5
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = False) -> "KVRecipe":
-        """Make a recipe of one `--kv` name; `head_dims` is (k_head_dim, v_head_dim) per layer.
+        """Make a recipe from one `--kv` name; `head_dims` is (k_head_dim, v_head_dim) per layer.
 
         `whole_blocks`: True where tokens may wait unquantized until their block is full; K's half of a bare
         name then has scales per channel.
 
         Raises:
-            ConfigError: unknown name, or a format that a head dimension does not fit.
+            ConfigError: the name is unknown, or a head dimension does not fit the format.
         """
         formats, exact = split_exact(kv)
         pair, key_format = split_pair(formats), parse_key_format if whole_blocks else parse_format
@@ -127,12 +127,12 @@ class KVRecipe:
     def named(
         cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]], *, whole_blocks: bool = False
     ) -> "KVRecipe":
-        """Return the recipe a user named: a format or pair for all layers, a kvq.json, or a recipe itself.
+        """Return the recipe that `kv` names: a format or pair for all layers, a kvq.json, or a recipe itself.
 
-        `whole_blocks`: as `uniform` takes it.
+        `whole_blocks`: as for `uniform`.
 
         Raises:
-            ConfigError: nothing of that kind, an unknown format, or one that doesn't fit.
+            ConfigError: `kv` is none of these, or its format is unknown or doesn't fit.
         """
         if isinstance(kv, KVRecipe):
             return kv
@@ -160,7 +160,7 @@ class KVRecipe:
 
     @property
     def is_staged(self) -> bool:
-        """True if tokens wait unquantized in a staging area, as recent ones or until their block is whole."""
+        """True if a staging area keeps tokens unquantized: sinks, recent tokens, or blocks not yet full."""
         wait = any(layer.need_whole_blocks for layer in self.layers)
         return wait or self.exact != NOTHING_EXACT
 
@@ -175,9 +175,9 @@ class KVRecipe:
         return any(layer.k.is_quantized or layer.v.is_quantized for layer in self.layers)
 
     def bits_per_element(self, kv_heads: list[int], block_size: int = BLOCK_SIZE) -> Fraction:
-        """Return stored bits per K or V element over all layers, with scales and means of blocks.
+        """Return the stored bits per K or V element over all layers, including scales and block means.
 
-        Block padding is not, nor are tokens in the staging area.
+        Block padding and tokens in the staging area are not counted.
         """
         bits = elements = Fraction(0)
         for layer, heads in zip(self.layers, kv_heads, strict=True):
@@ -188,11 +188,11 @@ class KVRecipe:
 
     @property
     def is_bound(self) -> bool:
-        """True if anything in it was made for one model."""
+        """True if any part of the recipe was made for one model."""
         return bool(self.model_digest) or self.static_scales is not None or self.centers is not None
 
     def check_belongs(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless all that was made for one model was made for this one."""
+        """Raise ConfigError if any part of the recipe was made for another model."""
         if self.model_digest:
             check_model("formats", self.model_digest, model_digest)
         for calibrated in (self.static_scales, self.centers):
@@ -200,7 +200,7 @@ class KVRecipe:
                 calibrated.check(model_digest=model_digest, kv_heads=kv_heads)
 
     def require_scales(self) -> None:
-        """Raise ConfigError if a layer needs static scales and none were given."""
+        """Raise ConfigError if a layer needs static scales and there are none."""
         if self.is_static and self.static_scales is None:
             raise ConfigError(
                 f"{self.name} needs static scales and none were given; run "
@@ -209,7 +209,7 @@ class KVRecipe:
             )
 
     def check_unstaged(self, where: str) -> None:
-        """Raise ConfigError as `check_stored` does, or if tokens would wait, which `where` can't do."""
+        """Raise ConfigError as `check_stored` does, or if the recipe is staged: `where` has no staging."""
         self.check_stored(where)
         if self.is_staged:
             raise ConfigError(
@@ -218,7 +218,7 @@ class KVRecipe:
             )
 
     def check_stored(self, where: str) -> None:
-        """Raise ConfigError for registered quantizers: they have no stored bytes, which `where` needs."""
+        """Raise ConfigError for registered quantizers: `where` needs stored bytes, which they don't have."""
         for own in self.own:
             raise ConfigError(
                 f"{own.name} is a registered format, which {where} can't take: its blocks hold what is read "
@@ -230,7 +230,7 @@ class KVRecipe:
         return replace(self, static_scales=scales)
 
     def share(self, rank: int, processes: int) -> "KVRecipe":
-        """Return the recipe with the calibration of the KV heads that process `rank` holds."""
+        """Return the recipe with the calibration of only those KV heads that process `rank` has."""
         return replace(
             self,
             static_scales=self.static_scales and self.static_scales.share(rank, processes),
@@ -238,12 +238,12 @@ class KVRecipe:
         )
 
     def digest(self) -> str:
-        """Return SHA-256 of everything that decides how bytes are read, in hex."""
+        """Return the SHA-256, in hex, of everything that determines how bytes are read."""
         text = json.dumps(self.to_json(), sort_keys=True) + "".join(own.nonce for own in self.own)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, object]:
-        """Return the JSON object that kvq.json holds."""
+        """Return the JSON object that is stored in kvq.json."""
         return {
             "format_version": FORMAT_VERSION,
             "model_digest": self.model_digest or None,
@@ -264,7 +264,7 @@ class KVRecipe:
         return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
 
     def _layer_digest(self, index: int) -> str:
-        """Return the digest of a layer's storage, without calibrated numbers, which have digests."""
+        """Return the digest of a layer's storage; calibrated numbers are left out, as they have digests."""
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]
@@ -274,7 +274,7 @@ class KVRecipe:
         return field_digest(self.model_digest, index, field, [*values, *is_centered])
 
     def save(self, path: str | Path) -> None:
-        """Write kvq.json, aside and renamed."""
+        """Write kvq.json atomically, through a temporary file."""
         fileio.write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -282,7 +282,7 @@ class KVRecipe:
         """Read kvq.json.
 
         Raises:
-            ConfigError: missing, not JSON, of an unknown version, or with unknown or missing keys.
+            ConfigError: the file is missing or not JSON, or its version or keys are not the expected ones.
         """
         try:
             return cls.from_json(strict_json.read(Path(path)))
@@ -298,7 +298,7 @@ class KVRecipe:
         """Read a kvq.json for its static scales.
 
         Raises:
-            ConfigError: as `load`, or it holds none.
+            ConfigError: as for `load`, or the file has no static scales.
         """
         recipe = replace(cls.load(path), label=str(path))
         if recipe.static_scales is None:
@@ -309,10 +309,10 @@ class KVRecipe:
 
     @classmethod
     def from_json(cls, data: object) -> "KVRecipe":
-        """Read `to_json`'s object.
+        """Read an object that `to_json` wrote.
 
         Raises:
-            ConfigError: unknown version, unknown or missing keys, or values that don't fit.
+            ConfigError: the version is unknown, keys are unknown or missing, or values don't fit.
         """
         if not isinstance(data, dict):
             raise ConfigError("expected a JSON object")

@@ -1,4 +1,4 @@
-"""KV format: the conversion of token rows to bytes. Counts and describes; never touches tensors."""
+"""KV format: a description of how token rows are converted to bytes, and their sizes. No tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,31 +10,31 @@ from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats.codes import CODES, Code
 
 BLOCK_SIZE = 32  # tokens, by default
-MOST_PAIRED_BITS = 4  # of grouped codes with scales per channel that are stored in pairs
-_MEAN_GROUP = 64  # elements of a block mean that share a scale, at most
+MOST_PAIRED_BITS = 4  # widest grouped codes with per-channel scales that are stored in pairs
+_MEAN_GROUP = 64  # most elements of a block mean that share a scale
 Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whole blocks -> the same shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Own:  # D8: blocks hold what is read back, in fp32
-    """Quantizer of rows of K or V, with the bits it is said to take; blocks hold the result in fp32."""
+class Own:  # D8: blocks store the dequantized rows, in fp32
+    """Registered quantizer of K or V rows, with its stated bits; blocks store its output in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}
     name: str
     through: Through = field(repr=False)
     bits: Callable[[int], float] = field(
         repr=False
-    )  # an element of rows of so many; raises ConfigError for rows that don't fit
-    tokens: int | None = None  # of the blocks that it takes whole; None: rows, each by itself
-    # Under one name another process may do something else: what one has written the other can't read.
+    )  # per element, from the elements of a row; raises ConfigError for rows that don't fit
+    tokens: int | None = None  # per block, if it quantizes whole blocks; None: it quantizes single rows
+    # Another process may register a different quantizer by the same name, which can't read these blocks.
     nonce: str = field(default_factory=lambda: uuid4().hex, repr=False)
 
     def __deepcopy__(self, memo: object) -> "Own":
-        return self  # told apart by identity
+        return self  # compared by identity
 
 
 def tokens_of(own: list[Own]) -> int | None:
-    """Return the block size in tokens of quantizers that take whole blocks, or None."""
+    """Return the block size in tokens that whole-block quantizers require, or None."""
     sizes = {one.tokens for one in own if one.tokens is not None}
     if len(sizes) > 1:
         raise ConfigError(f"registered formats take blocks of {sizes} tokens; all layers have one size")
@@ -43,7 +43,7 @@ def tokens_of(own: list[Own]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PerTokenHead:
-    """One fp16 scale per token row, found when the row is written."""
+    """One fp16 scale per token row, computed when the row is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class PerHead:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """`group_size` neighbouring elements of a token row share a scale and a minimum.
+    """One scale and one minimum for every `group_size` adjacent elements of a token row.
 
-    Both are fp16, or, where `is_narrow`, a byte each: the scale (8 + m) * 2**(e - 23) of 5 bits e and 3
-    bits m, and the minimum in steps of scale * 2**(bits - 7), -128 to 127 of them.
+    Both are fp16 or, if `is_narrow`, one byte each: the scale is (8 + m) * 2**(e - 23) with 5 bits for e and
+    3 bits for m; the minimum is -128 to 127 steps of scale * 2**(bits - 7).
     """
 
     group_size: int  # elements
@@ -74,12 +74,13 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class PerChannel:  # D2: K: scale and offset per channel of a block
-    """Every channel of a block, the same element of all its rows, has a scale and an offset of its own.
+    """One scale and one offset for each channel of a block (the same element of all its rows).
 
-    The scale is a byte as in `Grouped`. The offset of grouped codes is fp16, the channel's minimum; that of
-    INT8 is a byte, the middle of the channel's range in steps of 16 scales. A block must be whole for it.
-    Grouped codes of up to 4 bits are stored in pairs: the channels i and dim - 1 - i share twice the bits, of
-    which the one with the larger range has more, by what their scale bytes say. See codec/channel.py.
+    The scale is a byte, as in narrow `Grouped`. For grouped codes, the offset is the channel's minimum, in
+    fp16; for INT8, it is a byte: the middle of the channel's range, in steps of 16 scales. This mode needs
+    full blocks. Grouped codes of up to 4 bits are stored in pairs: channels i and dim - 1 - i share twice the
+    bits, and the channel with the larger range, according to the scale bytes, gets more of them. See
+    codec/channel.py.
     """
 
 
@@ -87,17 +88,17 @@ ScaleMode = PerTokenHead | PerHead | Grouped | PerChannel
 
 
 def legal_group_sizes(head_dim: int) -> list[int]:
-    """Return group sizes of at least 4 elements that a row of `head_dim` elements can be cut into."""
+    """Return the legal group sizes of a row: the divisors of head_dim/2 from 4 up, and `head_dim` itself."""
     half = head_dim // 2
     return [n for n in range(4, half + 1) if half % n == 0] + [head_dim]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFormat:
-    """Conversion of token rows to bytes: code, scale mode, and a block Hadamard rotation before both.
+    """Conversion of token rows to bytes: code, scale mode, and optionally a block Hadamard rotation first.
 
-    `mean`: the mean of every block's rows is stored once and taken from them; a block must be whole for it.
-    `own`: a registered quantizer that rows go through first; what it gives is held as it is, in `code`.
+    `mean`: the mean of each block's rows is stored once and subtracted from the rows; this needs full blocks.
+    `own`: a registered quantizer that is applied to the rows first; its output is stored unchanged in `code`.
     """
 
     code: Code
@@ -147,27 +148,27 @@ class KVFormat:
 
     @property
     def needs_whole_blocks(self) -> bool:
-        """True if a block is quantized as a whole, once its last token is there."""
+        """True if a block is quantized as a whole, once it is full."""
         return self.mean or self.is_per_channel or (self.own is not None and self.own.tokens is not None)
 
     @property
     def is_paired(self) -> bool:
-        """True if two channels share the bits of their codes."""
+        """True if channels are stored in pairs that share the bits of their codes."""
         return self.is_per_channel and self.code.is_grouped and self.code.bits <= MOST_PAIRED_BITS
 
     @property
     def is_narrow(self) -> bool:
-        """True if a group's scale and minimum are a byte each."""
+        """True if a group's scale and minimum take one byte each."""
         return isinstance(self.scale, Grouped) and self.scale.is_narrow
 
     @property
     def span(self) -> float:  # D11: 3 bits span 0.9, 2 bits 0.8 of the range
-        """The part of a group's range that its codes span; what lies outside saturates."""
+        """The part of a group's range that its codes span; values outside saturate."""
         return self.code.span if self.is_narrow else 1.0
 
     @property
     def is_quantized(self) -> bool:
-        """True for every code narrower than 16 bits, and for what is registered."""
+        """True for every code narrower than 16 bits, and for registered quantizers."""
         return not self.code.is_float or self.own is not None
 
     def fits(self, head_dim: int) -> bool:
@@ -191,36 +192,36 @@ class KVFormat:
             self.own.bits(head_dim)
 
     def num_groups(self, head_dim: int) -> int:
-        """Return groups per token row; 0 unless the format is grouped."""
+        """Return the number of groups per token row; 0 unless the format is grouped."""
         return head_dim // self.scale.group_size if isinstance(self.scale, Grouped) else 0
 
     def code_bytes(self, head_dim: int) -> int:
-        """Return bytes of codes per token row."""
+        """Return the bytes of codes per token row."""
         return head_dim * self.code.bits // 8
 
     def scale_bytes(self, head_dim: int) -> int:
-        """Return bytes of scales (and minimums) stored per token row."""
+        """Return the bytes of scales (and minimums) stored per token row."""
         if isinstance(self.scale, PerTokenHead):
             return 2
         return (2 if self.is_narrow else 4) * self.num_groups(head_dim)
 
     def channel_bytes(self, head_dim: int) -> int:
-        """Return bytes of a KV head's scales, then offsets, per block; 0 unless they are per channel."""
+        """Return the bytes per block of a KV head's scales and offsets; 0 unless they are per channel."""
         if not self.is_per_channel:
             return 0
         return (3 if self.code.is_grouped else 2) * head_dim
 
     def mean_bytes(self, head_dim: int) -> int:
-        """Return bytes of a KV head's mean, codes and then scales, per block; 0 without `mean`."""
+        """Return the bytes per block of a KV head's mean (codes, then scales); 0 without `mean`."""
         if not self.mean:
             return 0
         fmt = mean_format(head_dim)
         return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
-        """Return stored bits per element, with the once-per-block parts of blocks of `block_size` tokens.
+        """Return the stored bits per element, including the per-block parts of blocks of `block_size` tokens.
 
-        A registered quantizer takes what it is said to take.
+        For a registered quantizer, these are its stated bits.
         """
         if self.own is not None:
             return Fraction(self.own.bits(head_dim))
@@ -230,6 +231,6 @@ class KVFormat:
 
 
 def mean_format(head_dim: int) -> KVFormat:
-    """Return the format of block means, rotated like their rows: INT4 in the largest groups up to 64."""
+    """Return the format of block means, rotated like their rows: INT4 in the largest groups of up to 64."""
     fitting = [n for n in legal_group_sizes(head_dim) if n <= _MEAN_GROUP]
     return KVFormat(code=Code.INT4, scale=Grouped(max(fitting, default=head_dim), is_narrow=True))

@@ -1,18 +1,18 @@
-"""Spelling correction of format names: known words, in their order."""
+"""Spelling correction of format names: to known words, in their proper order."""
 
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 GROUP = "gN"  # stands for g32, g64 ... among suffixes
-_ALIKE, _ALIKE_CODE = 0.5, 0.6  # from 0 to 1, of a suffix and of a code
+_ALIKE, _ALIKE_CODE = 0.5, 0.6  # least similarity, from 0 to 1, of a suffix and of a code
 
 
 def respelled(name: str, codes: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """Return the code that a name begins with (or ""), and its suffixes in the order of `suffixes`.
 
-    `int4_rto_g064` of codes with `gN` and `rot` is `int4` and {"gN": "g64", "rot": "rot"}. Words that
-    are like none are left out.
+    With the suffixes `gN` and `rot`, `int4_rto_g064` becomes `int4` and {"gN": "g64", "rot": "rot"}. Words
+    that resemble no suffix are left out.
     """
     apart = re.sub(r"^([a-z]+[0-9]+)(?=[a-z])", r"\1_", name.strip().lower())
     first, *words = re.split(r"[_\s-]+", re.sub(r"(?<=_)(g[0-9]+)(?=[a-z])", r"\1_", apart))

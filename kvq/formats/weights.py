@@ -31,9 +31,9 @@ INTEGER_CODES = {code.bits: code for code in WeightCode if code.is_integer}  # b
 
 
 class Inputs(Enum):
-    """Rounding of a layer's inputs before the product, each token by its own maximum."""
+    """Rounding of a layer's inputs before the product; each token is scaled by its maximum."""
 
-    FULL = "full"  # not at all
+    FULL = "full"  # no rounding
     INT8 = "int8"  # symmetric, [-127, 127]
     FP8 = "fp8"  # E4M3FN
 
@@ -43,7 +43,7 @@ class WeightFormat:
     """Conversion of a Linear layer's weight [out, in] to bytes.
 
     w = (q - zero) * scale with one scale, and one zero point unless symmetric, for every `group_size`
-    neighbouring inputs of an output row, or for the whole row. Integer codes are signed:
+    adjacent inputs of an output row, or for the whole row. Integer codes are signed:
     -2^(bits-1) <= q < 2^(bits-1).
     """
 
@@ -72,7 +72,7 @@ class WeightFormat:
         """Return the number of scales of one output row.
 
         Raises:
-            ConfigError: the groups don't fit.
+            ConfigError: the group size does not divide the inputs.
         """
         if self.group_size is None:
             return 1
@@ -85,7 +85,7 @@ class WeightFormat:
 
 
 _SUFFIXES = {Inputs.FULL: "", Inputs.INT8: "_a8", Inputs.FP8: "_a8"}
-_GROUPED = (WeightCode.INT4, WeightCode.INT3)  # by 128 inputs, unless their name says otherwise
+_GROUPED = (WeightCode.INT4, WeightCode.INT3)  # in groups of 128 inputs, unless the name says otherwise
 _NAME = re.compile(r"(int8|int4|int3|fp8)(?:_g(\d+)|(_channel))?(_asym)?(_a8)?")
 _ALIASES = {"w8a8": "int8_a8", "w4a8": "int4_a8", "q8_0": "int8_g32", "q4_0": "int4_g32"}
 WEIGHT_NAMES = ("int8", "int4", "int4_g64", "int3", "fp8", "fp8_a8", "w8a8", "w4a8")
@@ -95,7 +95,7 @@ def parse_weight_format(name: str) -> WeightFormat:
     """Return the format of a name: `int8`, `int4_g64`, `int4_g128_asym`, `fp8`, `w8a8` ...
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: there is no such format.
     """
     match = isinstance(name, str) and _NAME.fullmatch(_ALIASES.get(name, name))
     if not match:
@@ -114,7 +114,7 @@ def parse_weight_format(name: str) -> WeightFormat:
 
 
 def _meant(name: str) -> str:
-    """Return `; did you mean 'x'?`, or an empty text."""
+    """Return `; did you mean 'x'?`, or an empty string."""
     code, ends = respelled(name, [code.value for code in WeightCode], (GROUP, "channel", "asym", "a8"))
     hint = "_".join([code, *ends.values()])
     return f"; did you mean {hint!r}?" if _NAME.fullmatch(hint) else nearest(name, list(WEIGHT_NAMES))

@@ -1,4 +1,4 @@
-"""The model families kvq has checked, with the defaults of their config classes.
+"""The model families that kvq has checked, with the defaults of their config classes.
 
 A config.json may leave out whatever equals its class's default, so the defaults are facts that
 the geometry needs. A test compares every row with the live class.
@@ -12,7 +12,7 @@ from typing import Literal
 #   none:      none does, unless `layer_types` says so
 #   uniform:   all do when `sliding_window` is set
 #   pattern:   layer i is full when (i + 1) % sliding_window_pattern == 0
-#   fixed:     the same of the family's own pattern: its config has no such field
+#   fixed:     the same with the family's own pattern, as its config has no such field
 #   upper:     with use_sliding_window, layers from max_window_layers on
 #   optional:  with use_sliding_window, all layers
 WindowRule = Literal["never", "none", "uniform", "pattern", "fixed", "upper", "optional"]  # D189
@@ -20,7 +20,7 @@ WindowRule = Literal["never", "none", "uniform", "pattern", "fixed", "upper", "o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Defaults of one `model_type`: those of Llama, but for what is given. `None`: derived from others."""
+    """Defaults of one `model_type`; fields not given are Llama's. `None`: derived from other fields."""
 
     num_layers: int = 32
     q_heads: int = 32
@@ -33,7 +33,7 @@ class Family:
     window: int | None = None  # tokens a sliding layer sees, the query's own included
     window_rule: WindowRule = "never"
     pattern: int = 0
-    window_key: str = "sliding_window"  # what the config calls it
+    window_key: str = "sliding_window"  # the config's name for `window`
     ignores_layer_types: bool = False
     softcap: float | None = None
     has_sinks: bool = False
@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-# Families that can be sized, but not run. Chunks, whose tokens see each other only, hold as much as windows.
+# Families that can be sized, but not run. Chunks, whose tokens see only each other, take as much as windows.
 SIZED: dict[str, Family] = {
     "llama4_text": Family(
         num_layers=48, q_heads=40, hidden_size=5120, vocab_size=202048, max_context=131072, kv_heads=8,

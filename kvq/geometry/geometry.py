@@ -1,4 +1,4 @@
-"""Model geometry: the numbers that decide the size of the KV cache, and which tokens attend to which."""
+"""Model geometry: the numbers that determine the size of the KV cache, and which tokens attend to which."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -8,28 +8,28 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expansion:
-    """Sizes of the key and value that model code expands a latent vector to, for every query head."""
+    """Sizes of the key and value to which model code expands a latent vector, for every query head."""
 
-    k_dim: int  # elements of its key beside those that positions turn
-    v_dim: int  # elements of its value
+    k_dim: int  # elements of the key, without its rotary part
+    v_dim: int  # elements of the value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
     """One attention layer that stores K and V. `window`: tokens that a query sees, its own included."""
 
-    index: int  # its place among those
+    index: int  # among the layers that store K and V
     kv_heads: int
     k_head_dim: int  # elements
     v_head_dim: int  # elements
     window: int | None = None  # None: all earlier tokens
-    is_chunked: bool = False  # the window begins anew at every multiple of it
-    number: int = -1  # of the layer in the model's code, by default its place
-    readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, and store none
-    q_heads: int | None = None  # None: as many as the model says
-    has_sinks: bool | None = None  # None: as the model says
-    is_latent: bool = False  # K: what positions turn, V: the latent vector; every query head sees both
-    expansion: Expansion | None = None  # of a latent layer, where it is known
+    is_chunked: bool = False  # windows don't overlap: each begins at a multiple of `window`
+    number: int = -1  # of the layer in the model's code, by default `index`
+    readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, but store none
+    q_heads: int | None = None  # None: as for the model
+    has_sinks: bool | None = None  # None: as for the model
+    is_latent: bool = False  # K: the rotary part, V: the latent vector; every query head reads both
+    expansion: Expansion | None = None  # of a latent layer, if known
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -55,7 +55,7 @@ class LayerGeometry:
         return self.kv_heads * (self.k_head_dim + self.v_head_dim)
 
     def expanded(self, q_heads: int) -> "LayerGeometry":
-        """Return the layer with K and V of every head in place of latent vectors, as the model attends."""
+        """Return the layer with each head's K and V in place of latent vectors, as the model attends."""
         if self.expansion is None:
             return self
         own = self.expansion
@@ -71,15 +71,15 @@ class LayerGeometry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTensor:
-    """A tensor of a recurrent state, of one sequence."""
+    """One tensor of a sequence's recurrent state."""
 
     name: str  # `conv`, `recurrent` or `linear`
-    index: int  # among the layer's of that name
+    index: int  # among the layer's tensors of that name
     shape: tuple[int, ...]
-    dtype: str | None  # torch's name of it; None: what the model computes in
+    dtype: str | None  # torch's name; None: the dtype that the model computes in
 
     def nbytes(self, compute_bytes: int) -> int:
-        """Return the tensor's bytes in a model that computes in numbers of `compute_bytes`."""
+        """Return the tensor's bytes in a model whose compute dtype has `compute_bytes`."""
         return prod(self.shape) * (_STATE_BYTES[self.dtype] if self.dtype else compute_bytes)
 
 
@@ -88,7 +88,7 @@ _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateGeometry:
-    """A layer that keeps a state of fixed size, a recurrence or the last inputs of a convolution."""
+    """A layer that keeps a state of fixed size: of a recurrence, or the last inputs of a convolution."""
 
     number: int  # of the layer in the model's code
     kind: str  # the class of the module that computes it
@@ -97,7 +97,7 @@ class StateGeometry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup:
-    """The layers of equal kind and window; they share one pool and one table per sequence."""
+    """Layers of the same kind and window; they share one pool and one table per sequence."""
 
     index: int
     window: int | None
@@ -120,7 +120,7 @@ class ModelGeometry:
     vocab_size: int
     max_context: int  # tokens
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    has_sinks: bool = False  # of any layer: a learned logit per query head joins the softmax, without a value
+    has_sinks: bool = False  # in any layer: a learned logit per query head joins the softmax, without a value
     states: tuple[StateGeometry, ...] = ()  # of the layers that keep one, in order
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
 
@@ -142,7 +142,7 @@ class ModelGeometry:
         return self._places.get(number)
 
     def q_heads_of(self, place: int) -> int:
-        """Return the query heads of the layer at an index of `layers`."""
+        """Return the number of query heads of the layer at an index of `layers`."""
         own = self.layers[place].q_heads
         return self.q_heads if own is None else own
 
@@ -157,16 +157,16 @@ class ModelGeometry:
         return max([*self._places, *(state.number for state in self.states)])
 
     def stores(self, number: int) -> bool:
-        """True if a layer of the model's code stores K and V of its own."""
+        """True if a layer of the model's code stores its own K and V."""
         place = self._places.get(number)
         return place is not None and self.layers[place].number == number
 
     def state_bytes(self, compute_bytes: int) -> int:
-        """Return the bytes of all states of one sequence, if the model computes in `compute_bytes`."""
+        """Return the bytes of all states of one sequence, if its compute dtype has `compute_bytes`."""
         return sum(x.nbytes(compute_bytes) for state in self.states for x in state.tensors)
 
     def computed_in(self, dtype: str) -> "ModelGeometry":
-        """Return the geometry of the model computing in `dtype` (torch's name), which states take over."""
+        """Return the geometry for compute dtype `dtype` (torch's name), which states without a dtype get."""
 
         def held(state: StateGeometry) -> StateGeometry:
             tensors = tuple(replace(tensor, dtype=tensor.dtype or dtype) for tensor in state.tensors)
@@ -175,7 +175,7 @@ class ModelGeometry:
         return replace(self, states=tuple(map(held, self.states)))
 
     def expanded(self) -> "ModelGeometry":
-        """Return the geometry with K and V of every head in place of latent vectors."""
+        """Return the geometry with each head's K and V in place of latent vectors."""
         return replace(self, layers=tuple(layer.expanded(self.q_heads) for layer in self.layers))
 
     @property
@@ -185,16 +185,16 @@ class ModelGeometry:
 
     @property
     def kv_heads(self) -> list[int]:
-        """KV heads of every layer."""
+        """Number of KV heads of every layer."""
         return [layer.kv_heads for layer in self.layers]
 
     @property
     def elements_per_token(self) -> int:
-        """K and V elements that one token adds over all layers."""
+        """K and V elements that one token adds in all layers."""
         return sum(layer.elements_per_token for layer in self.layers)
 
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Return the layer groups, full attention first, then by falling window."""
+        """Return the layer groups, full attention first, then by decreasing window."""
         windows = {layer.window for layer in self.layers}
         ordered = sorted(windows, key=lambda w: (w is not None, -(w or 0)))
         return tuple(

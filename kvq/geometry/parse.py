@@ -9,13 +9,13 @@ from kvq.geometry.families import FAMILIES, SIZED, Family
 from kvq.geometry.geometry import Expansion, LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
-_CHUNKED = {"full_attention": False, "chunked_attention": True}  # D205: chunks: a window with a mark
-CHUNK_KEY = "attention_chunk_size"  # what configs call the length of chunks
-WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", CHUNK_KEY)  # say which layers have some
+_CHUNKED = {"full_attention": False, "chunked_attention": True}  # D205: chunks are windows with a flag
+CHUNK_KEY = "attention_chunk_size"  # the name in configs for the length of chunks
+WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", CHUNK_KEY)  # which layers have one
 _MAX_LAYERS = 10_000
-_FULL_LAYERS = 28  # below those that slide, by default, of families whose upper layers do
+_FULL_LAYERS = 28  # by default, below the sliding layers of families whose upper layers slide
 _MAX_WINDOW = (1 << 31) - 1  # tokens, in kernels
-MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
+MAX_CONTEXT = 1 << 30  # tokens; positions in kernels have 32 bits
 _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -28,8 +28,8 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     """Return the geometry of a Hugging Face config.json's dict.
 
     Raises:
-        ConfigError: a family kvq has not checked, a layer kind other than full and sliding
-            attention, or numbers that don't fit together.
+        ConfigError: kvq has not checked the family, a layer is of an unknown kind, or numbers are
+            inconsistent.
     """
     reader = _Reader(config)
     family, heads = reader.family, reader.count("num_attention_heads", reader.family.q_heads)
@@ -69,7 +69,7 @@ def field_name(model_type: str, name: str) -> str:
 
 
 class _Reader:
-    """Reads one config with its family's defaults."""
+    """Reader of one config, with its family's defaults."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -83,7 +83,7 @@ class _Reader:
         self.family: Family = known[self.model_type]
 
     def count(self, key: str, default: int, *, most: int | None = None) -> int:
-        """Return a positive integer of the config, or its default."""
+        """Return a positive integer from the config, or `default` if it is missing."""
         name = field_name(self.model_type, key)
         value = self.config.get(name)
         if value is None:
@@ -95,7 +95,7 @@ class _Reader:
         return value
 
     def heads(self, hidden: int, q_heads: int) -> LayerGeometry:
-        """Return a layer that stores K and V of each of its heads."""
+        """Return a layer that stores K and V for each of its KV heads."""
         derived = self.family.head_dim or hidden // q_heads
         dim = derived if self.family.head_dim_is_fixed else self.count("head_dim", derived)
         default = None if "num_key_value_heads" in self.config else self.family.kv_heads  # null: q_heads
@@ -103,7 +103,7 @@ class _Reader:
         return LayerGeometry(index=0, kv_heads=kv_heads, k_head_dim=dim, v_head_dim=dim)
 
     def latents(self) -> LayerGeometry:
-        """Return a layer that stores a latent vector for all heads, and the rotated part of keys."""
+        """Return a layer that stores a latent vector for all heads, and the rotary part of keys."""
         k_dim, v_dim = self.count("qk_nope_head_dim", 128), self.count("v_head_dim", 128)
         return LayerGeometry(
             index=0,

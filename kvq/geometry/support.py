@@ -8,11 +8,11 @@ from typing import Any
 from kvq.errors import nearest
 from kvq.geometry.families import FAMILIES
 
-# Types with frequencies that depend on the longest position in the batch.
+# RoPE types with frequencies that depend on the longest position in the batch.
 BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
-# Types of listed families.
+# RoPE types of the families in FAMILIES.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
-# Families that people will try.
+# Well-known families that kvq refuses, and why.
 _REFUSED = {
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
     "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
@@ -38,12 +38,12 @@ def rope_types(config: Mapping[str, Any]) -> set[str]:
 
 
 def _is_model(name: str, part: object) -> bool:
-    """True if a field describes a model; DBRX describes its attention and experts in the same way."""
+    """True if a field describes a model; DBRX's attention and experts look like one, but are not."""
     return isinstance(part, Mapping) and "model_type" in part and name not in ("attn_config", "ffn_config")
 
 
 def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | None:
-    """Return why kvq does not run the model of a config.json's dict, or None if it may run."""
+    """Return the reason why kvq does not run the model of a config.json's dict; None if it may run."""
     model_type = str(config.get("model_type", ""))
     if config.get("auto_map"):
         return "it has auto_map, code that would run at load; kvq never runs it"
@@ -60,7 +60,7 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
         return "its attention adds ALiBi biases"
     if config.get("reorder_and_upcast_attn"):
         return "reorder_and_upcast_attn bypasses the registered attention function"
-    both_ways = config.get("use_bidirectional_attention")  # "vision": of images only
+    both_ways = config.get("use_bidirectional_attention")  # "vision": within images only
     if (both_ways and both_ways != "vision") or config.get("is_causal") is False:
         return "its attention is not causal"
     for rope in rope_types(config):
@@ -75,10 +75,10 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
     return None
 
 
-# Text parts of multimodal models. Which are served is a list: each was compared, on text, with the logits of
-# transformers' whole model.
+# Text parts of multimodal models. Only those listed are served: the logits of each on text were compared with
+# those of transformers' whole model.
 _PART = "text_config"
-# Keys of a whole model's config that hold for its text part too, if that lacks them.
+# Keys of a whole model's config that also apply to its text part, if that lacks them.
 _COMMON = (
     *("auto_map", "is_encoder_decoder", "quantization_config", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -92,23 +92,23 @@ _BODY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _TextPart:
-    """A kind of whole model. `is_tied`: whether the embedding serves for the head, unless the config says.
-    `fixed`: what its text part is made with, whatever the config says.
+    """Text part of a kind of multimodal model. `is_tied`: the embedding serves as the head, unless the config
+    says otherwise. `fixed`: fields of the text part that override the config.
     """
 
-    model_type: str  # of the text part, where the config doesn't say
+    model_type: str  # of the text part, if the config doesn't state it
     is_tied: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _OF_LLAMA, _OF_QWEN2 = _TextPart("llama"), _TextPart("qwen2")
-_OF_COHERE2 = _TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models leave it out
-_ALIKE = (  # whose text parts are called as they are, with `_text` behind
+_OF_COHERE2 = _TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models don't use it
+_ALIKE = (  # their text parts have the same name with `_text` appended
     *("aria", "cohere_compass", "glm4v", "glm4v_moe", "glm_ocr", "llama4", "qwen2_5_vl", "qwen2_vl"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
 )
 _ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
-KINDS: dict[str, _TextPart] = {  # D196: the text model, by a list compared with the whole
+KINDS: dict[str, _TextPart] = {  # D196: these text models were compared with the whole models
     **{kind: _TextPart(f"{kind}_text") for kind in _ALIKE},
     **{kind: _TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
     **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),
@@ -131,14 +131,14 @@ KINDS: dict[str, _TextPart] = {  # D196: the text model, by a list compared with
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the text part's config.json as a dict, for a multimodal model; None for any other."""
+    """Return the config.json of a multimodal model's text part as a dict; None for other models."""
     kind = KINDS.get(str(config.get("model_type")))
     if kind is None:
         return None
     part = config.get(_PART)
     if isinstance(part, Mapping):
         own = {"model_type": kind.model_type, **part}
-    else:  # as Qwen2-VL's were
+    else:  # as in early configs of Qwen2-VL
         own = {name: value for name, value in config.items() if not name.endswith("_config")}
         own |= {"model_type": kind.model_type}
     for name in _COMMON:
@@ -150,7 +150,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def text_name(name: str) -> str | None:
-    """Return the text model's name for a tensor of the whole model; None for other parts."""
+    """Return the text model's name for a tensor of the whole model; None if it is not in the text part."""
     if match := _HEAD.match(name):
         return f"lm_head.{name[match.end() :]}"
     match = _BODY.match(name)

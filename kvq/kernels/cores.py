@@ -1,7 +1,7 @@
-"""CPU quota: how many cores the container grants this process, which torch does not look at.
+"""CPU quota: the number of cores that the container grants this process, which torch ignores.
 
-Two threads under a quota of one core run for half of every period and are stopped for the other half; one
-thread is hardly ever stopped.
+With a quota of one core, two threads run for half of every period and are throttled for the other half; a
+single thread is hardly ever throttled.
 """
 
 import logging
@@ -21,7 +21,7 @@ _CHOSEN_BY_USERS = "OMP_NUM_THREADS"
 
 
 def settle_threads() -> None:
-    """Have torch and the kernels use no more threads than the quota has cores; once a process is enough."""
+    """Limit the threads of torch and the kernels to the quota's cores; one call per process is enough."""
     _settle(os.getpid())
 
 
@@ -37,14 +37,14 @@ def _settle(process: int) -> None:
 
 
 def quota_cores(groups: Path = _GROUPS, own: Path = _OWN) -> float | None:
-    """Cores' worth of time that the process's cgroups, v1 or v2, grant; None without a limit."""
+    """Return the CPU time, in cores, that the process's cgroups (v1 or v2) grant; None without a limit."""
     with suppress(OSError):
         return min(_quotas(groups, own.read_text("utf-8")), default=None)
     return None
 
 
 def _quotas(groups: Path, own: str) -> Iterator[float]:
-    """Yield the quotas of a process's group and of those above. `own`: lines of number:controllers:path."""
+    """Yield the quotas of a process's group and of its parents. `own`: lines of number:controllers:path."""
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

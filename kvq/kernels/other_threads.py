@@ -1,14 +1,14 @@
-"""Waiting of torch's threads for each other: spinning while their cores are theirs, else asleep.
+"""Waiting of torch's threads for each other: spinning, or sleeping if other processes need the cores.
 
-The kernels' own threads (native/pool.h) need none of this. What torch computes with several is done by a team
-of libgomp's, whose threads spin while they wait. Beside a busy process the one that spins holds the core that
-the one it waits for should have, a slice of the scheduler (4 ms) at every step of every layer.
+The kernels' own threads (native/pool.h) don't need this. Torch computes with a team of libgomp threads, which
+spin while they wait. If another process is busy, a spinning thread occupies the core that the thread it waits
+for needs, for a scheduler slice (4 ms) at every step of every layer.
 
-So a process looks at its threads now and then. While one of them is ready to run and has no core for much of
-its time, whole slices of it, libgomp is made to let threads sleep at once. It does so by itself when a
-process holds more of its threads than there are CPUs (`gomp_throttled_spin_count_var`; libgomp/env.c,
-config/linux/wait.h), which a second team of them, asleep for as long as it is needed, brings about. No
-result depends on it.
+A process therefore samples the times of its threads. If one of them is ready to run but has no core for much
+of its time, for whole slices, libgomp is made to let waiting threads sleep at once. It does so on its own if
+a process has more of its threads than there are CPUs (`gomp_throttled_spin_count_var`; libgomp/env.c,
+config/linux/wait.h). A second team, which sleeps while it is needed, raises their number. Results do not
+depend on it.
 """
 
 import ctypes
@@ -26,24 +26,24 @@ import torch
 
 _CHOSEN_BY_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _LOOK_S = 0.05
-_LOOKS = 4  # that are judged together: a machine's own housekeeping takes a core for 20 ms and is gone
-_LOOK_SHARE = 0.01  # of the time, at most, where a process has many threads
-_WORKS = 0.2  # ran + waited, as a share of the time: a thread that counts
-# Waited / (ran + waited), and how long at a time. Beside one or two busy processes 0.45 and 4 ms; alone 0.04,
-# beside a server's own HTTP process 0.25 and 0.8 ms, which spinning outruns.
+_LOOKS = 4  # samples that are judged together: the system's own housekeeping takes a core for only 20 ms
+_LOOK_SHARE = 0.01  # most of the time that sampling takes, if a process has many threads
+_WORKS = 0.2  # least share of the time (ran + waited) of a thread that counts
+# Waited / (ran + waited), and the time per wait. With one or two busy processes 0.45 and 4 ms; alone 0.04;
+# with a server's own HTTP process 0.25 and 0.8 ms, where spinning is still faster.
 _CROWDED, _SLICE_S = 0.3, 1e-3
-_QUIET = 0.15  # threads that sleep, alone 0.12, beside a busy process from 0.24
+_QUIET = 0.15  # the same for threads that sleep: alone 0.12, with a busy process 0.24 or more
 # D109: a second team makes libgomp throttle its spinning
-_QUIET_LOOKS = 10  # before they spin again: neighbours come and go
-_REST_S = (2.0, 16.0)  # and however it looks, to see whether they could; the second where they could not
+_QUIET_LOOKS = 10  # samples before threads spin again, as other processes come and go
+_REST_S = (2.0, 16.0)  # longest sleep before spinning is tried again; the second if it failed
 
-_SOFTLY = 1  # omp_pause_soft: what threads hold of their own stays
+_SOFTLY = 1  # omp_pause_soft: data private to threads stay
 
 Times = dict[str, tuple[int, int, int]]  # by thread: ns that it ran, ns that it was ready, how often it ran
 
 
 def watch_other_threads() -> None:
-    """Look at this process's threads from now on, until it ends; once is enough, and a fork starts anew."""
+    """Sample this process's threads until it ends; call this once per process, and again after a fork."""
     _watch(os.getpid())
 
 
@@ -56,12 +56,12 @@ def _watch(process: int) -> None:
     threading.Thread(target=_run, name="kvq-other-threads", daemon=True).start()
 
 
-def end_team() -> None:  # D110: loaded here, stepped there: end the first team
-    """End the calling thread's team of libgomp; it gets another when it computes again.
+def end_team() -> None:  # D110: one thread loads, another runs steps: end the first team
+    """End the calling thread's libgomp team; the thread gets another one when it computes again.
 
-    Whoever hands the computing on to another thread calls this: two teams are more threads than there are
-    CPUs, and make each other sleep. So does whoever forks: a child that has a team without its threads waits
-    for them for ever.
+    Call this before another thread takes over the computation: two teams have more threads than there are
+    CPUs, and make each other sleep. Call it before a fork, too: the child has the team without its threads,
+    and would wait for them forever.
     """
     if sys.platform == "linux":
         for library in _runtimes():
@@ -69,17 +69,17 @@ def end_team() -> None:  # D110: loaded here, stepped there: end the first team
 
 
 def read_times() -> Times:
-    """Return the times of every thread of this process; empty where the kernel doesn't say."""
+    """Return the times of every thread of this process; empty if the kernel doesn't report them."""
     times: Times = {}
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError, ValueError):  # a thread that has ended meanwhile; a kernel that doesn't count
+        with suppress(OSError, ValueError):  # the thread has ended meanwhile, or the kernel doesn't count
             ran, waited, turns = Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()
             times[thread] = int(ran), int(waited), int(turns)
     return times
 
 
 def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, float]:
-    """Return the share of time that the working thread worst off lacked a core, and seconds at a time."""
+    """Return the largest share of time for which a working thread lacked a core, and the seconds per wait."""
     worst = (0.0, 0.0)
     for thread in before.keys() & after.keys():
         ran, waited, turns = (new - old for new, old in zip(after[thread], before[thread], strict=True))
@@ -89,16 +89,16 @@ def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, floa
 
 
 class _Waiting:
-    """Decides, look by look, whether threads sleep: `are_asleep`."""
+    """Decision whether threads should sleep, updated with each sample: `are_asleep`."""
 
     def __init__(self) -> None:
         self.are_asleep = False
-        self._changed_s = -math.inf  # when they were told to
+        self._changed_s = -math.inf  # when that changed
         self._rest_s = _REST_S[0]
         self._quiet_looks = 0
 
     def look(self, now_s: float, share: float, wait_s: float) -> None:
-        """Take note of `crowding` at a time."""
+        """Update the decision with a result of `crowding`."""
         since_s = now_s - self._changed_s
         self._quiet_looks = self._quiet_looks + 1 if share < _QUIET else 0
         if not self.are_asleep and share >= _CROWDED and wait_s >= _SLICE_S:
@@ -110,7 +110,7 @@ class _Waiting:
 
 
 class _SecondTeam:
-    """More of libgomp's threads than there are CPUs, from `hold` until `release`; they sleep."""
+    """Sleeping libgomp threads that raise their number above that of CPUs, from `hold` to `release`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -141,7 +141,7 @@ class _SecondTeam:
 
 @cache
 def _runtimes() -> list[ctypes.CDLL]:
-    """libgomp, as often as it is loaded: torch's, and maybe the system's."""
+    """Return all loaded copies of libgomp: torch's, and maybe the system's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
     return [ctypes.CDLL(path) for path in sorted(paths)]

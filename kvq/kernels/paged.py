@@ -16,9 +16,9 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _Kept(dict[Hashable, Any]):
-    """Results that kernels worked out of tensors, each under a name of its own; once for all steps or layers.
+    """Cache of values that kernels derive from tensors, by key; derived once for all steps or layers.
 
-    A deep copy begins empty: what is kept names the memory of the original.
+    A deep copy starts empty, because the values refer to the memory of the original.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Kept":
@@ -30,12 +30,12 @@ class PagedRows:
     """K or V of one layer in blocks.
 
     Kernels take strides from the tensors, never from their shapes: blocks may be padded, and
-    neighbouring blocks of one layer may lie a whole block of all layers apart.
+    consecutive blocks of one layer may be a whole block of all layers apart.
     """
 
     codes: Tensor  # [num_blocks, kv_heads, block_size, row elements of the code dtype]
-    # fp16, or uint8 if narrow or per channel: [num_blocks, kv_heads, block_size, scales per row]; per channel
-    # all rows of a block are one in memory
+    # fp16, or uint8 if narrow or per channel: [num_blocks, kv_heads, block_size, scales per row]; per
+    # channel, all rows of a block share one row of memory
     scales: Tensor | None
     static_scale: Tensor | None  # fp32 [kv_heads]
     means: Tensor | None = None  # uint8 [num_blocks, kv_heads, bytes of a mean: codes, then scales]
@@ -52,7 +52,7 @@ class PagedKV:
     kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
     def dense(self, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Room for K and V of some tokens: fp32 [sequences, kv_heads, tokens, dim] each."""
+        """Return empty tensors for K and V of some tokens: fp32 [sequences, kv_heads, tokens, dim] each."""
         shape, device = (sequences, self.k.codes.shape[1], tokens), self.k.codes.device
         k_dim, v_dim = self.formats.k_head_dim, self.formats.v_head_dim
         return torch.empty(*shape, k_dim, device=device), torch.empty(*shape, v_dim, device=device)
@@ -60,7 +60,7 @@ class PagedKV:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedKV:
-    """One layer's blocks under a staged recipe: sealed ones, and what stays unquantized."""
+    """One layer's blocks with a staged recipe: sealed blocks, and blocks of unquantized tokens."""
 
     sealed: PagedKV
     recent: PagedKV
@@ -70,7 +70,7 @@ class StagedKV:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceBatch:
-    """The sequences of one step, seen by one layer group, in the order their tokens are packed.
+    """The sequences of one step as one layer group sees them, in the order in which tokens are packed.
 
     Sequence i adds query_lens[i] tokens to a context that is then context_lens[i] tokens long;
     its new tokens take the last query_lens[i] positions.
@@ -79,15 +79,15 @@ class SequenceBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
-    slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token, below 0 of padding
+    slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token, negative for padding
     lens: Tensor | None = None  # int32 [3, sequences] on the device: first token, new tokens, context
-    # D139: lengths on the device don't say captured
+    # D139: lengths on the device don't imply a captured graph
     is_captured: bool = False  # contexts grow while a graph is replayed: `context_lens` are upper limits
-    left_out: frozenset[int] = frozenset()  # sequences whose new tokens another kernel attends from
+    left_out: frozenset[int] = frozenset()  # sequences whose new tokens another kernel handles
     kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
     def device_lens(self) -> Tensor:
-        """`lens`, which kernels on a GPU read; made once where nobody gave it, without waiting."""
+        """Return `lens`, which GPU kernels read; if it is missing, make it once, without synchronization."""
         if self.lens is not None:
             return self.lens
         if "lens" not in self.kept:
@@ -99,11 +99,11 @@ class SequenceBatch:
 
     @property
     def own_lens(self) -> tuple[int, ...]:
-        """New tokens of every sequence, 0 of those that are left out, which stay packed among the others."""
+        """New tokens of every sequence; 0 for sequences left out, whose tokens stay packed."""
         return tuple(0 if i in self.left_out else new for i, new in enumerate(self.query_lens))
 
     def without(self, sequences: Iterable[int]) -> "SequenceBatch":
-        """Return the batch for a kernel that leaves those sequences to another; made once for all layers."""
+        """Return the batch for a kernel that skips `sequences`; it is made once for all layers."""
         if not (some := frozenset(sequences)):
             return self
         name = SequenceBatch.without, some
@@ -117,7 +117,7 @@ class SequenceBatch:
         return kept
 
     def only(self, sequences: Sequence[int]) -> "SequenceBatch":
-        """Return those sequences, packed anew, on their own; made once for all layers."""
+        """Return a batch of only `sequences`, packed again; it is made once for all layers."""
         name = SequenceBatch.only, tuple(sequences)
         if name not in self.kept:
             self.kept[name] = replace(
@@ -132,12 +132,12 @@ class SequenceBatch:
         return kept
 
     def rows_of(self, sequences: Iterable[int]) -> list[slice]:
-        """Return where the new tokens of sequences are packed."""
+        """Return the packed rows of the new tokens of each of `sequences`."""
         starts = (0, *accumulate(self.query_lens))
         return [slice(starts[i], starts[i + 1]) for i in sequences]
 
     def sealing(self, recent: int, block_size: int) -> list[range]:
-        """Return the blocks of every sequence that its new tokens make old enough to seal, by table index."""
+        """Return the blocks of each sequence that new tokens make old enough to seal, as table indices."""
         return [
             range(*(max(0, length - recent) // block_size for length in (end - new, end)))
             for new, end in zip(self.query_lens, self.context_lens, strict=True)
@@ -152,7 +152,7 @@ class SequenceBatch:
         context_lens: Sequence[int],
         device: torch.device,
     ) -> "SequenceBatch":
-        """The tensors of tables, one list of block ids per sequence, and of slots."""
+        """Make a batch from tables, one list of block ids per sequence, and from slots."""
         width = max(1, *map(len, tables))
         rows = [[*map(int, table), *[0] * (width - len(table))] for table in tables]
         return cls(
@@ -165,7 +165,7 @@ class SequenceBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedBatch:
-    """Sequences of one step as the layer groups of a staged layer see them."""
+    """The sequences of one step as the layer groups of a staged layer see them."""
 
     sealed: SequenceBatch
     recent: SequenceBatch
@@ -173,19 +173,19 @@ class StagedBatch:
 
     @property
     def slots(self) -> Tensor:
-        """int64 [tokens]: where new tokens are written to."""
+        """Slots to which new tokens are written, int64 [tokens]."""
         return self.recent.slots
 
 
 def plain_blocks(k: Tensor, v: Tensor, block_size: int) -> PagedKV:
-    """Rows as blocks: [blocks, kv_heads, block_size, dim], of one dtype: fp32, bf16 or fp16."""
+    """Return rows [blocks, kv_heads, block_size, dim] of one dtype (fp32, bf16 or fp16) as blocks."""
     formats = LayerFormats.plain(_NAMES[k.dtype], k.shape[3], v.shape[3])
     rows = [PagedRows(codes=x, scales=None, static_scale=None) for x in (k, v)]
     return PagedKV(k=rows[0], v=rows[1], formats=formats, block_size=block_size)
 
 
 def as_tokens(recent: Rows) -> PagedKV:
-    """Dense rows [sequences, kv_heads, some, dim] as blocks of one token each."""
+    """Return dense rows [sequences, kv_heads, some, dim] as blocks of one token each."""
     sequences, heads, some, _ = recent[0].shape
     rows = []
     for x in recent:
@@ -197,7 +197,7 @@ def as_tokens(recent: Rows) -> PagedKV:
 
 
 def tables_of_tokens(recent: Rows, context_lens: Sequence[int]) -> Tensor:
-    """int32 [sequences, tokens of the longest]: where positions' rows lie in `as_tokens`; 0: nowhere."""
+    """Return each position's row in `as_tokens`, int32 [sequences, tokens of the longest]; 0 without one."""
     some, apart = recent[0].shape[2], recent[0].stride(0) // recent[0].stride(2)
     position = torch.arange(max(context_lens), dtype=torch.int32)
     ends = torch.tensor(context_lens, dtype=torch.int32)[:, None]

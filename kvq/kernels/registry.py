@@ -1,4 +1,7 @@
-"""Kernel registry: finds the kernel of an operation by backend, or says why none of them fits."""
+"""Kernel registry: finds the kernel of an operation by backend, or states why none of them fits.
+
+A backend is reference, cpu or triton. Which variant of the C++ kernels a CPU runs: `kernels.native.library`.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -23,15 +26,15 @@ from kvq.kernels.spec import (
 
 _log = logging.getLogger("kvq")
 
-# D87: another arithmetic is another backend, never `auto`
+# D87: kernels with another arithmetic form another backend, which is never `auto`
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
 _WRITING = ("write_kv", "rope_write", "seal")
-# Backends of another precision, which `auto` never takes, and those whose kernels run where an operation has
-# none of its own: attention in fp32 arithmetic for every format, and with queries rounded to 8 bits over K of
-# FP8 and INT8.
+# Backends of another precision, which `auto` never chooses, and the backends that run operations for which
+# they have no kernels: attention in fp32 arithmetic for every format, and with queries rounded to 8 bits if K
+# is FP8 or INT8.
 _PRECISIONS = {"cpu-fp32": "cpu", "triton-8bit": "triton"}
-# Operations on blocks: what their kernels in C++ support, None if there is none, and those in Triton. Each is
-# a folder beside this module, whose modules have a function of its name.
+# Operations on blocks: support checks of their kernels in C++ (None if there are none) and in Triton. Each
+# operation has a folder here, whose modules have a function of its name.
 _ON_BLOCKS: dict[str, tuple[Supports | None, Supports]] = {
     "write_kv": (library.supports, gpu.supports_stored),
     "attend": (library.supports, gpu.supports),
@@ -78,13 +81,13 @@ def check_backend(backend: str) -> None:
 def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backend: str = "auto") -> Kernel:
     """Return the kernel for an operation.
 
-    A Linear kernel's `run` takes a `QuantizedWeight` once and returns what multiplies by it.
+    The `run` of a Linear kernel takes a `QuantizedWeight` and returns a callable that multiplies by it.
 
     `auto` takes the first backend of `BACKENDS` that supports the spec; a backend that the user
     names is used or refused, never replaced.
 
     Raises:
-        UnsupportedKernel: nothing fits; the message lists every backend's reason.
+        UnsupportedKernel: no backend fits; the message lists every backend's reason.
     """
     check_backend(backend)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Kernels of the registry, the layers and devices they are asked to support, and their answers."""
+"""Types of the kernel registry: kernels, shapes of layers, devices, and whether a kernel supports them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from kvq.formats import Code, LayerFormats
 from kvq.formats.weights import WeightCode, WeightFormat
 
 LINEAR_OPERATIONS = ("linear_w4", "linear_w8")
-# What compiled kernels read and write beside grouped codes of every width.
+# Codes that compiled kernels read and write, in addition to grouped codes of every width.
 _COMPILED = (Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSpec:
-    """The shape of one layer's attention, as far as it decides which kernels fit."""
+    """The shape of one layer's attention, as far as the choice of a kernel depends on it."""
 
     formats: LayerFormats
     q_heads: int
     kv_heads: int
     block_size: int  # tokens
-    is_staged: bool = False  # whether attention is asked for parts of the keys
+    is_staged: bool = False  # whether attention runs over parts of the keys
 
     def __str__(self) -> str:
         return f"K {self.formats.k.name}, V {self.formats.v.name}"
 
     def fits_compiled(self, most_dim: int) -> "Support":
-        """No for codes that compiled kernels don't know, and for heads of more than `most_dim` elements."""
+        """Return no for codes that compiled kernels don't know, or heads of more than `most_dim` elements."""
         for code in (self.formats.k.code, self.formats.v.code):
             if not code.is_grouped and code not in _COMPILED:
                 return Support(False, f"does not know the code {code}")
@@ -47,7 +47,7 @@ class LinearSpec:
 
     @property
     def operation(self) -> str:
-        """The operation that runs it."""
+        """Name of the operation that runs the layer."""
         return "linear_w4" if self.fmt.code in (WeightCode.INT4, WeightCode.INT3) else "linear_w8"
 
     def __str__(self) -> str:
@@ -56,12 +56,12 @@ class LinearSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A device as kernels see it."""
+    """Properties of a device that kernels depend on."""
 
-    type: str  # "cpu", "mps" or "cuda", which torch calls AMD GPUs, too
+    type: str  # "cpu", "mps" or "cuda" (in torch also for AMD GPUs)
     name: str
     capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
-    gfx: str | None = None  # what ROCm calls the architecture of an AMD GPU: "gfx942"
+    gfx: str | None = None  # ROCm's name for the architecture of an AMD GPU: "gfx942"
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
@@ -71,30 +71,30 @@ class Device:
         name = torch.cuda.get_device_name(device)
         if torch.version.hip is None:
             return cls(type="cuda", name=name, capability=torch.cuda.get_device_capability(device))
-        # Its numbers are in "capability", too: (9, 4) is no compute capability.
+        # On ROCm, torch's "capability" has the numbers of the gfx name: (9, 4) is not a compute capability.
         gfx = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
         return cls(type="cuda", name=name, gfx=gfx)
 
     @property
     def architecture(self) -> str:
-        """Return what GPU kernels are compiled for: `sm90`, `gfx942`; of others their type."""
+        """The target that GPU kernels are compiled for: `sm90`, `gfx942`; for other devices, their type."""
         if self.gfx is not None:
             return self.gfx
         return self.type if self.capability is None else "sm{}{}".format(*self.capability)
 
     @property
     def multiplies_e4m3fn(self) -> bool:
-        """True if kernels may multiply FP8 codes as they are: on AMD the format differs between GPUs."""
+        """True if kernels may multiply FP8 codes directly; on AMD, the FP8 format differs between GPUs."""
         return self.capability is not None and self.capability >= (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Yes, or no with a reason."""
+    """Answer to whether a kernel fits: yes, or no with a reason."""
 
     yes: bool
     reason: str = ""
-    is_missed: bool = True  # False where the backend is made for other devices, so nobody misses it
+    is_missed: bool = True  # False if the backend is made for other devices, so its absence is not logged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +104,11 @@ class Kernel:
     operation: str
     backend: str
     run: Callable[..., Any]
-    supports: Callable[[Any, Device], Support]  # of a KernelSpec; of a LinearSpec for Linear layers
+    supports: Callable[[Any, Device], Support]  # takes a KernelSpec, or a LinearSpec for Linear layers
 
     @property
     def is_triton(self) -> bool:
-        """True if it is one of the GPU kernels."""
+        """True for the GPU kernels."""
         return self.backend.startswith("triton")
 
 

@@ -1,4 +1,4 @@
-"""Numbers on their way to a device: through pinned memory that was there before, so that nobody waits."""
+"""Uploads of numbers to a device, through pinned memory that is allocated once, without synchronization."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 SEGMENTS, SEGMENT_BYTES = 8, 1 << 20
-_ALIGNED = 16  # bytes: what kernels read at once
+_ALIGNED = 16  # bytes that kernels read at once
 _NUMPY: dict[torch.dtype, type[np.generic]] = {
     torch.int64: np.int64,
     torch.int32: np.int32,
@@ -25,14 +25,14 @@ _TORCH = {np.dtype(kind): dtype for dtype, kind in _NUMPY.items()}
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers as a tensor on the device: a list of them, lists of lists, or an array. Nobody waits."""
+    """Return numbers (a list, nested lists or an array) as a tensor on the device, without waiting."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return upload_all([np.asarray(values, _NUMPY[dtype])], device)[0]
 
 
 def upload_all(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """Several arrays in one copy, each with its own dtype and shape."""
+    """Return several arrays on the device, sent in one copy, each with its own dtype and shape."""
     if device.type != "cuda":
         return [torch.tensor(array, device=device) for array in arrays]
     sizes = [_aligned(array.nbytes) for array in arrays]
@@ -45,18 +45,18 @@ def upload_all(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
 
 
 def send(array: Array, target: Tensor) -> None:
-    """Copy an array over a tensor of as many bytes, contiguous."""
+    """Copy an array to a contiguous tensor of the same number of bytes."""
     if target.device.type == "cuda":
         ring(target.device).send([array], target.view(torch.uint8))
     else:
         target.view(array.shape).copy_(torch.from_numpy(array))
 
 
-class _Ring:  # D243: one event a segment, not a copy
-    """Pinned memory in segments that are used in turns.
+class _Ring:  # D243: one event per segment, not per copy
+    """Ring buffer of segments of pinned memory.
 
-    A segment is used again once its copies have ended, on whatever streams they were made. That was a whole
-    turn ago, so that this never waits in practice; `waits` counts how often it did.
+    A segment is reused once its copies have ended, on all streams. They were enqueued a whole cycle earlier,
+    so in practice this never blocks; `waits` counts how often it did.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _Ring:  # D243: one event a segment, not a copy
         self._lock = Lock()  # engines in several threads share a device
 
     def send(self, arrays: Sequence[Array], target: Tensor) -> None:
-        """Copy arrays one after another, each from an aligned place on, to uint8 [bytes] on the device."""
+        """Copy arrays one after another, each at an aligned offset, to uint8 [bytes] on the device."""
         with self._lock:
             if len(target) <= len(self._bytes[0]):
                 start, at = self._room(len(target)), 0
@@ -88,7 +88,7 @@ class _Ring:  # D243: one event a segment, not a copy
                 self._send_long(arrays, target)
 
     def _send_long(self, arrays: Sequence[Array], target: Tensor) -> None:
-        """Piece by piece."""
+        """Send arrays that don't fit into one segment, in pieces."""
         whole, at = np.zeros(len(target), np.uint8), 0
         for array in arrays:
             whole[at : at + array.nbytes] = _as_bytes(array)
@@ -101,7 +101,7 @@ class _Ring:  # D243: one event a segment, not a copy
             self._copy(start, target[first : first + most])
 
     def _room(self, nbytes: int) -> int:
-        """Return where so many bytes begin in the current segment, which may be another one than before."""
+        """Reserve bytes in the current segment, or in the next one if it is full, and return their offset."""
         if self._used + nbytes > len(self._bytes[0]):
             self._copied[self._segment] = [_behind(stream) for stream in self._streams]
             self._streams.clear()
@@ -131,7 +131,7 @@ def _behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @lru_cache(maxsize=16)
 def ring(device: torch.device) -> _Ring:
-    """The ring of a device, made when it is first asked for: before the first step, and before any graph."""
+    """Return the ring of a device, made at the first call: before the first step, and before any graph."""
     return _Ring(device)
 
 

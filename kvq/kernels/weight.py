@@ -1,4 +1,4 @@
-"""A Linear layer's weight in codes, as every kernel, quantizer and file format hands it on."""
+"""Weights of Linear layers, as kernels, quantizers and file formats exchange them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,10 +17,10 @@ _ROWS = 256  # compared at a time
 class QuantizedWeight:
     """w[o, i] = (q[o, i] - zero[o, g]) * scale[o, g], where g is the group of input i.
 
-    `codes`: of INT8 int8 [out, in]; of INT4 and INT3 uint8 [out, in / 2], byte i holds q + 8 of inputs 2i
-    (low nibble) and 2i + 1; of FP8 uint8 [out, in], E4M3FN bytes. `scale`: fp32, bf16 or fp16 [out, groups].
-    `zero`: int8 [out, groups], None if symmetric. `order`: int64 [in], None if inputs lie in their own
-    order: column j of the codes belongs to input order[j], so groups are always neighbouring columns.
+    `codes`: for INT8, int8 [out, in]; for INT4 and INT3, uint8 [out, in / 2], where byte i contains q + 8 of
+    inputs 2i (low nibble) and 2i + 1; for FP8, uint8 [out, in], E4M3FN bytes. `scale`: fp32, bf16 or fp16
+    [out, groups]. `zero`: int8 [out, groups], None if symmetric. `order`: int64 [in]; column j of the codes
+    belongs to input order[j], so groups are always adjacent columns. None: inputs keep their order.
     """
 
     fmt: WeightFormat
@@ -38,13 +38,13 @@ class QuantizedWeight:
         zero: Tensor | None = None,
         order: Tensor | None = None,
     ) -> "QuantizedWeight":
-        """Pack integer codes int8 [out, in] (of FP8: E4M3FN bytes, uint8), columns in the order of groups."""
+        """Pack integer codes int8 [out, in] (FP8: uint8 E4M3FN bytes), columns in the order of groups."""
         codes = pack_nibbles(q) if fmt.code in (WeightCode.INT4, WeightCode.INT3) else q.contiguous()
         return cls(fmt=fmt, codes=codes, scale=scale, zero=zero, order=order)
 
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
-        """Weights of one format for the same inputs, in one order, as one."""
+        """Concatenate weights of one format for the same inputs in the same order."""
         first = weights[0]
         zeros = [weight.zero for weight in weights if weight.zero is not None]
         assert len(zeros) in (0, len(weights)), "all weights of a format have zero points, or none"
@@ -64,12 +64,12 @@ class QuantizedWeight:
 
     @property
     def out_features(self) -> int:
-        """Output rows."""
+        """Number of output rows."""
         return self.codes.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.codes.shape[1] * (2 if self.fmt.code in (WeightCode.INT4, WeightCode.INT3) else 1)
 
     @property
@@ -78,14 +78,14 @@ class QuantizedWeight:
         return sum(x.nbytes for x in (self.codes, self.scale, self.zero, self.order) if x is not None)
 
     def integers(self) -> Tensor:
-        """The codes q as int8 [out, in], columns in the order of groups; of integer codes only."""
+        """Return the codes q as int8 [out, in], with columns in the order of groups; not for FP8."""
         return self.codes if self.fmt.code is WeightCode.INT8 else unpack_nibbles(self.codes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [out, in] of `dtype`, by default the scale's, inputs in their own order.
+        """Return the weight [out, in] in `dtype`, by default the scale's, with inputs in the original order.
 
-        The scale is taken as `dtype`, then (q - zero) and its product with the scale are rounded to it, as
-        compressed-tensors does; in fp32 nothing is rounded that matters.
+        The scale is converted to `dtype`, then (q - zero) and its product with the scale are rounded to it,
+        as in compressed-tensors; in fp32, the roundings are negligible.
         """
         groups, scale = self.scale.shape[1], self.scale.to(dtype or self.scale.dtype)
         if self.fmt.code is WeightCode.FP8:
@@ -108,13 +108,13 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlainWeight:
-    """A weight that is no code: fp32, bf16 or fp16 [out, in], multiplied as the fp32 number it is."""
+    """An unquantized weight: fp32, bf16 or fp16 [out, in], multiplied in fp32."""
 
     values: Tensor
 
     @classmethod
     def narrowest(cls, values: Tensor) -> "PlainWeight":
-        """In the 16 bits that hold every value, if they do: fp32 checkpoints are often widened ones."""
+        """Return the weight in a 16-bit dtype if that is exact: fp32 checkpoints are often widened ones."""
         if values.dtype is torch.float32:
             for dtype in (torch.bfloat16, torch.float16):
                 if all(torch.equal(some.to(dtype).float(), some) for some in values.split(_ROWS)):
@@ -123,12 +123,12 @@ class PlainWeight:
 
     @property
     def out_features(self) -> int:
-        """Output rows."""
+        """Number of output rows."""
         return self.values.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.values.shape[1]
 
 

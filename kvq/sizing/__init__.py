@@ -1,1 +1,1 @@
-"""Sizing of a model as the engine lays it out: parameters, types of weights, memory, block pools."""
+"""Sizing of a model as the engine lays it out: parameters, stored weights, memory, block pools."""

@@ -1,4 +1,4 @@
-"""Types in which an engine holds a model's weights."""
+"""Forms in which an engine holds a model's weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ NAMES = (*PLAIN, "fp8", "int8", "int4", "int3", NF4.name)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldAs:
-    """Stored forms of Linear layers, the head, and everything else.
+    """Stored forms of Linear layers, the head, and all other weights.
 
-    `rules`: of Linear layers, by patterns of their names; the first counts, and None means as `kept`, which
-    is as the rest unless said. `head`: of a head that is no embedding too, unless it is as a Linear layer of
-    its name; codes round a tied one apart from its embedding. `shares_head`: an embedding that serves for
-    the head is held as the head, not as the rest. `has_packed_experts`: stacked experts are held as Linear
-    layers are, not as the rest. `unknown`: a quant_method of unknown size. `unread`: why
-    kvq doesn't load what is stored.
+    `rules`: forms of Linear layers by patterns of their names; the first match counts, and None means `kept`,
+    by default `other`. `head`: form of a head that is not the embedding, too, by default that of the Linear
+    layer `lm_head`; a form with scales also applies to a tied head, stored separately from its embedding.
+    `shares_head`: an embedding that serves as the head has the head's form, not `other`.
+    `has_packed_experts`: stacked experts have the forms of Linear layers, not `other`. `unknown`: a
+    quant_method of unknown size. `unread`: the reason why kvq doesn't load the stored weights.
     """
 
     rules: Sequence[Rule[Stored]] = ()
@@ -43,11 +43,11 @@ class HeldAs:
         return first_of(self.rules, name) or self.kept or self.other
 
     def is_shared(self, parameters: Parameters) -> bool:
-        """True if the embedding is held as the head."""
+        """True if the embedding serves as the head and has the head's form."""
         return self.shares_head and not parameters.head and not self._rounds_head
 
     def held_head(self, parameters: Parameters) -> tuple[int, str]:  # D181: the head has 8 bits on load
-        """Return the head's bytes and form; 0 bytes if the embedding serves for it, held as the rest."""
+        """Return the head's bytes and form; 0 bytes if the embedding serves as the head in form `other`."""
         is_apart = self._rounds_head or self.is_shared(parameters)
         count, form = parameters.embedding if is_apart else parameters.head, self.head or self.of("lm_head")
         return round(count * form.weight_bytes + form.num_scales(count, 0) * form.scale_bytes), form.name
@@ -58,15 +58,15 @@ class HeldAs:
 
 
 def everywhere(form: Stored) -> tuple[Rule[Stored]]:
-    """Return the rule that all layers of blocks have one form."""
+    """Return the rule that gives all layers in blocks one form."""
     return ((IN_BLOCKS, form),)
 
 
 def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
-    """Return the forms of a checkpoint's weights on a GPU; `weights` names another for Linear layers.
+    """Return the forms of a checkpoint's weights on a GPU; `weights` names another form for Linear layers.
 
     Raises:
-        ConfigError: no such weight format.
+        ConfigError: there is no such weight format.
     """
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
     other = PLAIN[_DTYPES.get(dtype, "bf16")]

@@ -14,12 +14,12 @@ from kvq.sizing.parameters import Parameters
 LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"
 # D275: on GPUs stacked experts stay unquantized
-EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer; kvq keeps codes of them on CPUs only
-KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
+EXPERTS_TERM = "expert weights"  # stacked in one tensor per layer; kvq quantizes them on CPUs only
+KEPT_TERM = "embeddings, head, norms"  # weights that quantizers leave unchanged
 ACTIVATION_TERM = "activations"
-_RESIDUALS = 4  # hidden vectors of a token that live while an MLP multiplies
-_GATED = 3  # vectors of an MLP's width that live then
-_GATED_OF = {"phi3": 4, "gpt_oss": 10}  # whose gates and inputs are one tensor, cut and clamped
+_RESIDUALS = 4  # hidden vectors of a token that are live while an MLP runs
+_GATED = 3  # vectors of an MLP's width that are live then
+_GATED_OF = {"phi3": 4, "gpt_oss": 10}  # gates and inputs are one tensor, split and clamped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
 
 
 def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
-    """Return a term of (count, bytes each, note) parts."""
+    """Return the term that sums (count, bytes each, note) parts."""
     return Term(
         name=name,
         nbytes=round(sum(count * each for count, each, _ in parts)),
@@ -88,7 +88,7 @@ def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
     """Return the weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage.
 
-    The embedding and the head are taken to be on it whole: they are on the first and the last stage.
+    It is assumed to have the whole embedding and head, which are on the first and the last stage.
     """
     if split.gpus == 1:
         return terms
@@ -96,7 +96,7 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
     stage = -(-layers // split.pipeline)
 
     def own(term: Term) -> Term:
-        whole = term.name == KEPT_TERM  # each GPU that has a share holds all
+        whole = term.name == KEPT_TERM  # a GPU with a share has all of them
         share = (1 if whole else stage / layers) / split.tensor
         what = ("" if whole else f" x {stage}/{layers} layers") + f" / {split.tensor}"
         return replace(term, nbytes=round(term.nbytes * share), formula=term.formula + what)
@@ -107,11 +107,12 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
 def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
     """Return the geometry of the fullest GPU: its KV heads, states and layers.
 
-    Heads that don't go around are held by several GPUs, latent vectors by all. Of recurrent states each has
-    a share, by heads or channels. Layers that share K and V are taken to be on the GPU that stores them.
+    KV heads that can't be divided evenly are on several GPUs, latent vectors on all. Each GPU has a share of
+    the recurrent states, by heads or channels. Layers that share K and V are assumed to be on the GPU that
+    stores them.
 
     Raises:
-        ConfigError: more stages than layers, or query heads that the ranks can't share.
+        ConfigError: there are more stages than layers, or the ranks can't share the query heads evenly.
     """
     layers = geometry.last_layer + 1
     if split.pipeline > layers:
@@ -154,7 +155,7 @@ def kv_layout(
 ) -> KVLayout:
     """Return the block layout of an engine; `kv` is a format or a recipe's file.
 
-    `whole_blocks`: False for engines that store every token when it comes, as `KVRecipe.uniform` takes it.
+    `whole_blocks`: as for `KVRecipe.uniform`; False for engines that quantize each token on arrival.
     """
     named = Path(kv) if kv.endswith(".json") else kv
     recipe = named_recipe(named, geometry, whole_blocks=whole_blocks)
@@ -165,9 +166,9 @@ def kv_layout(
 def activation_term(
     geometry: ModelGeometry, parameters: Parameters | None, *, step_tokens: int, split: Split
 ) -> Term:
-    """Return the peak activations of a prefill step: while an MLP multiplies, in 16 bits.
+    """Return the peak activations of a prefill step, which occur while an MLP runs, in 16 bits.
 
-    The engine measures the same before it sizes its pools. Without parameters an MLP is taken to be four
+    The engine measures this peak before it sizes its pools. Without parameters, an MLP is assumed to be four
     times as wide as the model.
     """
     inner = 4 * geometry.hidden_size if parameters is None else parameters.inner

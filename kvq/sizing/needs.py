@@ -1,11 +1,11 @@
-"""Block demand of sequences per layer group: of one, and of many at once."""
+"""Block demand per layer group, of one sequence and of several at once."""
 
 from collections.abc import Sequence
 
 from kvq.layout import GroupLayout, KVLayout, Role
 from kvq.scheduler import Reach, most_blocks
 
-STATES_EACH = 3  # blocks of recurrent states that are worth having a sequence: its own, and two snapshots
+STATES_EACH = 3  # blocks of recurrent states that a sequence benefits from: its own, and two snapshots
 
 
 def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
@@ -24,19 +24,19 @@ def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_to
 
 
 def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
-    """Return blocks per layer group for a step's tokens, if they are not counted with each sequence.
+    """Return the blocks per layer group for a step's tokens, if they are not counted with each sequence.
 
-    Groups of staged recent tokens have them for all sequences together, other groups 0. A step
-    that is planned while another runs has a token for each sequence, which its own blocks have room for.
+    RECENT groups have such blocks for all sequences together, other groups have 0. A step that is planned
+    while another runs has one token per sequence, for which the sequence's own blocks have room.
     """
     blocks = -(-step_tokens // layout.block_size)
     return [blocks if group.role is Role.RECENT else 0 for group in layout.groups]
 
 
 def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Return the most blocks per layer group of a sequence, with steps of `step_tokens` at most.
+    """Return the most blocks per layer group of a sequence, with steps of at most `step_tokens`.
 
-    Beside those of `step_blocks`, where there are any.
+    The blocks of `step_blocks` are not included.
     """
     blocks = []
     for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
@@ -48,7 +48,7 @@ def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: 
 def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
     """Return the most blocks per layer group of a sequence, including those of a step's tokens.
 
-    `kvq.scheduler.fit` refuses a request by this.
+    `kvq.scheduler.fit` refuses requests that need more than there is.
     """
     reaches = [_reach(group) for group in layout.groups]
     return most_blocks(prompt, output, reaches, layout.block_size, step_tokens)
@@ -57,7 +57,7 @@ def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: i
 def sequences_blocks(
     layout: KVLayout, prompt: int, output: int, *, count: int, step_tokens: int
 ) -> list[int]:
-    """Return blocks per layer group for `count` sequences, and for the tokens of the step they share."""
+    """Return the blocks per layer group for `count` sequences, and for the tokens of the step they share."""
     own = sequence_blocks(layout, prompt, output, step_tokens=step_tokens)
     alone = sequence_alone(layout, prompt, output, step_tokens=step_tokens)
     return [(count - 1) * each + most for each, most in zip(own, alone, strict=True)]

@@ -8,25 +8,25 @@ from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
 
 Config = Mapping[str, Any]
-Matrix = tuple[str, int, int]  # a Linear layer's name, its weights, its output rows; of equal experts' all
+Matrix = tuple[str, int, int]  # a Linear layer's name, weights and output rows; equal experts count as one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """Parameter counts by what quantizers treat alike, and by what a token reads."""
+    """Parameter counts, split by how quantizers treat them and by what a token reads."""
 
-    embedding: int = 0  # the input's; a lookup reads one row
-    tables: int = 0  # further embeddings, of which a token reads a row, such as Gemma 3n's per layer
-    head: int = 0  # the output's; 0 where the embedding serves for it
+    embedding: int = 0  # of the input; a lookup reads one row
+    tables: int = 0  # further embeddings, of which a token reads one row, such as Gemma 3n's per-layer ones
+    head: int = 0  # of the output; 0 if the embedding serves as the head
     attention: int = 0
-    mlp: int = 0  # dense ones and shared experts
-    experts: int = 0  # routed ones, all of them
+    mlp: int = 0  # dense MLPs and shared experts
+    experts: int = 0  # all routed experts
     other: int = 0  # norms, biases, routers, sinks
-    active_experts: int = 0  # of the routed ones, what one token passes through
-    outputs: int = 0  # rows of the weights of attention and MLP, which have a scale each in some formats
-    expert_outputs: int = 0  # the same of routed experts
+    active_experts: int = 0  # the part of the routed experts that one token passes through
+    outputs: int = 0  # output rows of attention and MLP weights; in some formats, each has a scale
+    expert_outputs: int = 0  # output rows of routed experts
     inner: int = 0  # width of the widest MLP that a token passes through
-    matrices: tuple[Matrix, ...] = field(default=(), compare=False, repr=False)  # where they are known
+    matrices: tuple[Matrix, ...] = field(default=(), compare=False, repr=False)  # if known
 
     def __add__(self, more: "Parameters") -> "Parameters":
         """Return the sum of both."""
@@ -40,25 +40,25 @@ class Parameters:
 
     @property
     def linear(self) -> int:
-        """Weights of Linear layers; all experts of a layer are one tensor, with a term of its own."""
+        """Weights of Linear layers, without experts, which are one tensor per layer and a separate term."""
         return self.attention + self.mlp
 
     @property
     def each(self) -> tuple[Matrix, ...]:
-        """Matrices of attention, MLPs and experts; where they aren't known, each kind as if it were one."""
+        """Matrices of attention, MLPs and experts; if unknown, each kind counts as one matrix."""
         experts = ("layers.0.experts.0", self.experts, self.expert_outputs)
         return self.matrices or (("layers.0.linear", self.linear, self.outputs), experts)
 
     @property
     def active(self) -> int:
-        """Parameters that one token multiplies with; a tied embedding is read as the head."""
+        """Parameters that one token is multiplied with; a tied embedding counts as the head."""
         head = self.head or self.embedding
         return head + self.attention + self.mlp + self.active_experts + self.other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Facts of a model that decide about memory, from its config.json or its code."""
+    """Properties of a model that determine its memory, from its config.json or its code."""
 
     config: Config
     geometry: ModelGeometry
@@ -75,7 +75,7 @@ def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
     """Count a text model's parameters.
 
     Raises:
-        ConfigError: a family whose layers aren't known here.
+        ConfigError: the layers of the model's family aren't known here.
     """
     family = geometry.model_type
     if not is_counted(family):
@@ -107,12 +107,12 @@ def _get(config: Config, name: str, default: int | None = None) -> int:
 
 
 def _experts(config: Config, name: str, default: int) -> int:
-    """Return the number of experts, by the family's key or by that of transformers since version 5."""
+    """Return the number of experts, from the family's key or the key of transformers since version 5."""
     return _get(config, name if name in config else "num_local_experts", default)
 
 
 def _matrices(kind: str, place: str, shapes: Mapping[str, tuple[int, int]], copies: int = 1) -> Parameters:
-    """Count weights [out, in] of a layer's part, by their names in it, `copies` times."""
+    """Count `copies` times the weights of part of a layer; `shapes`: (outputs, inputs) by name."""
     rows = "expert_outputs" if kind == "experts" else "outputs"
     found = tuple(
         (f"model.layers.{place}.{name}", copies * out * inputs, copies * out)
@@ -123,7 +123,7 @@ def _matrices(kind: str, place: str, shapes: Mapping[str, tuple[int, int]], copi
 
 
 def _attention(geometry: ModelGeometry, index: int) -> Parameters:
-    """Count four projections, without biases; Phi 3 has three in one."""
+    """Count four projections, without biases; Phi 3 fuses three of them."""
     layer, hidden, family = geometry.layers[index], geometry.hidden_size, geometry.model_type
     q, k = geometry.q_heads * layer.k_head_dim, layer.kv_heads * layer.k_head_dim
     v, out = layer.kv_heads * layer.v_head_dim, geometry.q_heads * layer.v_head_dim
@@ -155,7 +155,7 @@ def _llama_attention(config: Config, geometry: ModelGeometry, index: int) -> Par
     attention = _attention(geometry, index)
     other = (4 if family in ("gemma2", "gemma3_text") else 2) * hidden
     if family == "qwen2":
-        other += attention.outputs - hidden  # none of the output's
+        other += attention.outputs - hidden  # the output projection has none
     elif config.get("attention_bias"):
         other += attention.outputs
     if family in ("qwen3", "qwen3_moe", "gemma3_text"):
@@ -182,7 +182,7 @@ def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count a layer with experts, if it is a `decoder_sparse_step`-th one and not named dense."""
+    """Count a layer, with experts if it is a `decoder_sparse_step`-th one and not listed as dense."""
     step, count = _get(config, "decoder_sparse_step", 1), _experts(config, "num_experts", 128)
     if index in (config.get("mlp_only_layers") or ()) or not count or (index + 1) % step:
         return _llama(config, geometry, index)
@@ -206,7 +206,7 @@ def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count multi-head latent attention; dense first layers, then routed experts beside a shared one.
+    """Count multi-head latent attention; dense first layers, then routed experts with a shared one.
 
     Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 2.1.
     """
@@ -230,19 +230,19 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Paramet
     inner = _get(config, "moe_intermediate_size", 2048)
     count, chosen = _experts(config, "n_routed_experts", 256), _get(config, "num_experts_per_tok", 8)
     shared = _gated(f"{index}.mlp.shared_experts", hidden, _get(config, "n_shared_experts", 1) * inner)
-    correction = Parameters(other=count)  # of the router
+    correction = Parameters(other=count)  # the router's
     routed = _routed(f"{index}.mlp", hidden, inner, count=count, chosen=chosen)
     return attention + shared + correction + routed
 
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count routed experts and a shared one in each `interleave_moe_layer_step`-th layer, else an MLP."""
+    """Count routed experts and a shared one in each `interleave_moe_layer_step`-th layer, else one MLP."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 8192)
     attention, place = _llama_attention(config, geometry, index), f"{index}.feed_forward"
     if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):
         return attention + _gated(place, hidden, _get(config, "intermediate_size_mlp", 16384))
     count, chosen = _get(config, "num_local_experts", 16), _get(config, "num_experts_per_tok", 1)
-    together = Parameters(inner=(1 + chosen) * inner)  # a token passes through the shared one too
+    together = Parameters(inner=(1 + chosen) * inner)  # a token passes through the shared expert, too
     shared = _gated(f"{place}.shared_expert", hidden, inner)
     return attention + shared + _routed(place, hidden, inner, count=count, chosen=chosen) + together
 

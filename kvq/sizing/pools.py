@@ -16,23 +16,23 @@ from kvq.sizing.needs import (
 )
 
 RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
-GPU_FRACTION = 0.9  # of what is free once the weights are loaded; graphs, logits and fragments have the rest
+GPU_FRACTION = 0.9  # of the memory that is free once weights are loaded; the rest: graphs, logits, fragments
 CPU_FRACTION = 0.5
-CPU_MOST = 4 << 30  # bytes, by default: other programs need a host's memory too
-STEP_MOST = 0.0625  # of the pools' memory, for the tokens of a step, while they are staged
-OTHERS_LEAST = 0.125  # of it, for staging groups, where a context that is cut short could take all
-_USUAL = 1024  # tokens of a sequence, for which recurrent states are sized
-_SHORT = 512  # tokens of a sequence, for which staging areas are sized in pools that are too small for all
+CPU_MOST = 4 << 30  # bytes, by default: other programs need a host's memory, too
+STEP_MOST = 0.0625  # of the pools' memory, for a step's tokens while they are staged
+OTHERS_LEAST = 0.125  # of it, for staging groups, if a truncated context could take all
+_USUAL = 1024  # tokens of the sequences for which recurrent states are sized
+_SHORT = 512  # tokens of the sequences for which staging areas are sized if pools are too small for all
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine, by default
 
 
 def pool_budget(  # D270: the memory that CUDA reports, not the data sheet's
     free_bytes: int, *, activation_bytes: int, on_gpu: bool, fraction: float | None = None
 ) -> int:
-    """Return the bytes that pools may take of the memory that is free when the weights are loaded.
+    """Return the bytes that pools may take of the memory that is free once the weights are loaded.
 
-    `activation_bytes`: what the largest step needs beside weights and pools. `fraction`: of the free
-    bytes, where it is not the device's own; then a host gives as much as that.
+    `activation_bytes`: memory that the largest step needs in addition to weights and pools. `fraction`:
+    share of the free bytes in place of the device's default; it also lifts the default limit of hosts.
     """
     share = fraction or (GPU_FRACTION if on_gpu else CPU_FRACTION)
     budget = int(free_bytes * share) - activation_bytes
@@ -45,7 +45,7 @@ class PoolPlan:
 
     num_blocks: list[int]  # per layer group
     step_tokens: int  # most new tokens of a step
-    sequences: int  # most that run side by side
+    sequences: int  # most that run at once
 
     @property
     def chunk(self) -> int:
@@ -58,18 +58,18 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
 ) -> PoolPlan:
     """Divide `budget_bytes` for `sequences` sequences of full length; None: all that they could use.
 
-    1. One sequence comes first. It gets the blocks of the longest context that `budget_bytes` hold at all,
-       together with the tokens of a step. For staged tokens that may be as short as a block here; and
-       a context that is longer than what fits leaves an eighth of the memory to staging groups, for others.
-       No blocks at all: less than one of every layer group fits.
-    2. A step of a staged recipe takes as many tokens as that leaves room for, a sixteenth of the memory at
-       most. No more sequences run side by side than a step has tokens.
-    3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit side by side. Where
-       all fit, staging groups get room for all with as many tokens as fit.
-    4. With recurrent states, sequences of 1,024 tokens get theirs and room for two snapshots, as
-       many sequences as fit side by side.
-    5. The rest is shared by what groups want, staging groups last: they have what those sequences need. If
-       they get all of it, steps grow into what is left.
+    1. One sequence comes first. It gets the blocks of the longest context that fits in `budget_bytes`
+       together with the tokens of a step (with a staged recipe, here a step of one block at most). If that
+       context is not the full length, an eighth of the memory is for other sequences' staging groups. If
+       not even one block of every layer group fits, there are no blocks at all.
+    2. A step of a staged recipe takes as many tokens as fit in the rest, up to a sixteenth of the memory. No
+       more sequences run at once than a step has tokens.
+    3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit at once. If all
+       `sequences` fit, staging groups get room for all of them at the greatest length that fits.
+    4. With recurrent states, as many sequences of 1,024 tokens as fit at once get theirs and room for two
+       snapshots each.
+    5. The rest is divided in proportion to demand, for staging groups last, as they have what those
+       sequences need. If all demand is met, steps grow into the remaining memory.
 
     More memory never makes the longest context shorter.
     """
@@ -97,7 +97,7 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
     least = sequence_alone(layout, longest, 1, step_tokens=step_tokens)
     least = _with_states(layout, least, budget_bytes, sequences=limits["sequences"], max_context=max_context)
     wanted = _at_least(wanted_blocks(layout, **limits, step_tokens=step_tokens), least)
-    if is_bounded:  # all the rest is for others: the context would be longer by what rounding leaves
+    if is_bounded:  # the rest is for other sequences; rounding would else lengthen the context
         blocks = share_blocks(layout, _merged(layout, sealed=least, staging=wanted), budget_bytes, least)
     else:
         fitted = _side_by_side(layout, budget_bytes, least, **limits, step_tokens=step_tokens)
@@ -118,7 +118,7 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
 def _with_states(
     layout: KVLayout, least: Sequence[int], budget_bytes: int, *, sequences: int, max_context: int
 ) -> list[int]:
-    """`least` with the blocks of recurrent states that are worth having beside it."""
+    """Return `least` with as many useful blocks of recurrent states as fit in addition."""
     least = list(least)
     if layout.states is not None:
         states = layout.states.block_bytes * STATES_EACH
@@ -141,7 +141,7 @@ class _First:  # D272: one long sequence first, then many of 512 tokens
         return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
 
     def longest(self, most: int, *, staging_bytes: float = 0) -> int:
-        """Return the most tokens that fit if staging groups take `staging_bytes` or what they need; or 0."""
+        """Return the most tokens that fit if staging groups take at least `staging_bytes`; 0 if none fit."""
 
         def is_too_long(tokens: int) -> bool:
             blocks = self.blocks(tokens)
@@ -153,9 +153,9 @@ class _First:  # D272: one long sequence first, then many of 512 tokens
 
 
 def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int, longest: int) -> int:
-    """Return the most tokens of a step, in whole blocks, that a sixteenth of the memory holds.
+    """Return the most tokens of a step, in whole blocks, that fit in a sixteenth of the memory.
 
-    They fit beside a sequence of `longest` tokens; a block of tokens does in any case.
+    They also fit together with a sequence of `longest` tokens. A single block always fits.
     """
     block = sum(group.block_bytes for group in layout.groups if group.role is Role.RECENT)
     size, most = layout.block_size, int(STEP_MOST * budget_bytes / block)
@@ -177,7 +177,7 @@ def _side_by_side(
     max_context: int,
     step_tokens: int,
 ) -> list[int]:
-    """Return blocks for all sequences of `_SHORT` tokens that fit; staging groups for longer ones."""
+    """Return the blocks for all sequences of `_SHORT` tokens that fit; if all do, staging for longer ones."""
 
     def blocks(count: int, tokens: int) -> list[int]:
         return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)
@@ -200,14 +200,14 @@ def _side_by_side(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Crowd:
-    """Number of equal sequences that run at once."""
+    """Number of sequences of equal length that run at once."""
 
     count: int
-    limit: GroupLayout | None  # the layer group whose blocks run out first; None: as many as may run at all
+    limit: GroupLayout | None  # the layer group whose blocks run out first; None: all that may run fit
 
 
 def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
-    """Return how many sequences of `tokens` tokens fit into pools, each with its most blocks; maybe 0."""
+    """Return the number of sequences of `tokens` tokens that fit into pools, each at its peak of blocks."""
     own = sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
     alone = sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
     fits = [
@@ -229,9 +229,9 @@ def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:
 def share_blocks(
     layout: KVLayout, wanted: Sequence[int], budget_bytes: float, least: Sequence[int] | None = None
 ) -> list[int]:
-    """Return one share of what each layer group wants, such that `budget_bytes` hold all blocks.
+    """Return the same share of each layer group's wanted blocks, such that all fit in `budget_bytes`.
 
-    No group gets less than its `least`, for which there is room in any case.
+    No group gets less than its `least`, which must fit.
     """
     least = [0] * len(wanted) if least is None else least
     budget, free, share = max(0, budget_bytes), set(range(len(wanted))), 1.0
@@ -262,5 +262,5 @@ def _merged(layout: KVLayout, *, sealed: Sequence[int], staging: Sequence[int]) 
 
 
 def reserve_blocks(num_blocks: Sequence[int], fraction: float = RESERVE_FRACTION) -> int:
-    """Return the blocks of every pool that are kept from new requests."""
+    """Return the number of blocks of every pool that are kept from new requests."""
     return min(int(fraction * min(num_blocks)), min(num_blocks) - 1)

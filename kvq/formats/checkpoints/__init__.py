@@ -1,4 +1,7 @@
-"""Quantized checkpoints by their config.json: layers, formats and tensor names. No tensors."""
+"""Quantized checkpoints as config.json describes them: layers, formats and tensor names. No tensors.
+
+A new `quant_method` is added to `_READ`; the tensors of its file format are read by `kvq.weights.files`.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +16,7 @@ from kvq.formats.checkpoints.scheme import QuantizationScheme
 
 __all__ = ["QuantizationScheme", "parse_config", "with_modelopt_config"]
 
-_LEFT = "bitsandbytes"  # whose layers are left to that package
+_LEFT = "bitsandbytes"  # layers are left to that package
 _READ: dict[str, Callable[[Fields], QuantizationScheme]] = {  # by quant_method
     config_groups.METHOD: config_groups.parse,
     "gptq": flat_config.parse_gptq,
@@ -23,10 +26,10 @@ _READ: dict[str, Callable[[Fields], QuantizationScheme]] = {  # by quant_method
 
 
 def parse_config(config: object) -> QuantizationScheme:
-    """Read the quantization_config of a config.json; of bitsandbytes' there are no rules.
+    """Read the quantization_config of a config.json; for bitsandbytes, there are no rules.
 
     Raises:
-        ModelError: a method, version or feature that isn't read, by its field and value.
+        ModelError: a method, version or feature is not supported; the message names its field and value.
     """
     fields = Fields.of(config, WHERE)
     method = fields.values.get("quant_method")
@@ -40,7 +43,7 @@ def parse_config(config: object) -> QuantizationScheme:
 
 
 def with_modelopt_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json's dict with the quantization_config that ModelOpt keeps in another file."""
+    """Return a config.json's dict with the quantization_config that ModelOpt writes to another file."""
     path, own = folder / "hf_quant_config.json", None
     if config.get("quantization_config") is not None or not path.is_file():
         return dict(config)

@@ -23,9 +23,9 @@ from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
-INT = "int-quantized"  # D180: W4A8: bytes, as vLLM keeps it
+INT = "int-quantized"  # D180: W4A8 is stored as bytes, as in vLLM
 FLOAT = "float-quantized"
-NAIVE = "naive-quantized"  # what that package calls weight-only FP8
+NAIVE = "naive-quantized"  # the package's name for weight-only FP8
 _MIXED = "mixed-precision"
 _VERSIONS = (PACKED, INT, FLOAT, NAIVE)
 _FIELDS = (
@@ -38,7 +38,7 @@ _ARGS = (
     "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
 )  # fmt: skip
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
-_ORDERED = ("group", "dynamic")  # of actorder: on disk, groups of scattered inputs
+_ORDERED = ("group", "dynamic")  # values of actorder with groups of scattered inputs on disk
 _CODES = {("int", bits): code for bits, code in INTEGER_CODES.items()} | {("float", 8): WeightCode.FP8}
 _KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
@@ -47,11 +47,11 @@ def version_of(fmt: WeightFormat) -> str:
     """Return the compressor that writes weights of this format."""
     if fmt.code is WeightCode.FP8:
         return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
-    return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
+    return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM stores W4A8's nibbles as bytes, too
 
 
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
-    """Return the config of layers in these formats; with several, each group names its layers."""
+    """Return the config for layers in these formats; with several formats, each group names its layers."""
     kinds = list(dict.fromkeys(formats.values()))
     versions = {version_of(fmt) for fmt in kinds}
     groups = {}
@@ -83,9 +83,9 @@ def parse(fields: Fields) -> QuantizationScheme:
 
 
 def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
-    """Layers to ignore, then those of groups: by name before patterns, and both before all layers.
+    """Return the rules of ignored layers, then of groups: names before patterns, and both before all layers.
 
-    `read`: what is to be told of a group's layers, None where they are kept.
+    `read`: returns the description of a group's layers, or None if they stay unquantized.
     """
     named = fields.object("config_groups")
     if not named.values:
@@ -122,7 +122,7 @@ def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
 
 
 def _group(group: Fields, version: str) -> LayerScheme:
-    """Return how a group's layers lie on disk."""
+    """Return the stored form of a group's layers."""
     group.only(_GROUP)
     group.absent("output_activations")
     weights = group.object("weights")
@@ -181,12 +181,12 @@ def _target(text: str, where: str) -> re.Pattern[str]:
 
 
 def _token_inputs(kind: str) -> dict[str, Any]:
-    """Return the scheme of inputs rounded token by token."""
+    """Return the scheme for inputs that are rounded token by token."""
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 def _check_args(args: Fields, wanted: Mapping[str, Any]) -> None:
-    """Raise ModelError unless arguments of a quantization are these, and nothing more."""
+    """Raise ModelError unless a quantization has exactly these arguments."""
     args.only(_ARGS)
     args.absent("block_structure", "actorder", "group_size")
     for name, value in wanted.items():

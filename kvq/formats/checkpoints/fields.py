@@ -1,4 +1,4 @@
-"""Fields of a quantization_config, read strictly: what isn't understood is refused by its name."""
+"""Fields of a quantization_config, read strictly: anything unsupported is refused by name."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ WHERE = "config.json's quantization_config"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object and where it stands, as errors call it."""
+    """A JSON object, and its location as errors name it."""
 
     values: Mapping[str, Any]
     where: str = WHERE
@@ -24,34 +24,34 @@ class Fields:
         """Wrap a JSON object.
 
         Raises:
-            ModelError: it is something else.
+            ModelError: the value is not an object.
         """
         if not isinstance(value, dict):
             raise ModelError(f"{where} must be an object, got {shown(value)}")
         return cls(value, where)
 
     def refusal(self, name: str, allowed: str) -> ModelError:
-        """Return the error of a field whose value can't be read."""
+        """Return the error for a field whose value can't be read."""
         value = self.values.get(name, MISSING)
         got = "nothing" if value is MISSING else shown(value)
         return ModelError(f"{self.where}: {name} must be {allowed}, got {got}")
 
     def choice(self, name: str, allowed: Sequence[Any], default: Any = MISSING) -> Any:
-        """Return a value out of `allowed`; of the same type, too, so that 1 is not true."""
+        """Return a field's value, which must be in `allowed` with the same type, so that 1 is not true."""
         value = self.values.get(name, default)
         if not any(type(value) is type(option) and value == option for option in allowed):
             raise self.refusal(name, " or ".join(shown(option) for option in allowed))
         return value
 
     def number(self, name: str) -> int:
-        """Return an integer."""
+        """Return a field's value, an integer."""
         value = self.values.get(name)
         if type(value) is not int:
             raise self.refusal(name, "an integer")
         return value
 
     def strings(self, name: str) -> list[str]:
-        """Return a list of strings; missing and null are empty."""
+        """Return a field's value, a list of strings; an empty list if it is missing or null."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -60,17 +60,17 @@ class Fields:
         return value
 
     def absent(self, *names: str) -> None:
-        """Raise ModelError if one of these says anything: what it asks for isn't read."""
+        """Raise ModelError if any of these fields is set; kvq does not support what they request."""
         for name in names:
             if self.values.get(name) not in (None, False, {}, []):
                 raise self.refusal(name, "absent (kvq doesn't read it)")
 
     def object(self, name: str) -> "Fields":
-        """Return an object inside this one."""
+        """Return the object in a field."""
         return Fields.of(self.values.get(name), f"{self.where}.{name}")
 
     def only(self, known: Sequence[str]) -> None:
-        """Raise ModelError for any other field."""
+        """Raise ModelError if there are fields other than `known`."""
         for name in self.values:
             if name not in known:
                 raise ModelError(
@@ -79,15 +79,15 @@ class Fields:
                 )
 
     def no_typos(self, known: Sequence[str], harmless: Sequence[str] = ()) -> None:
-        """Raise ModelError for a field that is nearly one of `known`: left alone, it would be ignored."""
+        """Raise ModelError for a field that looks like a misspelled one of `known`; it would be ignored."""
         for name in self.values:
             if name not in known and name not in harmless and (meant := _meant(name, known, 0.8)):
                 raise ModelError(f"{self.where}: unknown field {shown(name)}{meant}")
 
 
 def shown(value: object) -> str:
-    """Return a JSON value as an error shows it, shortened."""
-    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python writes no number of 5,000 digits
+    """Return a JSON value as text for an error message, shortened."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python refuses to print 5,000 digits
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -24,7 +24,7 @@ from kvq.formats.checkpoints.scheme import (
 from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat
 
 V1 = "gptq"  # zero points are stored minus 1
-V2 = "gptq_v2"  # as they are
+V2 = "gptq_v2"  # zero points are stored unchanged
 GEMM = "gemm"
 GPTQ_SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 AWQ_SUFFIXES = ("qweight", "qzeros", "scales")
@@ -68,7 +68,7 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
 
 
 def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
-    """Exceptions, the head, then layers of blocks. `read`: what is to be told of layers with such fields."""
+    """Return the rules of exceptions, the head, then layers in blocks; `read` describes layers by fields."""
     layer, rules = read(fields), _dynamic(fields, read)
     head = fields.choice("lm_head", (True, False, None), False)
     rules.append((ending("lm_head"), layer if head else None))
@@ -77,7 +77,7 @@ def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Lay
 
 
 def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return the config of an AWQ checkpoint, version GEMM, with zero points also where they are all zero."""
+    """Return the config of an AWQ checkpoint, version GEMM, with zero points even if all are zero."""
     return {
         "quant_method": "awq",
         "bits": fmt.code.bits,
@@ -116,7 +116,7 @@ def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightForma
 
 
 def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
-    """GPTQModel's exceptions: `-:pattern` leaves layers out, `+:pattern` or `pattern` changes fields."""
+    """Return GPTQModel's exceptions: `-:pattern` excludes layers, `+:pattern` or `pattern` changes fields."""
     if fields.values.get("dynamic") is None:
         return []
     dynamic, rules = fields.object("dynamic"), []
@@ -131,7 +131,7 @@ def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer
 
 
 def _parts(fields: Fields) -> list[str]:
-    """Ends of the names of quantized layers, where the config lists them."""
+    """Return the ends of the names of quantized layers, if the config lists them."""
     listed = fields.values.get("modules_in_block_to_quantize")
     if listed is None:
         return []
@@ -143,7 +143,7 @@ def _parts(fields: Fields) -> list[str]:
 
 
 def _in_blocks(fields: Fields) -> re.Pattern[str]:
-    """Return the layers of all blocks, or of the list of blocks that the config names."""
+    """Return a pattern for the layers of all blocks, or of the block list that the config names."""
     name = fields.values.get("block_name_to_quantize")
     if name is None:
         return IN_BLOCKS

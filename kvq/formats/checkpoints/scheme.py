@@ -12,30 +12,30 @@ _MAX_PATTERN = 1000
 _MAX_REPEATS = 5
 Layer = TypeVar("Layer")  # description of one layer
 
-IN_BLOCKS = re.compile(r"(.*\.)?\d+\..*")  # layers outside of the numbered blocks keep their weights
-EVERY = re.compile("")  # patterns fit a layer's name from its start
+IN_BLOCKS = re.compile(r"(.*\.)?\d+\..*")  # layers outside the numbered blocks stay unquantized
+EVERY = re.compile("")  # patterns match from the start of a layer's name
 
 
 def exactly(name: str) -> re.Pattern[str]:
-    """Return the layer of that name."""
+    """Return a pattern for the layer of that name."""
     return re.compile(rf"{re.escape(name)}\Z")
 
 
 def containing(part: str) -> re.Pattern[str]:
-    """Layers with that in their names."""
+    """Return a pattern for layers whose names contain `part`."""
     return re.compile(rf"(?s:.*){re.escape(part)}")
 
 
 def ending(part: str) -> re.Pattern[str]:
-    """Layers whose names end so, in whole words."""
+    """Return a pattern for layers whose names end with `part`, in whole words."""
     return re.compile(rf"(?s:.*\.)?{re.escape(part)}\Z")
 
 
 def fitting(pattern: str) -> re.Pattern[str]:
-    """Layers that a config's regular expression fits.
+    """Return a config's regular expression, compiled.
 
     Raises:
-        ModelError: it is none, or one that could take for ever on a long name.
+        ModelError: the expression is invalid, or could take forever on a long name.
     """
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"(?<!\\)\)[*+{]", pattern):
@@ -57,14 +57,14 @@ class LayerScheme:
 
     fmt: WeightFormat
     version: str  # of the file format: "pack-quantized", "gptq_v2", "gemm" ...
-    suffixes: tuple[str, ...]  # its tensors are called `{layer}.{suffix}`
+    suffixes: tuple[str, ...]  # tensors are called `{layer}.{suffix}`
 
 
-Rule = tuple[re.Pattern[str], Layer | None]  # layers of these names, and what is said of them; None: kept
+Rule = tuple[re.Pattern[str], Layer | None]  # names of layers, and their description; None: unquantized
 
 
 def first_of(rules: Iterable[Rule[Layer]], name: str) -> Layer | None:
-    """Return the form of the first rule that matches a layer; None if it is kept as it was."""
+    """Return the description in the first rule that matches a layer; None if it stays unquantized."""
     return next((layer for pattern, layer in rules if pattern.match(name)), None)
 
 
@@ -78,15 +78,15 @@ class QuantizationScheme:
     kv_scales: bool = False  # static FP8 scales of K and V are among the tensors
 
     def layer_of(self, name: str) -> LayerScheme | None:
-        """Return how the Linear layer of that name is stored; None if it is not quantized."""
+        """Return the stored form of the Linear layer of that name; None if it is not quantized."""
         return first_of(self.rules, name)
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """Return the format of the Linear layer of that name; None: not quantized."""
+        """Return the format of the Linear layer of that name; None if it is not quantized."""
         layer = self.layer_of(name)
         return None if layer is None else layer.fmt
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the tensors of the layer's weight on disk; of an unquantized layer, its weight."""
+        """Return the names of the tensors on disk that store the layer's weight."""
         layer = self.layer_of(name)
         return (f"{name}.weight",) if layer is None else tuple(f"{name}.{part}" for part in layer.suffixes)

@@ -1,4 +1,4 @@
-"""Stored size of each layer's weights, by a quantization_config of any method, loaded by kvq or not."""
+"""Stored size of each layer's weights, from a quantization_config of any method, even one kvq can't load."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,27 +16,27 @@ from kvq.formats.weights import WeightCode, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A form of weights."""
+    """A stored form of weights."""
 
     name: str
     weight_bytes: float  # without scales
-    group: int | None = None  # weights that share a scale; None: an output row's
-    scale_bytes: float = 0  # of a scale and the zero point beside it; 0: there are none
+    group: int | None = None  # weights that share a scale; None: an output row
+    scale_bytes: float = 0  # of a scale and its zero point; 0: there are none
 
     @classmethod
     def of(cls, fmt: WeightFormat, scale_bytes: int = 2) -> "Stored":
-        """Return a format that kernels take, which keep 3 bits as 4."""
+        """Return the form in which kernels store a format; they store 3 bits as 4."""
         narrow = fmt.code in (WeightCode.INT4, WeightCode.INT3)
         return cls(fmt.name, 0.5 if narrow else 1, fmt.group_size, scale_bytes + (not fmt.symmetric))
 
     def num_scales(self, weights: int, rows: int) -> float:
-        """Return the number of scales of `count` weights in `rows` output rows."""
+        """Return the number of scales of `weights` weights in `rows` output rows."""
         each = weights / self.group if self.group else rows
         return each if self.scale_bytes else 0
 
 
 NF4 = Stored("nf4", 0.5, 64, 1)
-_NAMED = {  # by what a config's text about weights has in it
+_NAMED = {  # by a pattern in a config's text about weights
     "mxfp4": Stored("mxfp4", 0.5, 32, 1),
     "mxfp6": Stored("mxfp6", 0.75, 32, 1),
     "mxfp8": Stored("mxfp8", 1, 32, 1),
@@ -44,7 +44,7 @@ _NAMED = {  # by what a config's text about weights has in it
     "nf4": NF4,
     "fp8|float8|e4m3|e5m2": Stored("fp8", 1, None, 2),
 }
-_METHODS: dict[str, tuple[str, ...]] = {  # where each tells the form of weights
+_METHODS: dict[str, tuple[str, ...]] = {  # path to the form of weights, by method
     **dict.fromkeys(("auto-round", "intel/auto-round", "awq", "bitsandbytes", "inc"), ()),
     "hqq": ("quant_config", "weight_quant_params"),
     "modelopt": ("quant_algo",),
@@ -57,7 +57,7 @@ _KEPT = (
     "ignored_layers", "modules_to_not_convert", "exclude", "exclude_modules", "ignore", "skip_modules",
     "llm_int8_skip_modules",
 )  # fmt: skip
-_OWN = ("quantized_layers", "layer_quant_config", "extra_config")  # of layers, by name
+_OWN = ("quantized_layers", "layer_quant_config", "extra_config")  # fields that describe layers by name
 _BITS = ("num_bits", "bits", "w_bit", "nbits")
 _TEXTS = ("quant_algo", "dtype", "weight_dtype", "_type", "weights")
 _EXPERTS = re.compile(r".*\.experts\.")
@@ -68,7 +68,7 @@ def stored_layers(
 ) -> Sequence[Rule[Stored]] | None:
     """Return stored forms by patterns of layer names, of which the first match counts; None if unknown.
 
-    `scheme`: of a config that kvq reads, with scales of `scale_bytes`.
+    `scheme`: the scheme of a config that kvq reads; its scales have `scale_bytes`.
     """
     if scheme is not None and scheme.rules:
         forms = ((names, layer.fmt if layer else None) for names, layer in scheme.rules)
@@ -80,7 +80,7 @@ def stored_layers(
 
 
 def _unread(fields: Fields) -> list[Rule[Stored]] | None:
-    """Return the rules of a method, or of a feature of one, that kvq doesn't load."""
+    """Return the rules of a config whose method or features kvq doesn't load; None if unknown."""
     nested = fields.values.get("quantization")
     said = {**fields.values, **(nested if isinstance(nested, Mapping) else {})}
     method = str(said.get("quant_method", "bitsandbytes" if "load_in_4bit" in said else "")).lower()
@@ -101,21 +101,21 @@ def _unread(fields: Fields) -> list[Rule[Stored]] | None:
 
 
 def _at(said: object, path: tuple[str, ...]) -> object:
-    """Return the value at the end of a path, or where the path ends."""
+    """Return the value at the end of a path of keys, skipping missing keys."""
     for key in path:
         said = said[key] if isinstance(said, Mapping) and key in said else said
     return said
 
 
 def _layers(said: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, object]]:
-    """Yield the layers described by name; hqq has them where others have the whole."""
+    """Yield the layers described by name; hqq has them where other methods describe all layers."""
     for key in (*_OWN, *path[:1]):
         if isinstance(named := said.get(key), Mapping):
             yield from ((name, one) for name, one in named.items() if isinstance(one, Mapping))
 
 
 def _named(text: str) -> re.Pattern[str]:
-    """Return a pattern of layers: an expression, or words of their names with * for anything."""
+    """Return a pattern of layer names, from an expression or from words of names with * as a wildcard."""
     if text.startswith("re:"):
         return fitting(text.removeprefix("re:"))
     words = ".*".join(map(re.escape, text.split("*")))
@@ -123,7 +123,7 @@ def _named(text: str) -> re.Pattern[str]:
 
 
 def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
-    """Return the form that a text or an object describes; None for none, or for one of 16 bits."""
+    """Return the form that a text or an object describes; None if there is none, or it has 16 bits."""
     values = {**beside, "quant_algo": said} if isinstance(said, str) else said
     if not isinstance(values, Mapping):
         return None
@@ -136,7 +136,7 @@ def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
     if bits is not None:
         text = f"{_first(values, ('type', 'data_type'), str) or 'int'}{bits}"
     text = text.lower().replace("_", "")
-    if weight := re.search(r"((?:int|fp|float)\d+)weight", text):  # beside what inputs are rounded to
+    if weight := re.search(r"((?:int|fp|float)\d+)weight", text):  # the rest is about inputs
         text = weight[1]
     group = _first(values, ("group_size", "q_group_size"), int) or 0
     for pattern, named in _NAMED.items():
@@ -152,5 +152,5 @@ def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
-    """Return the first of these fields that has a value of that type."""
+    """Return the value of the first of these fields whose value has that type."""
     return next((values[name] for name in names if type(values.get(name)) is kind), None)

@@ -2,8 +2,8 @@
 // where the CPU can do that fast, everything else as fp32.
 //
 // A task is one KV head of one sequence and at most ROWS of its query rows, over splits of SPLIT keys.
-// A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
-// and every query row is computed by itself, so how a context came in changes no bit of what comes out.
+// A tile of TILE keys is decoded once for all query rows of the task. Splits are at fixed key positions,
+// and every query row is computed separately, so the chunks of a context don't change a bit of the results.
 
 #include "work.h"
 
@@ -13,21 +13,21 @@ struct Scratch {
     float* row;     // [k dim], or the widest row of V
     float* q;       // [rows, k width], rotated and scaled
     float* tile;    // [TILE, width], decoded
-    float* turned;  // [2 W, k width], keys on their way to scores
+    float* turned;  // [2 W, k width], transposed keys
     float* scores;  // [rows, TILE], then weights
     Running running;
-    Partial run;    // of the split at work
+    Partial run;    // of the current split
     Partial sum;    // of all splits before it
     IntegerScratch k, v;
     MeansScratch means;
     ChannelScratch channels;
 };
 
-// What is read of a tile, and what is asked for ahead of time.
+// The keys of a tile that are read, and those that are prefetched.
 struct Read {
     int at, skip, keys, next_keys;  // the keys [skip, keys) of those from position `at` on
     bool is_first;                  // of a split
-    int first_block;                // of the span that the tile lies in
+    int first_block;                // of the span that contains the tile
     Cursor here, there;
 };
 
@@ -39,7 +39,7 @@ inline void read_queries(const Call& call, const Task& task, Scratch& scratch) {
         if (k.rotated) rotate(x, k.dim);
         float bad = 0;
         for (int i = 0; i < k.dim; i++) bad += x[i] * 0.0f;
-        if (bad != 0)  // something is not finite: nor shall be what comes out
+        if (bad != 0)  // a value is not finite: the result must not be, either
             for (int i = 0; i < k.dim; i++) x[i] = __builtin_nanf("");
         for (int i = k.dim; i < call.k_width; i++) x[i] = 0;
         const Means& means = call.k_means;
@@ -53,7 +53,7 @@ inline void read_queries(const Call& call, const Task& task, Scratch& scratch) {
     }
 }
 
-// Scores of a tile's keys, into scratch.scores.
+// Compute the scores of a tile's keys in scratch.scores.
 inline void score_tile(const Call& call, const Task& task, Scratch& scratch, const Read& read) {
     const KvqRows& rows = call.layer.k;
     if (call.k_integer) {
@@ -77,7 +77,7 @@ inline void score_tile(const Call& call, const Task& task, Scratch& scratch, con
     add_scores(scratch.scores, scratch.means.scores + blocks.first - read.first_block, task.rows, blocks);
 }
 
-// What a tile's values add, into scratch.run.out; its weights into scratch.means.
+// Add a tile's values to scratch.run.out, and its weights to scratch.means.
 inline void add_tile(const Call& call, const Task& task, Scratch& scratch, const Read& read) {
     const KvqRows& rows = call.layer.v;
     const float* decays = scratch.running.decays;
@@ -123,7 +123,7 @@ inline void end_split(const Call& call, const Task& task, const Scratch& scratch
     }
 }
 
-// Of the blocks of a tile at `at`.
+// For the blocks of a tile at `at`.
 KVQ_PREFETCHES void ask_for_means(const Call& call, const Task& task, int at, int high) {
     if (at >= high || (!call.k_means.rows && !call.v_means.rows)) return;
     int keys = high - at < TILE ? high - at : TILE;
@@ -144,7 +144,7 @@ inline void end_span(const Call& call, const Task& task, Scratch& scratch, const
         add_means(scratch.means, call.v_means, task.rows, call.batch, task.sequence, task.head, blocks);
 }
 
-// Attention of a task's rows over one split, into scratch.run.
+// Compute attention of a task's rows over one split in scratch.run.
 inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
     start_split(call, task, scratch);
     Seen seen = seen_by(call, task);
@@ -153,7 +153,7 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     const int size = call.layer.block_size, span = span_of(size);
     for (int at = begin; at < end; at += TILE) {
         int keys = end - at < TILE ? end - at : TILE, skip = seen.low > at ? seen.low - at : 0;
-        int next = at + TILE;  // what to ask for ahead of time; after the last tile that tile again
+        int next = at + TILE;  // the tile to prefetch; after the last tile, that tile again
         if (next >= seen.high) next = at + skip;
         int next_keys = seen.high - next < TILE ? seen.high - next : TILE;
         Read read = {at, skip, keys, next_keys, at == begin, at / span * span / size,
@@ -170,7 +170,7 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     end_split(call, task, scratch);
 }
 
-// Ask for the first tile that a few query rows will read, while those before them are at work.
+// Prefetch the first tile that a few query rows will read, while the rows before them are computed.
 KVQ_PREFETCHES void ask_for_first(const Call& call, const Task& task, int split) {
     constexpr int FEW = 8;
     if (task.rows > FEW) return;
@@ -203,7 +203,7 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     return s;
 }
 
-// What work.h runs.
+// The functions that work.h calls.
 struct Attend {
     typedef ::Scratch Scratch;
     static Scratch take(const Call& call, Memory& memory) { return take_scratch(call, memory); }

@@ -17,15 +17,15 @@ _MOST = 2**31 - 2**13  # tokens; positions in blocks of up to 4,096 must not pas
 def attend(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
-    INT8 and grouped codes are multiplied with queries and probabilities as integers of 15 bits and sign,
-    which costs a relative error near 1e-4; with `exact`, or on CPUs without AVX2, in fp32.
+    INT8 and grouped codes are multiplied with queries and probabilities rounded to integers of 15 bits and
+    sign, with a relative error near 1e-4; with `exact`, or on CPUs without AVX2, products are fp32.
 
     Raises:
         IndexError: a table names a block outside the pool.
-        MemoryError: no room for scratch memory.
-        ConfigError: shapes that don't fit the blocks or the batch.
+        MemoryError: there is no room for scratch memory.
+        ConfigError: shapes don't fit the blocks or the batch.
     """
     check_shape("q", q, q.shape[1], kv.formats.k_head_dim)
     return run_attention("attend", q, kv, batch, options, exact=exact)
@@ -48,10 +48,10 @@ def run_attention(
 
 
 def check_batch(batch: SequenceBatch, tokens: int, block_size: int, options: AttentionOptions) -> None:
-    """Raise unless a batch is one of so many new tokens, with tables long enough for what they see.
+    """Raise unless a batch has `tokens` new tokens, and tables long enough for the keys that they see.
 
     Raises:
-        ConfigError: lengths that don't go together.
+        ConfigError: the lengths don't match.
         IndexError: a table is shorter than its sequence.
     """
     new, contexts = batch.query_lens, batch.context_lens
@@ -72,10 +72,10 @@ def check_batch(batch: SequenceBatch, tokens: int, block_size: int, options: Att
 def options_of(
     options: AttentionOptions, q_heads: int, kv_heads: int, *, exact: bool
 ) -> tuple[Any, Tensor | None]:
-    """KvqAttention, and the tensor whose memory it names.
+    """Return a KvqAttention, and the tensor to whose memory it points.
 
     Raises:
-        ConfigError: query heads that don't fit.
+        ConfigError: the query heads don't fit the KV heads or the sinks.
     """
     sinks = options.sinks
     if q_heads % kv_heads or (sinks is not None and sinks.shape != (q_heads,)):
@@ -97,7 +97,7 @@ def options_of(
 
 
 def _part(part: Part | None) -> dict[str, int]:
-    """The fields of KvqAttention that say which keys."""
+    """Return the fields of KvqAttention that select the part of the keys."""
     if part is None:
         return {"part": NUMBERS["KVQ_ALL"]}
     return {

@@ -1,4 +1,4 @@
-// Products of query rows with a tile of K, and of weights with a tile of V, that were decoded to fp32.
+// Products of query rows with a tile of K, and of weights with a tile of V, both decoded to fp32.
 #pragma once
 
 #include "task.h"
@@ -12,8 +12,8 @@ KVQ_PREFETCHES void prefetch_row(const KvqRows& rows, int64_t block, int head, i
     if (rows.scales) __builtin_prefetch(row_scales(rows, block, head, offset));
 }
 
-// Decode the rows [skip, keys) from `here` on into their places in `tile`, [TILE, width], and ask for
-// `next_keys` rows from `there` on: blocks lie anywhere, and no hardware guesses where the next one is.
+// Decode the rows [skip, keys) from `here` on into their places in `tile`, [TILE, width], and prefetch
+// `next_keys` rows from `there` on: blocks are anywhere, so hardware can't predict the next one.
 inline void read_tile(float* tile, const KvqRows& rows, Cursor here, Cursor there, int head, int width, int skip,
                       int keys, int next_keys) {
     Channels channels;
@@ -46,10 +46,10 @@ inline void float_scores(float* scores, const float* q, const float* tile, int w
     }
 }
 
-// Keys are turned for so many query rows or more: elements then lie side by side, and no sum crosses lanes.
+// Keys are transposed for this many query rows or more: elements are then adjacent, and no sum crosses lanes.
 constexpr int TURNED_ROWS = 8;
 
-// W rows of a tile into `turned` [width, W].
+// Transpose W rows of a tile into `turned` [width, W].
 inline void turn_keys(float* turned, const float* tile, int width) {
     for (int i = 0; i < width; i += W, turned += W * W) {
         vf x[W];
@@ -59,7 +59,7 @@ inline void turn_keys(float* turned, const float* tile, int width) {
     }
 }
 
-// Lane by lane what float_scores has in lane `lane` of its sums, for R rows over C times W turned keys.
+// Lane by lane the same as lane `lane` of float_scores's sums, for R rows over C times W transposed keys.
 template <int R, int C>
 inline void add_lane(vf sums[R][C], const float* q, const float* turned, int width, int lane) {
     for (int r = 0; r < R; r++)
@@ -72,7 +72,7 @@ inline void add_lane(vf sums[R][C], const float* q, const float* turned, int wid
     }
 }
 
-// float_scores of R rows over C times W turned keys, with its bits: lanes are added in the order of `sums_of`.
+// float_scores of R rows over C times W transposed keys, with its bits: lanes are added in the order of `sums_of`.
 template <int R, int C>
 // D101: transposed keys: no sum crosses lanes
 inline void turned_float_scores(float* scores, const float* q, const float* turned, int width) {
@@ -148,7 +148,7 @@ inline void float_values(float* out, const float* decays, const float* weights, 
         }
 }
 
-// True if rows are fp32 and lie in their blocks as in a tile, so that they can be read where they are.
+// Return true if rows are fp32 and have the layout of a tile in their blocks, so that they can be read in place.
 inline bool lies_as_tile(const KvqLayer& layer, const KvqRows& rows) {
     return rows.code == KVQ_FP32 && rows.codes_slot == (int64_t)rows.dim * 4 && rows.dim % PAD == 0 &&
            layer.block_size % W == 0;

@@ -1,7 +1,7 @@
-"""Attention of many new tokens over a long context: its rows become 16-bit numbers, a chunk at a time, and
-torch's flash attention takes them.
+"""Attention of many new tokens over a long context: its rows are decoded to 16-bit numbers, a chunk at a
+time, for torch's flash attention.
 
-Every tile of query rows that the fused kernel takes decodes the same codes again. Here each is decoded once,
+In the fused kernel, every tile of query rows decodes the same codes again. Here, each code is decoded once,
 into memory of at most `SCRATCH_BYTES`. The chunks' results are merged by their log-sum-exp, in fp32.
 
 Source: Dao, "FlashAttention-2", 2023, section 3.1.
@@ -20,7 +20,7 @@ from kvq.kernels.gpu import shapes
 from kvq.kernels.merge_partials.triton import merge_into
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
-SCRATCH_BYTES = 64 << 20  # K and V of one chunk; allocated once a step, for all layers alike
+SCRATCH_BYTES = 64 << 20  # K and V of one chunk; allocated once per step, for all layers
 LEAST_ROWS = 1024  # query rows of one KV head that share a chunk's decoding
 LEAST_PAIRS = 1 << 27  # query rows of all heads times keys
 _MOST_DIM, _DIM_STEP = 256, 8  # head dimensions that flash attention takes
@@ -30,12 +30,12 @@ _Result = tuple[Tensor, Tensor]  # [new, q_heads, dim], and fp32 [new, q_heads]
 
 
 def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
-    """Return True if flash attention over rows in the queries' dtype can compute a layer's attention.
+    """Return True if flash attention over rows in the queries' dtype suits a layer's attention.
 
-    Not with a softcap, with heads of K unlike those of V, with queries of fp32 (but for the interpreter's) or
-    with codes whose numbers that dtype can't hold; nor with plain numbers, which no tile has to decode (2,048
-    bf16 tokens over 32,768 took an H200 2.38 ms fused and 3.52 gathered); nor over a part of the keys.
-    Windows are looked at sequence by sequence.
+    It does not support a softcap, different head dimensions of K and V, fp32 queries (except in the
+    interpreter), codes whose values that dtype can't represent, or a part of the keys. It does not pay for
+    unquantized rows, which need no decoding (2,048 bf16 tokens over 32,768 took an H200 2.38 ms fused and
+    3.52 gathered). Windows are checked per sequence.
     """
     dim, formats = kv.formats.k_head_dim, kv.formats
     wide = _TOO_WIDE.get(q.dtype, ())
@@ -50,16 +50,16 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
 
 
 def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
-    """Return True if gathering is less work than decoding in every tile, by what was counted in D138.
+    """Return True if gathering is less work than decoding in every tile, by the counts in D138.
 
     `LEAST_ROWS` are 16 tiles of 64 rows. A sequence takes eight launches, and six for every chunk after the
-    first; `LEAST_PAIRS` take flash attention 0.2 ms, which is 25 us for each of the eight.
+    first; flash attention takes 0.2 ms for `LEAST_PAIRS`, which is 25 us for each of the eight.
     """
     return new * share >= LEAST_ROWS and new * q_heads * keys >= LEAST_PAIRS
 
 
 def chosen(batch: SequenceBatch, q_heads: int, share: int, window: int | None) -> list[int]:
-    """The sequences for which it pays. A captured graph has none: its host doesn't know the contexts."""
+    """Return the sequences for which gathering pays; none in a captured graph, as contexts are unknown."""
     lens = [] if batch.is_captured else zip(batch.query_lens, batch.context_lens, strict=True)
     return [
         i
@@ -76,7 +76,7 @@ def attend_gathered(  # D138: many new tokens: gathered rows and flash attention
     sequences: Sequence[int],
     results: _Result,
 ) -> None:
-    """Do for those sequences what `attend` does, into their rows of its results."""
+    """Attend from `sequences` as `attend` does, and store their rows in its results."""
     scratch = _scratch(q, kv, batch)
     for i, rows in zip(sequences, batch.rows_of(sequences), strict=True):
         table, context = batch.tables[i : i + 1], batch.context_lens[i]
@@ -88,7 +88,7 @@ def attend_gathered(  # D138: many new tokens: gathered rows and flash attention
 def _parts(
     q: Tensor, kv: PagedKV, table: Tensor, context: int, scratch: tuple[Tensor, Tensor], scale: float
 ) -> Iterator[_Result]:
-    """Results over one chunk of keys after the other, all of which go through the same memory."""
+    """Yield the results over one chunk of keys after the other; all chunks use the same memory."""
     start = context - len(q)
     for begin, end in chunks(start, context, scratch[0].shape[2]):
         k, v = (x[:, :, : end - begin] for x in scratch)
@@ -97,7 +97,7 @@ def _parts(
 
 
 def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most so many keys, of those before position `start` and then of the others."""
+    """Yield ranges of at most `most` keys, first before position `start`, then from there on."""
     for low, high in ((0, min(start, end)), (start, end)):
         count = -(-(high - low) // most)
         for i in range(count):
@@ -105,8 +105,8 @@ def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _over_chunk(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float) -> _Result:
-    """Results of all rows over [1, kv_heads, keys, dim]. `before`: rows at earlier positions than the first
-    key, which see none; negative where the chunk lies before the new tokens, and all see all of it.
+    """Return the results of all rows over a chunk [1, kv_heads, keys, dim]. `before`: number of rows before
+    its first key, which see no key; negative if the chunk precedes the new tokens and all rows see all keys.
     """
     keys = k.shape[2]
     if before < 0:
@@ -122,9 +122,9 @@ def _over_chunk(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float) -> _
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> _Result:
-    """torch's flash attention of q [new, q_heads, dim]; causal where there are as many keys as rows.
+    """Run torch's flash attention on q [new, q_heads, dim]; causal only with as many keys as rows.
 
-    Both of its kernels take fewer KV heads than query heads.
+    Both of torch's kernels accept fewer KV heads than query heads.
     """
     aten = torch.ops.aten
     on_cpu = q.device.type == "cpu"
@@ -138,7 +138,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
 
 
 def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
-    """All parts in one, in fp32: each is merged into the first one's memory before the next is computed."""
+    """Merge all parts in fp32: each is merged into the first one's memory before the next is computed."""
     first = next(parts)
     outs, lses = (x.new_empty((2, *x.shape), dtype=torch.float32) for x in first)
     whole = outs[0], lses[0]
@@ -152,7 +152,7 @@ def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
 
 
 def _scratch(q: Tensor, kv: PagedKV, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """Room for K and V of a chunk, [1, kv_heads, keys, dim] each; layers run one after another."""
+    """Return buffers for K and V of a chunk, [1, kv_heads, keys, dim] each, shared by all layers."""
     heads, dim = kv.k.codes.shape[1], kv.formats.k_head_dim
     keys = SCRATCH_BYTES // (2 * heads * dim * q.element_size())
     name = _scratch, q.dtype, heads, keys, dim

@@ -1,9 +1,9 @@
-// Scores over K whose scales are per channel: they go to the queries, anew for every block, so codes are multiplied
-// as they lie and nothing is left to do for a key but one product and one sum.
+// Scores over K with per-channel scales: scales are folded into the queries for each block, so codes are multiplied
+// directly, and a key needs only one product and one sum.
 //
-// Some keys of a block are turned around, so that a register holds the same word of W keys, and made pairs of 16-bit
-// numbers: of every word's four bytes the even ones, then the odd ones. A byte is a code, or two channels of a pair,
-// of which a mask leaves the one and a product whose high half is taken the other. Queries are laid out alike.
+// Some keys of a block are transposed, so that a register contains the same word of W keys, and converted to pairs of
+// 16-bit numbers: of every word's four bytes the even ones, then the odd ones. A byte is a code, or two channels of a
+// pair: a mask extracts one channel, and the high half of a product the other. Queries have the same order.
 #pragma once
 
 #include "integer_words.h"
@@ -16,25 +16,25 @@ namespace {
 constexpr int CHANNEL_KEYS = WORD_COLUMNS * W;  // keys at a time, of one block
 constexpr int MOST_CHANNELS = 256;              // 127 * 32767 * 256 < 2^31: sums can't overflow
 
-// How the rows of K lie as bytes.
+// Layout of the rows of K as bytes.
 struct ChannelCut {
-    int bytes, words;                      // of a row, once codes in planes are bytes
+    int bytes, words;                      // of a row, after codes in planes are converted to bytes
     int kinds;                             // registers of 16-bit numbers that a word becomes
     bool is_paired;
     void (*expand)(uint8_t* out, const uint8_t* row, int bytes);  // of codes in planes; else null
 };
 
 struct ChannelScratch {
-    float *scale, *offset;  // [dim] of the block at work, in the order of queries
+    float *scale, *offset;  // [dim] of the current block, in the order of queries
     int32_t* splits;        // [words, 4] of pairs: masks of even and odd bytes, then factors
-    int32_t* q;             // [rows, words, kinds] of the block at work
+    int32_t* q;             // [rows, words, kinds] of the current block
     float *factors, *offsets;  // [rows]
-    uint8_t* expanded;      // [CHANNEL_KEYS, bytes], up to whole registers each
+    uint8_t* expanded;      // [CHANNEL_KEYS, bytes], padded to whole registers each
     reg* turned;            // [words, WORD_COLUMNS]
     reg* operands;          // [words, kinds, WORD_COLUMNS]
 };
 
-// Two nibbles of every byte beside each other.
+// Put the two nibbles of every byte into adjacent bytes.
 inline void expand_nibbles(uint8_t* out, const uint8_t* row, int bytes) {
     for (int i = 0; i < bytes / 2; i++) out[i] = row[i] & 15, out[bytes / 2 + i] = row[i] >> 4;
 }
@@ -79,7 +79,7 @@ inline V reversed(V x) {
     return KVQ_PICKED(x, x, backwards);
 }
 
-// Numbers in the order of queries: of pairs the second ones go backwards.
+// Numbers in the order of queries: with pairs, the second ones are backwards.
 inline void order_channels(float* x, int dim) {
     for (int i = dim / 2, j = dim - W; i < j; i += W, j -= W) {
         vf a = reversed(load(x + i)), b = reversed(load(x + j));
@@ -91,7 +91,7 @@ inline void order_channels(float* x, int dim) {
     }
 }
 
-// 16-bit numbers in the order of products: of every four the even ones, then the odd ones.
+// 16-bit numbers in the order of products: the even ones of every four, then the odd ones.
 inline reg by_bytes(reg x) {
     const int64_t even_first = 0x0706030205040100, second = 0x0f0e0b0a0d0c0908;
 #if defined(__AVX512F__)
@@ -108,7 +108,7 @@ inline void store_pairs(int32_t* out, vi first, vi second) {
 }
 
 inline void store_splits(int32_t* out, vi masks, vi factors) {
-    reg x = by_bytes(KVQ_MM(packus_epi32)((reg)masks, (reg)factors));  // 2^15 is no 16-bit number with a sign
+    reg x = by_bytes(KVQ_MM(packus_epi32)((reg)masks, (reg)factors));  // 2^15 is not a signed 16-bit number
     memcpy(out, &x, sizeof x);
 }
 
@@ -126,7 +126,7 @@ inline vf shared_scales(vi codes, vi share, int bits) {
     return load_as<vf>(&at) * (all((float)((1 << bits) - 1)) / floats(levels));
 }
 
-// Get the scales of a block ready.
+// Prepare the scales of a block.
 inline void read_block_channels(const ChannelScratch& s, const ChannelCut& c, const KvqRows& rows, const uint8_t* scales) {
     int dim = rows.dim;
     if (rows.code == KVQ_INT8) {
@@ -173,7 +173,7 @@ inline vi nearest(vf x) { return (vi)_mm512_cvtps_epi32((__m512)x); }
 inline vi nearest(vf x) { return (vi)_mm256_cvtps_epi32((__m256)x); }
 #endif
 
-// Queries [rows, dim], in their order, for the block at work.
+// Prepare queries [rows, dim], in their order, for the current block.
 inline void read_block_queries(const ChannelScratch& s, const ChannelCut& c, const float* q, int width, int rows, int dim) {
     int row_words = c.words * c.kinds, half = dim / 2;
     for (int r = 0; r < rows; r++, q += width) {
@@ -218,7 +218,7 @@ inline void store_scores(float* scores, const vi sums[R][WORD_COLUMNS], const Ch
             store(scores + r * TILE + c * W, floats(sums[r][c]) * s.factors[first + r] + all(s.offsets[first + r]));
 }
 
-// Scores of R rows over the keys whose words are there: from these where they are all rows, else from operands.
+// Scores of R rows over the loaded keys: from their words if these are all rows, else from operands.
 template <int R, bool PAIRED, bool SIGNED, bool STAGED>
 inline void channel_scores(float* scores, const ChannelScratch& s, const ChannelCut& cut, int first) {
     constexpr int KINDS = PAIRED ? 4 : 2;
@@ -255,7 +255,7 @@ inline ChannelKernel channel_kernel(int rows) {
     return channel_scores<R, PAIRED, SIGNED, STAGED>;
 }
 
-// Scores [rows, TILE] over the keys whose words are there.
+// Scores [rows, TILE] over the loaded keys.
 template <bool PAIRED, bool SIGNED>
 inline void all_channel_scores(float* scores, const ChannelScratch& s, const ChannelCut& cut, int rows) {
     constexpr int KINDS = PAIRED ? 4 : 2;
@@ -271,7 +271,7 @@ inline void all_channel_scores(float* scores, const ChannelScratch& s, const Cha
     }
 }
 
-// Scores [rows, TILE] over CHANNEL_KEYS keys of the block at work, whose rows begin at `codes`.
+// Scores [rows, TILE] over CHANNEL_KEYS keys of the current block, whose rows begin at `codes`.
 inline void block_scores(float* scores, const ChannelScratch& s, const ChannelCut& c, const KvqRows& rows,
                          const uint8_t* codes, int num_rows) {
     const int stride = (c.bytes + BYTES - 1) / BYTES * BYTES;
@@ -288,7 +288,7 @@ inline void block_scores(float* scores, const ChannelScratch& s, const ChannelCu
     score(scores, s, c, num_rows);
 }
 
-// Scores [rows, TILE] of a tile's keys [skip, keys); `here` is at the first of them. Blocks are read as wholes.
+// Scores [rows, TILE] of a tile's keys [skip, keys); `here` is at the first of them. Whole blocks are read.
 inline void channel_tile(float* scores, const ChannelScratch& s, const ChannelCut& c, const KvqRows& rows, int head,
                          const float* q, int width, int num_rows, Cursor here, int skip, int keys) {
     int begin = skip / CHANNEL_KEYS * CHANNEL_KEYS;

@@ -1,7 +1,7 @@
 // Scores of a few query rows over a tile of integer codes, read in place.
 //
-// A key's products are summed lane by lane in a register, W keys' registers are folded into one that
-// holds the sum of each key. Integers are exact, so it does not matter in which order that is done.
+// A key's products are summed lane by lane in a register, and W keys' registers are folded into one with
+// the sum of each key. Integers are exact, so the order of sums does not matter.
 #pragma once
 
 #include "integers.h"
@@ -14,12 +14,12 @@ namespace {
 struct IntegerQuery {
     const int16_t* q;   // [width]
     const float* sums;  // [groups] of those integers
-    float factor;       // what they are to be multiplied by
+    float factor;       // factor of the integers
 };
 
 constexpr float SMALLEST = 1e-30f;
 
-// A query row as integers of 15 bits and sign, laid out as codes are; returns their factor. It ends in zeros up to a
+// Convert a query row to integers of 15 bits and sign, in the order of codes; return their factor. Zeros pad it to a
 // whole register. A row that begins with NaN is all NaN, and so is its factor. `is_twice`: two keys share a register.
 inline float integer_query(int16_t* out, float* sums, const float* q, int dim, const Cut& c, const int32_t* index,
                            bool is_twice) {
@@ -54,11 +54,11 @@ inline void add_score(vf& score, vi dots, const Tile& tile, int group, int key, 
 
 constexpr int MOST_ROWS = 4;  // query rows whose sums a kernel keeps in registers
 
-// Rows of the next kernel call, as even as can be: 7 are 4 and 3.
+// Rows of the next kernel call, as even as possible: 7 are 4 and 3.
 inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most; }
 
 constexpr int MOST_FEW = 8;   // query rows at a time
-constexpr int PIECE = 4;      // registers of 16-bit numbers that a key takes up at a time
+constexpr int PIECE = 4;      // registers of 16-bit numbers per key at a time
 constexpr int QUADS = W / 4;  // of W keys
 
 // Quarter sums of W keys' products with some rows, one register for every four keys.
@@ -66,8 +66,8 @@ struct Quads {
     vi low[MOST_FEW][QUADS], high[MOST_FEW][QUADS];
 };
 
-// Products of one piece of W keys with all rows. Four keys (of pairs four times two) stay in registers
-// while the rows go by. WHOLE: high nibbles count to the low ones' sum; MORE: so does the piece before.
+// Products of one piece of W keys with all rows. Four keys (with pairs, four times two) stay in registers
+// for all rows. WHOLE: high nibbles are added to the low ones' sum; MORE: so is the previous piece.
 template <bool NIBBLES, bool WHOLE, bool PAIR, int CHUNKS, bool MORE>
 inline void multiply_piece(Quads& quads, const IntegerQuery* q, int rows, int at, const uint8_t* const* keys,
                            const uint8_t* const* ahead, int from, int bytes) {
@@ -130,7 +130,7 @@ inline void multiply_run(Quads& quads, const IntegerQuery* q, int rows, int at, 
     }
 }
 
-// The sums of W keys of which half a register is a group's: of the first (0) or second (1) group.
+// Return the sums of W keys whose groups have half a register each: of the first (0) or second (1) group.
 inline vi keys_of_half(const vi* quads, int half) {
     vi a = sums_of_quarters<QUADS / 2>(quads), b = sums_of_quarters<QUADS / 2>(quads + QUADS / 2);
     return half ? odd_quarters(a, b) : even_quarters(a, b);

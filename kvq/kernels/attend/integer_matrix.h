@@ -1,7 +1,7 @@
 // Scores of many query rows over a tile of integer codes, as a matrix product.
 //
-// The tile is decoded once and turned around, [pairs of elements, TILE], so that a register holds W keys
-// and nothing has to be summed across lanes. The same integers as with few rows give the same scores.
+// The tile is decoded once and transposed, [pairs of elements, TILE], so that a register contains W keys
+// and nothing must be summed across lanes. The integers, and so the scores, are the same as with few rows.
 #pragma once
 
 #include "integers.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int MOST_SEGMENTS = 128;
 
-// Neighbouring pairs of elements, by their place in a query row, that belong to one group.
+// Pairs of elements, adjacent in a query row, that belong to one group.
 struct Segment {
     int first, count, group;
 };
@@ -23,7 +23,7 @@ struct Segments {
     Segment at[MOST_SEGMENTS];
 };
 
-// All pairs of a row but padding, group by group.
+// All pairs of a row without padding, group by group.
 inline Segments segments_of(const Cut& cut) {
     Segments s = {};
     for (int group = 0; group < cut.groups; group++)

@@ -1,4 +1,4 @@
-// Scales and minimums of a tile's rows, turned around: a register holds those of one group of W keys.
+// Scales and minimums of a tile's rows, transposed: a register contains those of one group of W keys.
 #pragma once
 
 #include "integers.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// [TILE, N] numbers as they lie into columns [N, TILE], of which scales and minimums take turns.
+// Transpose [TILE, N] numbers into columns [N, TILE], of scales and minimums alternately.
 template <int N>
 inline void spread_scales(const Tile& tile, const float* from) {
     for (int key = 0; key < TILE; key += W) {
@@ -36,9 +36,9 @@ KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head
     }
 }
 
-// Rows whose codes are all 0 get scales of 0, so that theirs, however small, don't count for the largest
+// Rows whose codes are all 0 get scales of 0, so that their scales don't affect the largest
 // product with a weight. Attention sinks may have such rows of V, with nearly all of the weight.
-// D95: rows of zeros count for no scale
+// D95: rows of zeros don't affect the scale
 inline void drop_zero_rows(const Tile& tile, const KvqRows& rows, const Cut& cut, int skip, int keys) {
     const float least = rows.narrow ? narrow_scale(LEAST_NARROW) : SMALLEST_SCALE;
     vf nearest = all(-1.0f);  // to 0, of the scales that are not 0, negated
@@ -54,9 +54,9 @@ inline void drop_zero_rows(const Tile& tile, const KvqRows& rows, const Cut& cut
     }
 }
 
-// Scales and minimums of one group of W keys, out of words that hold the two bytes from bit SHIFT on.
+// Scales and minimums of one group of W keys, from words with the two bytes from bit SHIFT on.
 template <int SHIFT>
-// D97: two groups' bytes a word, turned by one shuffle
+// D97: two groups' bytes per word, transposed by one shuffle
 inline void decode_pairs(const Tile& tile, int group, int key, vi words, float step) {
     vi bits = ((words >> SHIFT & 255) << 20) + (107 << 23);
     vf scale = load_as<vf>(&bits);
@@ -78,7 +78,7 @@ inline void spread_pairs(const Tile& tile, const uint8_t* from, float step) {
     }
 }
 
-// The same of any number of groups.
+// The same for any number of groups.
 inline void spread_pairs(const Tile& tile, const uint8_t* from, int groups, float step) {
     if (groups == 2) return spread_pairs<1>(tile, from, step);
     if (groups == 4) return spread_pairs<2>(tile, from, step);
@@ -91,8 +91,8 @@ inline void spread_pairs(const Tile& tile, const uint8_t* from, int groups, floa
         }
 }
 
-// Bytes of narrow scales and minimums of rows that are not read: whatever is multiplied with them counts for
-// nothing, and they don't look like the scales of rows whose codes are all 0.
+// Bytes of narrow scales and minimums of rows that are not read: products with them are ignored, and they
+// differ from the scales of rows whose codes are all 0.
 constexpr uint8_t UNREAD = 0x78;
 
 // The pairs of bytes of one row.
@@ -109,7 +109,7 @@ inline void copy_pairs(uint8_t* to, const uint8_t* from, int groups) {
 inline void read_narrow_scales(const Tile& tile, float* scratch, const KvqRows& rows, const Cut& cut, Cursor cursor,
                                int head, int skip, int keys) {
     int n = 2 * cut.groups;
-    uint8_t* to = (uint8_t*)scratch;  // blocks' rows beside each other
+    uint8_t* to = (uint8_t*)scratch;  // rows of all blocks, contiguous
     memset(to, UNREAD, (size_t)skip * n);
     memset(to + keys * n, UNREAD, (size_t)(TILE - keys) * n);
     for (int i = skip; i < keys;) {
@@ -125,7 +125,7 @@ inline void read_narrow_scales(const Tile& tile, float* scratch, const KvqRows& 
     spread_pairs(tile, to, cut.groups, narrow_step(rows.bits));
 }
 
-// Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
+// Scales and minimums of the rows [skip, keys) by group; zeros for the other rows.
 inline void read_wide_scales(const Tile& tile, float* scratch, const KvqRows& rows, const Cut& cut, Cursor cursor,
                              int head, int skip, int keys) {
     int n = cut.is_grouped ? 2 * cut.groups : 1;
@@ -146,7 +146,7 @@ inline void read_wide_scales(const Tile& tile, float* scratch, const KvqRows& ro
     if (n > 1) spread_scales(tile, scratch, n);
 }
 
-// The same of either kind; `scratch` has room for a tile's as they lie.
+// The same for either kind; `scratch` has room for a tile's stored scales.
 inline void read_scales(const Tile& tile, float* scratch, const KvqRows& rows, const Cut& cut, Cursor cursor,
                         int head, int skip, int keys) {
     if (!rows.scales) {

@@ -17,14 +17,14 @@ typedef void (*MatrixKernel)(float*, const IntegerQuery*, const int32_t*, const 
 typedef void (*ValuesKernel)(float*, int, const IntegerWeights*, const float*, const Tile&, const Tile&, const int32_t*,
                              const Cut&);
 
-// The cut of K or V with where its elements go and the kernels that fit it.
+// The layout of K or V in registers, the places of its elements, and the kernels that fit it.
 struct IntegerCut {
     Cut cut;
     int32_t index[MOST_INTEGER_DIM];
     StageKernel stage;
     KeysKernel keys;                      // of K, for few query rows
     int32_t few_index[MOST_INTEGER_DIM];  // for those
-    bool is_turned;                       // that kernel turns words around
+    bool is_turned;                       // the kernel transposes words
     bool is_values;
     Segments segments;                  // of K
     ValuesKernel values[2][MOST_ROWS];  // in place or staged, for 1, 2, 3 and 4 query rows
@@ -34,9 +34,9 @@ struct IntegerCut {
 
 struct IntegerScratch {
     Tile tile, ahead;
-    bool is_few;              // query rows of K at work are MOST_FEW at most
-    uint8_t* expanded;        // [TILE, stride] rows of codes that lie in planes
-    float* scales;            // [TILE, numbers of a row's scales] as they lie
+    bool is_few;              // K has at most MOST_FEW current query rows
+    uint8_t* expanded;        // [TILE, stride] rows of codes that are stored in planes
+    float* scales;            // [TILE, numbers of a row's scales] as stored
     int16_t* q;               // [rows, width]
     float* sums;              // [rows, groups]
     IntegerQuery* queries;    // [rows]
@@ -53,7 +53,7 @@ inline IntegerCut plain_cut(const KvqRows& rows) {
     return c;
 }
 
-// Few query rows over codes of up to 4 bits take words, if those fit.
+// Few query rows over codes of up to 4 bits use words, if those fit.
 inline void turn(IntegerCut& c, const KvqRows& rows) {
     bool is_narrow = rows.bits == 2 && takes_words<2>(rows);
     if (!c.cut.is_nibbles || !(is_narrow || takes_words<4>(rows))) return;
@@ -142,7 +142,7 @@ inline void read_integer_query(IntegerScratch& s, const IntegerCut& c, int row, 
     s.queries[row] = {q, sums, factor * scale};
 }
 
-// Addresses of the rows [skip, keys) of a tile; the others get one of those.
+// Find the addresses of the rows [skip, keys) of a tile; other rows get one of these.
 inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, int skip, int keys) {
     for (int i = skip; i < keys;) {
         int count = cursor.run(keys - i);
@@ -155,7 +155,7 @@ inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, 
     for (int i = keys; i < TILE; i++) tile.rows[i] = tile.rows[keys - 1];
 }
 
-// Get ready the tile whose rows were found.
+// Prepare the tile whose rows were found.
 inline void read_found_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, Cursor here,
                             int skip, int keys) {
     s.tile.keys = keys;
@@ -167,8 +167,8 @@ inline void read_found_tile(IntegerScratch& s, const KvqRows& rows, const Intege
     if (c.is_values && rows.scales) drop_zero_rows(s.tile, rows, c.cut, skip, keys);
 }
 
-// Get ready the tile at `here`, and the addresses of the next one, to be asked for ahead of time:
-// blocks lie anywhere, and no hardware guesses where the next one is.
+// Prepare the tile at `here`, and find the addresses of the next one, to prefetch it: blocks are
+// anywhere, so hardware can't predict the next one.
 inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, bool is_first,
                               Cursor here, Cursor there, int skip, int keys, int next_keys) {
     if (is_first)
@@ -180,7 +180,7 @@ inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const Inte
     read_found_tile(s, rows, c, head, here, skip, keys);
 }
 
-// The same where no other tile follows.
+// The same if no other tile follows.
 inline void read_single_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, Cursor here,
                              int skip, int keys) {
     find_rows(s.tile, rows, here, head, skip, keys);
@@ -223,7 +223,7 @@ inline void end_values(const IntegerScratch& s, const IntegerCut& c, float* out,
 
 }  // namespace
 
-#else  // no fast products of integers: everything is fp32
+#else  // without fast products of integers, everything is fp32
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Weighted sums of a tile of integer V codes, for a few query rows, read in place.
 //
-// Two tokens' rows are interleaved, so that one multiply-add takes both in. A tile's sums are integers;
-// what comes out lies in the order that interleaving leaves (value_index) until the very end.
+// Two tokens' rows are interleaved, so that one multiply-add includes both. A tile's sums are integers;
+// results stay in the order of interleaving (value_index) until the end.
 #pragma once
 
 #include "integers.h"
@@ -13,11 +13,11 @@ namespace {
 // One query row's weights for a tile, by group, with V's scales in them.
 struct IntegerWeights {
     int32_t* pairs;   // [groups, TILE / 2], 16 bits of each of two tokens
-    float* factors;   // [groups], what they are to be multiplied by
+    float* factors;   // [groups], factors of the pairs
     float* minimums;  // [groups, W] sum of weight times minimum since the split began, lane by lane
 };
 
-// Multiples of the golden ratio, modulo 1, less one half: no few neighbours lie on one side of 0.
+// Multiples of the golden ratio, modulo 1, minus one half: any few adjacent ones are on both sides of 0.
 // D94: a factor per tile, row and group, dithered
 struct Dither {
     float at[TILE];
@@ -31,16 +31,16 @@ struct Dither {
 };
 constexpr Dither DITHER;
 
-// Scales are 2^-24 at least: the weight of less than this is nothing beside the largest one, 1. Its inverse
+// Scales are at least 2^-24: a weight below this is negligible compared with the largest one, 1. Its inverse
 // would be infinite.
 constexpr float NEGLIGIBLE = 1e-30f;
 
-// Weights [TILE] of some rows as integers of 15 bits. A row that sees nothing has factors of 0.
+// Weights [TILE] of some rows as integers of 15 bits. A row that sees no key has factors of 0.
 //
-// Before it is rounded a weight is moved by up to half a step, by an amount that depends on its place in
-// the tile: beside one large weight many small ones would else all become 0. And what rounding takes from
-// a weight would have met grouped codes, 0 or more; their middle is made good with the minimums, which keep
-// their weights as they are.
+// Before rounding, a weight is shifted by up to half a step, by an amount that depends on its place in the
+// tile: otherwise, many small weights would all become 0 if one weight is large. Rounding errors of weights
+// multiply grouped codes, which are 0 or more; the error for the middle code is added with the minimums,
+// whose weights are not rounded.
 template <bool GROUPED>
 inline void integer_weights(const IntegerWeights* out, const float* weights, const float* decays, int rows,
                             const Tile& tile, const Cut& cut) {
@@ -74,7 +74,7 @@ inline void integer_weights(const IntegerWeights* out, const float* weights, con
                 minimum += load(x + i) * load(minimums + i) + load(x + i + W) * load(minimums + i + W);
             }
             if (!GROUPED) continue;
-            vf lost = wanted * factor - floats(given);  // lanes of other tokens, which are all summed in the end
+            vf lost = wanted * factor - floats(given);  // lanes of other tokens, which are all summed at the end
             store(out[r].minimums + g * W, minimum + lost * (cut.middle * out[r].factors[g]));
         }
 }
@@ -84,8 +84,8 @@ inline vf halves(float low, float high) {
     return (vf)both_halves((int32_t)bits_of(low), (int32_t)bits_of(high));
 }
 
-// The registers of 16-bit pairs that one chunk of two tokens becomes, of which there are
-// 2 * kinds; PART picks half of them (nibbles) or all of them are made at once.
+// The 2 * kinds registers of 16-bit pairs from one chunk of two tokens; PART selects half of
+// them (nibbles), or all of them are made at once.
 template <bool NIBBLES>
 inline void pairs_of(reg* out, reg a, reg b, int part) {
     if (NIBBLES) {
@@ -123,7 +123,7 @@ KVQ_PREFETCHES void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, in
 
 // Decode a tile once for many query rows, [TILE / 2, width] pairs.
 template <bool NIBBLES>
-// D100: what gained nothing over narrow codes
+// D100: variants that gained nothing over narrow codes
 inline void stage_values(int32_t* staged, const Tile& tile, const Tile& ahead, const Cut& cut) {
     for (int t = 0; t < steps_of(tile, cut); t++)
         for (int run = 0; run < cut.runs; run++)
@@ -141,7 +141,7 @@ inline void stage_values(int32_t* staged, const Tile& tile, const Tile& ahead, c
 }
 
 // out[r] = out[r] * decay[r] + weights[r] . tile for R rows, without the minimums. TWO: the halves of a
-// register take different weights, those of other tokens (is_pair) or groups (is_split). STAGED: the
+// register have different weights, of other tokens (is_pair) or groups (is_split). STAGED: the
 // tile was decoded before.
 template <bool NIBBLES, bool TWO, bool STAGED, int R>
 inline void integer_values(float* out, int stride, const IntegerWeights* w, const float* decays, const Tile& tile,
@@ -190,7 +190,7 @@ inline void integer_values(float* out, int stride, const IntegerWeights* w, cons
                     vf factor = TWO ? halves(f[low], f[low2]) : all(f[low]), other = factor;
                     if (NIBBLES) other = TWO ? halves(f[high], f[high2]) : all(f[high]);
 #pragma GCC unroll 4
-                    for (int i = 0; i < 4; i++) {  // unrolled, or the sums would lie in memory all along
+                    for (int i = 0; i < 4; i++) {  // unrolled, or the sums would stay in memory
                         vi x = TWO && cut.is_pair ? folded(sums[r][i]) : sums[r][i];
                         float* to = out + (int64_t)r * stride + at + i * W;
                         store(to, load(to) * all(decays[r]) + floats(x) * (i >= 2 ? other : factor));

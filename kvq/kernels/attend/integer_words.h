@@ -1,8 +1,8 @@
-// Scores of a few query rows over a tile of codes of 2 or 4 bits, read in place, whose rows are turned around.
+// Scores of a few query rows over a tile of codes of 2 or 4 bits, read in place, whose rows are transposed.
 //
-// A register holds the same word of W keys. Shifts and masks make pairs of 16-bit numbers of it, and their products
-// with a pair of a query's add up key by key: nothing is summed across lanes. Queries lie in the order in which this
-// takes elements. The same integers as elsewhere give the same scores.
+// A register contains the same word of W keys. Shifts and masks convert it to pairs of 16-bit numbers, whose products
+// with a query's pairs are summed key by key: nothing is summed across lanes. Queries are stored in the resulting order
+// of elements. The integers, and so the scores, are the same as elsewhere.
 #pragma once
 
 #include "integer_keys.h"
@@ -27,7 +27,7 @@ inline reg load_quarters(const uint8_t* const* rows, int at) {
 #endif
 }
 
-// Turn W rows of `bytes` bytes around; word i goes to out[i * WORD_COLUMNS].
+// Transpose W rows of `bytes` bytes; word i goes to out[i * WORD_COLUMNS].
 inline void turn_words(reg* out, const uint8_t* const* rows, int bytes) {
     for (int at = 0; at < bytes; at += 16, out += 4 * WORD_COLUMNS) {
         reg a = load_quarters(rows, at), b = load_quarters(rows + 1, at);
@@ -41,7 +41,7 @@ inline void turn_words(reg* out, const uint8_t* const* rows, int bytes) {
     }
 }
 
-// Neighbouring words whose codes of one part of the row belong to one group; a word has the elements
+// Adjacent words whose codes of one part of the row belong to one group; a word has the elements
 // 4 i to 4 i + 3 of each part, from bit `shift` of its bytes on.
 struct WordRun {
     int first, count, shift, group;

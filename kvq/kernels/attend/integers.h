@@ -1,12 +1,12 @@
-// Integer codes as 16-bit numbers for multiply-adds: how token rows are cut into registers.
+// Integer codes as 16-bit numbers for multiply-adds: how token rows are split into registers.
 //
 // A row is bytes (INT8; grouped codes of 5 bits and more) or nibbles (INT4 and narrower codes); codes in
-// planes are made the one or the other first (planes.h). Its bytes are cut into runs: all of it, or one
-// group's share (of a half, where they are nibbles). A run is cut into
-// chunks of one register, the last one padded with zeros. A 16-bit lane then holds two bytes, an even
-// and an odd one, so shifts and masks alone give 16-bit numbers, with no shuffle: two registers of them
-// for bytes (even, odd ones), four for nibbles (low ones of even and odd bytes, then high nibbles).
-// Queries are laid out in the order that this leaves the elements in.
+// planes are first converted to one of these (planes.h). Its bytes are split into runs: the whole row, or one
+// group's share (of a half, if they are nibbles). A run is split into
+// chunks of one register, the last one padded with zeros. A 16-bit lane then contains two bytes, an even
+// and an odd one, so shifts and masks alone yield 16-bit numbers, without shuffles: two registers of them
+// for bytes (even, then odd), four for nibbles (low nibbles of even and odd bytes, then high nibbles).
+// Queries are stored in the resulting order of elements.
 #pragma once
 
 #include "planes.h"
@@ -34,7 +34,7 @@ inline reg nibbles(reg x) {
     reg y = SHIFT ? KVQ_MM(srli_epi16)(x, SHIFT) : x;
     return SHIFT == 12 ? y : y & KVQ_MM(set1_epi16)(15);
 }
-// Sums stay in registers here: compilers else order a loop's additions anew, and run out of them.
+// Sums stay in registers here: compilers would reorder a loop's additions, and run out of registers.
 inline void keep(vi& sum) { asm("" : "+v"(sum)); }
 // D92: 16-bit multiply-adds, rows read in place
 inline vi multiply_add(vi sum, reg a, reg b) {
@@ -46,7 +46,7 @@ inline vi multiply_add(vi sum, reg a, reg b) {
 }
 
 #if defined(__AVX512F__)
-// The first `n` bytes at `p`, then zeros; n >= 1.
+// Load the first `n` bytes at `p`, then zeros; n >= 1.
 inline reg load_bytes_of(const uint8_t* p, int n) {
     return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
 }
@@ -84,7 +84,7 @@ inline reg rounded_pairs(vf a, vf b) {
 }
 #endif
 
-// How the rows of K or V are cut.
+// Layout of the rows of K or V in registers.
 struct Cut {
     bool is_nibbles;
     bool is_grouped;  // codes are unsigned, and have minimums
@@ -97,7 +97,7 @@ struct Cut {
     int chunks;     // of a run
     int kinds;      // registers of 16-bit numbers that a chunk becomes
     int width;      // 16-bit numbers of a row, padding included
-    float middle;   // of what codes may be
+    float middle;   // of the codes' range
 };
 
 inline Cut cut_of(const KvqRows& rows) {
@@ -139,7 +139,7 @@ inline int group_of(const Cut& c, int run, int high, int half) {
     return (high ? c.groups / 2 : 0) + (c.is_split ? 2 * run + half : run);
 }
 
-// Where a row's element lies: its chunk, the byte in it, the register that byte goes to.
+// Place of a row's element: its chunk, the byte in it, and the register for that byte.
 struct Place {
     int chunk, byte, kind;
 };
@@ -163,10 +163,10 @@ inline int value_index(const Cut& c, int dim, int element) {
     return ((p.chunk * 2 + in_lane / 4) * c.kinds + p.kind) * W + word / 8 * 4 + in_lane % 4;
 }
 
-// A tile's rows of K or V. Tokens that are not to be read have the address of one that is, and zeros.
+// A tile's rows of K or V. Tokens that must not be read have the address of one that is read, and zeros.
 struct Tile {
     const uint8_t* rows[TILE];
-    int keys;         // those from here on are not read
+    int keys;         // keys from here on are not read
     float* scales;    // of group g at g * stride, [TILE]
     float* minimums;  // likewise, of grouped codes
     int stride;
@@ -175,7 +175,7 @@ struct Tile {
 constexpr int even(int i) { return 2 * i; }
 constexpr int odd(int i) { return 2 * i + 1; }
 
-// Take the N registers `x` for [W, N] numbers; column i goes to out + i * stride.
+// Store the N registers `x` as [W, N] numbers; column i goes to out + i * stride.
 template <int N, int FIRST = 0, int STEP = 1, class V, class T>
 inline void transpose(T* out, int stride, const V* x) {
     if constexpr (N == 1) {

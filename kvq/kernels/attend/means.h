@@ -1,8 +1,8 @@
-// Block means, which were taken from rows of K or V before these were coded: further keys and values, one a block.
-// K's add to the scores of all keys of their block, V's are weighted with the sum of their weights.
+// Block means, which were subtracted from rows of K or V before encoding: further keys and values, one per block. K's
+// means add to the scores of all keys of their block, V's means are weighted with the sum of the keys' weights.
 //
-// They are worked on a span of keys at a time, whose blocks' means are a tile. Spans lie at fixed positions, as splits
-// and tiles do, so how a context came in changes no bit.
+// They are processed for a span of keys at a time, whose blocks' means are a tile. Spans are at fixed positions, like
+// splits and tiles, so the chunks of a context don't change a bit.
 #pragma once
 
 #include "floats.h"
@@ -22,7 +22,7 @@ struct Means {
 struct MeansScratch {
     float* tile;        // [TILE, width], decoded
     float* out;         // [rows, width], V's share of a split
-    float* decays;      // [rows] of that, since the span at work began
+    float* decays;      // [rows] of `out`, since the current span began
     float* scores;      // [rows, TILE], K's for the blocks of a span
     float* weights;     // [rows, TILE], sums of those blocks' weights
     IntegerScratch k, v;
@@ -52,7 +52,7 @@ inline MeansScratch take_means(const Means& k, const Means& v, int rows, Memory&
     return s;
 }
 
-// Keys of a span: so few that those of any one span lie in at most TILE blocks.
+// Keys of a span, so few that the keys of a span are in at most TILE blocks.
 inline int span_of(int size) {
     int span = SPLIT;
     while ((span % size ? (span - 2) / size + 2 : span / size) > TILE) span /= 2;
@@ -63,7 +63,7 @@ inline int span_of(int size) {
 struct SpanBlocks {
     int first, skip, count;
 
-    // Of the span that position `at` lies in; keys [low, high) are seen.
+    // For the span that contains position `at`; keys [low, high) are seen.
     SpanBlocks(int at, int size, int low, int high) {
         int span = span_of(size), begin = at / span * span, end = begin + span;
         first = begin / size;
@@ -72,8 +72,8 @@ struct SpanBlocks {
     }
 };
 
-// Ask for the means of the blocks of `keys` keys from `there` on, a span ahead of their use: all of a span at once
-// would be waited for.
+// Prefetch the means of the blocks of `keys` keys from `there` on, a span ahead of their use: prefetching all of a span
+// at once would stall.
 KVQ_PREFETCHES void prefetch_means(const Means& means, Cursor there, int head, int keys) {
     if (!means.rows) return;
     int count = (there.offset + keys - 1) / there.size + 1;
@@ -83,7 +83,7 @@ KVQ_PREFETCHES void prefetch_means(const Means& means, Cursor there, int head, i
     }
 }
 
-// Get the means of a span's blocks ready, in scratch memory of their own.
+// Prepare the means of a span's blocks, in separate scratch memory.
 inline void read_means(IntegerScratch& integers, float* tile, const Means& means, const KvqBatch& batch, int sequence,
                        int head, const SpanBlocks& blocks) {
     Cursor here(batch, sequence, blocks.first + blocks.skip);
@@ -93,7 +93,7 @@ inline void read_means(IntegerScratch& integers, float* tile, const Means& means
         read_tile(tile, *means.rows, here, here, head, means.width, blocks.skip, blocks.count, 0);
 }
 
-// What the means add to the scores of a span's blocks, into s.scores; q: [rows, q_width].
+// Compute the means' scores for a span's blocks in s.scores; q: [rows, q_width].
 inline void score_means(MeansScratch& s, const Means& k, const float* q, int q_width, int rows, const KvqBatch& batch,
                         int sequence, int head, const SpanBlocks& blocks) {
     read_means(s.k, s.tile, k, batch, sequence, head, blocks);
@@ -112,7 +112,7 @@ inline void start_weights(const MeansScratch& s, int rows) {
     for (int r = 0; r < rows; r++) s.decays[r] = 1;
 }
 
-// s.out = s.out * decays + what the means add with the weights of a span's blocks
+// s.out = s.out * decays + the means times the weights of a span's blocks
 inline void add_means(MeansScratch& s, const Means& v, int rows, const KvqBatch& batch, int sequence, int head,
                       const SpanBlocks& blocks) {
     read_means(s.v, s.tile, v, batch, sequence, head, blocks);
@@ -121,7 +121,7 @@ inline void add_means(MeansScratch& s, const Means& v, int rows, const KvqBatch&
 }
 
 // The blocks of a tile of which some key is read, the first of them block `first` of the sequence. A block's keys
-// are all of those in the tile, read or not, or sums over them would depend on how a context came in.
+// are all of those in the tile, read or not; else sums over them would depend on the chunks of a context.
 struct TileBlocks {
     int at, size, first, count;  // at: position of the tile
 
@@ -176,13 +176,13 @@ inline void sum_weights(float* sums, const float* weights, const TileBlocks& blo
     }
 }
 
-// Take a tile's weights [rows, TILE] into s.weights, and what its maximum multiplies everything before it by into
-// s.decays; the span's blocks begin at block `first`.
+// Add a tile's weights [rows, TILE] to s.weights, and the factors of all earlier tiles, from its maximum, to s.decays;
+// the span's blocks begin at block `first`.
 inline void take_block_weights(const MeansScratch& s, const float* weights, const float* decays, int rows,
                                const TileBlocks& blocks, int first) {
     int from = blocks.first - first;
     for (int r = 0; r < rows; r++) {
-        if (decays[r] == 1) continue;  // as for most tiles: the maximum stays
+        if (decays[r] == 1) continue;  // most tiles: the maximum is unchanged
         s.decays[r] *= decays[r];
         float* to = s.weights + r * TILE;
         for (int i = 0; i <= from; i += W) store(to + i, load(to + i) * all(decays[r]));

@@ -11,7 +11,7 @@ from kvq.formats import ExactTokens
 
 
 class Age(Enum):
-    """Age of keys, seen from a query."""
+    """Age of keys, relative to a query."""
 
     OLD = "old"  # in blocks that are full and followed by `recent` tokens, up to the query
     YOUNG = "young"  # the others
@@ -19,21 +19,21 @@ class Age(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A part of the keys before a query, where tokens are held in several forms.
+    """A part of the keys before a query, if tokens are stored in several forms.
 
     The first key that is young for a query at position p is edge(p) = floor((p + 1 - recent) / block_size)
-    * block_size: which form of a token a query sees depends on their positions alone. Old are those in
-    [first, min(edge, last)).
+    * block_size, so the form of a token that a query sees depends only on their positions. Keys in
+    [first, min(edge, last)) are old.
     """
 
     age: Age
     recent: int  # tokens
     block_size: int
     first: int = 0  # OLD: earlier keys are left out; a multiple of the block size
-    last: int | None = None  # OLD: and those from here on; None: none
+    last: int | None = None  # OLD: later keys, from here on, are left out; None: none are
 
     def edge(self, position: int) -> int:
-        """The first key that is young for a query at a position."""
+        """Return the first key that is young for a query at a position."""
         return max(0, position + 1 - self.recent) // self.block_size * self.block_size
 
     def edges(self, position: Tensor) -> Tensor:
@@ -41,17 +41,17 @@ class Part:
         return (position + 1 - self.recent).clamp(min=0) // self.block_size * self.block_size
 
     def oldest(self, position: int) -> int:
-        """The first key that a query at a position, or any later one, may see."""
+        """Return the first key that a query at a position, or any later one, may see."""
         return self.edge(position) if self.age is Age.YOUNG else self.first
 
     def end(self, position: int) -> int:
-        """The end of what a query at a position, or any earlier one, may see."""
+        """Return the end of the keys that a query at a position, or any earlier one, may see."""
         if self.age is Age.YOUNG:
             return position + 1
         return self.edge(position) if self.last is None else min(self.edge(position), self.last)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """bool: True where the key is no part of this."""
+        """Return bool: True where the key is not in this part."""
         edge = self.edges(query)
         if self.age is Age.YOUNG:
             return key < edge
@@ -60,22 +60,22 @@ class Part:
 
 
 def parts_of(exact: ExactTokens, block_size: int) -> tuple[Part, Part, Part]:
-    """The keys that a staged layer reads from sealed blocks, from recent ones, and from its sinks."""
+    """Return the keys that a staged layer reads from sealed blocks, from recent blocks, and from sinks."""
     old = Part(age=Age.OLD, recent=exact.recent, block_size=block_size, first=exact.sinks)
     return old, replace(old, age=Age.YOUNG, first=0), replace(old, first=0, last=exact.sinks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
-    """Options of a layer's attention beside its blocks.
+    """Options of a layer's attention, apart from its blocks.
 
     `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`:
     keys that a query sees, its own position included. `chunk`: tokens; a query sees only keys of its own
-    chunk, which begin at multiples of it. `sinks`: [q_heads], logits that join the softmax
-    without a value. `part`: which of the keys, where others are held elsewhere.
+    chunk, and chunks begin at multiples of `chunk`. `sinks`: [q_heads], logits that join the softmax
+    without a value. `part`: the part of the keys, if others are stored elsewhere.
 
     Raises:
-        ConfigError: a window or chunk of no token, or a scale or softcap that is not above 0.
+        ConfigError: a window or chunk has less than one token, or a scale or softcap is not above 0.
     """
 
     scale: float
@@ -96,13 +96,13 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
             raise ConfigError(f"softcap must be more than 0, or None for none, got {self.softcap}")
 
     def within(self, window: int | None) -> "AttentionOptions":
-        """Return the options with a window at most that long."""
+        """Return the options with a window of at most `window` tokens."""
         if window is None or (self.window is not None and self.window <= window):
             return self
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """Return the options of a layer whose queries see so many tokens, of their chunk or the latest."""
+        """Return the options of a layer whose queries see `window` tokens, of their chunk or the latest."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":
@@ -110,22 +110,22 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return replace(self, part=part)
 
     def without_sinks(self) -> "AttentionOptions":
-        """Return the options without sinks, which join once, where parts of the keys are merged."""
+        """Return the options without sinks, which join only once, when parts of the keys are merged."""
         return self if self.sinks is None else replace(self, sinks=None)
 
     def oldest(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
+        """Return the first position that a query at `position` sees."""
         first = 0 if self.window is None else max(0, position - self.window + 1)
         if self.chunk is not None:
             first = max(first, position // self.chunk * self.chunk)
         return first if self.part is None else max(first, self.part.oldest(position))
 
     def end(self, position: int) -> int:
-        """The end of what a query at `position` sees."""
+        """Return the end of the keys that a query at `position` sees."""
         return position + 1 if self.part is None else self.part.end(position)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """bool: True where a query at a position does not see the key at another; both broadcast."""
+        """Return bool: True where a query at a position does not see the key at another; both broadcast."""
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (key <= query - self.window)
@@ -134,5 +134,5 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return hidden if self.part is None else hidden | self.part.hides(query, key)
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Scaled scores within the softcap."""
+        """Return scaled scores, bounded by the softcap."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)

@@ -1,4 +1,4 @@
-// What one call of attend works on, cut into tasks and items.
+// The work of one call of attend, split into tasks and items.
 #pragma once
 
 #include "integer_channels.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// All of one call; a task looks its share up here.
+// The data of one call; a task looks up its share here.
 struct Call {
     const KvqLayer& layer;
     const KvqDense &q, &out;
@@ -19,8 +19,8 @@ struct Call {
     bool k_integer, v_integer;
     IntegerCut k_cut, v_cut;
     Means k_means, v_means;
-    bool v_means_lie_alike;  // a row of their results is laid out as one of V's
-    int row_unit;            // partial results have room for a multiple of so many rows
+    bool v_means_lie_alike;  // a row of their results has the layout of a row of V's
+    int row_unit;            // partial results have room for a multiple of this many rows
     int most_rows;           // of a task
     bool k_channels;
     ChannelCut channel_cut;
@@ -41,7 +41,7 @@ struct Seen {
     int low, high;
 };
 
-// A query at a position. Neither end ever goes down from a position to the next.
+// The keys of a query at a position. Neither end decreases from a position to the next.
 inline Seen seen_from(const KvqAttention& options, int position) {
     int low = options.window ? position + 1 - options.window : 0, high = position + 1;
     if (low < 0) low = 0;
@@ -55,14 +55,14 @@ inline Seen seen_from(const KvqAttention& options, int position) {
     return {low, high};
 }
 
-// What any row of a task sees.
+// The keys that any row of a task sees.
 inline Seen seen_by(const Call& call, const Task& task) {
     Seen oldest = seen_from(call.options, position(call, task, 0));
     Seen newest = seen_from(call.options, position(call, task, task.rows - 1));
     return {oldest.low, newest.high};
 }
 
-// Where a row of Q or of the output lies.
+// Return the address of a row of Q or of the output.
 inline uint8_t* row_of(const Call& call, const Task& task, const KvqDense& x, int row) {
     int64_t token = task.token + (task.row + row) / call.group;
     int head = task.head * call.group + (task.row + row) % call.group;
@@ -88,11 +88,11 @@ inline Partial take_partial(const Call& call, int rows, Memory& memory) {
     return {top, total, memory.take<float>((int64_t)rows * call.v_width)};
 }
 
-// Tasks of one sequence from which on it needs no parts of the context to keep all threads at work.
+// Least tasks of a sequence that keep all threads busy without splits of the context.
 constexpr int ENOUGH_TASKS = 64;
 
-// Count tasks, items and partial results; fill them in where `plan` has room. Sequences of few tasks
-// have their splits computed side by side.
+// Count tasks, items and partial results; fill them in if `plan` has room. Splits of sequences
+// with few tasks are computed in parallel.
 inline void plan_work(const Call& call, Plan& plan) {
     plan.num_tasks = plan.num_items = plan.num_partials = plan.partial_bytes = 0;
     int64_t token = 0;

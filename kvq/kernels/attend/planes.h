@@ -1,9 +1,9 @@
-// Codes in planes, as codec/reference.py lays them out, into the bytes that integer kernels read.
+// Conversion of codes in planes (see codec/packing.py) to the bytes that integer kernels read.
 //
-// Codes of less than 4 bits become nibbles as INT4's lie, wider ones bytes. In both, what a plane of width w
-// puts into byte j is ((plane[j % n] >> w * (j / n)) & mask) << shift, n being the plane's bytes: halves of a
-// row are whole parts of each plane, so nibbles only take a mask for two elements at once. Registers that
-// hold several parts repeat the plane's bytes and shift every 64 bits by their own count.
+// Codes of less than 4 bits become nibbles in the layout of INT4, wider codes bytes. In both, a plane of width w
+// adds to byte j ((plane[j % n] >> w * (j / n)) & mask) << shift, where n is the plane's bytes: halves of a
+// row are whole parts of each plane, so nibbles only need a mask for two elements at once. Registers that
+// contain several parts repeat the plane's bytes and shift every 64 bits by a separate count.
 #pragma once
 
 #include "task.h"
@@ -15,13 +15,13 @@ namespace {
 constexpr int LANES = W / 2;  // of 64 bits in a register
 typedef uint64_t words __attribute__((vector_size(W * 4)));
 
-// Codes of less than 4 bits are made nibbles.
+// Codes of less than 4 bits become nibbles.
 constexpr bool in_nibbles(int bits) { return bits < 4; }
 
-// What one element (and, of nibbles, the one half a row further) keeps of a plane's shifted byte.
+// Mask of a plane's shifted byte for one element (and, for nibbles, for the one half a row further).
 constexpr int plane_mask(int bits, int plane) { return ((1 << plane) - 1) * (in_nibbles(bits) ? 0x11 : 1); }
 
-// N bytes at `p`, again and again.
+// Repeat the N bytes at `p`.
 template <int N>
 inline words repeated(const uint8_t* p) {
     if constexpr (N == 8) return load_as<uint64_t>(p) + words{};
@@ -33,7 +33,7 @@ inline words repeated(const uint8_t* p) {
     return load_as<words>(p);
 }
 
-// What a plane of PLANE bits adds to the register at byte AT of a row of DIM elements; `shift` is where it goes.
+// Return the bits of a plane of PLANE bits for the register at byte AT of a row of DIM elements, shifted by `shift`.
 template <int BITS, int PLANE, int DIM, int AT>
 inline words plane_bits(const uint8_t* plane, int shift) {
     constexpr int N = DIM * PLANE / 8, FIRST = AT / N * PLANE;
@@ -64,8 +64,8 @@ inline void expand_from(uint8_t* out, const uint8_t* row) {
 
 typedef uint64_t two_words __attribute__((vector_size(16)));
 
-// What a plane adds to the V at byte `at` of a row's `step`-th piece; pieces are of `n` bytes, the narrowest
-// plane's, so that each lies in one part of every plane.
+// Return a plane's bits for the V at byte `at` of a row's `step`-th piece; pieces have the `n` bytes of the narrowest
+// plane, so that each is in one part of every plane.
 template <int BITS, int PLANE, class V>
 inline V piece_bits(const uint8_t* plane, unsigned step, int n, int at, int shift) {
     constexpr unsigned PIECES = PLANE / (BITS & -BITS);  // in a part
@@ -101,7 +101,7 @@ inline void expand_any(uint8_t* out, const uint8_t* row, int dim) {
 
 typedef void (*ExpandKernel)(uint8_t* out, int stride, const uint8_t* const* rows, int dim);
 
-// Expand the rows of a tile; of DIM elements, or (0) of any.
+// Expand the rows of a tile, of DIM elements, or of any number (0).
 template <int BITS, int DIM>
 // D96: planes become nibbles or bytes, tile by tile
 inline void expand_tile(uint8_t* out, int stride, const uint8_t* const* rows, int dim) {

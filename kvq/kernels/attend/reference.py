@@ -13,26 +13,26 @@ from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
-# Keys are taken in tiles that start at multiples of this position, and rows at least a few at a
+# Keys are processed in tiles that start at multiples of this position, and rows at least a few at a
 # time. Every matrix product then has the same inner shape however a context was split into steps,
-# so the same tokens give the same bits: chunk sizes and neighbours do not flip a single KV code.
-_KEY_TILE = 256  # D84: the same bits, however tokens are cut into steps
+# so the same tokens yield the same bits: chunk sizes and other sequences don't flip a single KV code.
+_KEY_TILE = 256  # D84: the same bits, however tokens are split into steps
 _MIN_ROWS = 4  # BLAS takes another path for a single row
 _ROW_TILE = 256  # query rows in one tile: bounds memory, and skips keys past the tile's last row
-_LARGEST = {Code.FP8: e4m3.LARGEST, Code.INT8: 127.0}  # codes that queries are rounded to
-_LEAST = 1e-30  # what a row's largest element counts as at least
+_LARGEST = {Code.FP8: e4m3.LARGEST, Code.INT8: 127.0}  # largest codes to which queries are rounded
+_LEAST = 1e-30  # least value that is used for a row's largest element
 
 
 def attend(  # D83: decode is an extend of one token
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of every sequence's new tokens over its blocks.
+    """Attend causally from every sequence's new tokens over its blocks.
 
     The new tokens' K and V must already be written. `q`: [tokens, q_heads, k_head_dim] in packed
     order; query head h reads KV head h * kv_heads // q_heads.
 
     Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural
-    log, sinks included; (0, -inf) where a query sees nothing.
+    log, sinks included; (0, -inf) where a query sees no key.
     """
     fmt = kv.formats
     query = rotate(q) if fmt.k.rotated else q.float()
@@ -54,8 +54,8 @@ def attend_rows(
     batch: SequenceBatch,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return `attend`'s results over rows from anywhere, fp32: `rows_of` gives K and V [kv_heads, keys, dim]
-    of a table's positions [start, end). `query`: fp32 [tokens, q_heads, dim].
+    """Return `attend`'s results over fp32 rows from any source: `rows_of` returns K and V [kv_heads, keys,
+    dim] at a table's positions [start, end). `query`: fp32 [tokens, q_heads, dim].
     """
     tokens, q_heads, _ = query.shape
     out = torch.zeros(tokens, q_heads, v_dim, device=query.device)
@@ -80,7 +80,7 @@ def attend_rows(
 def attend_keys(
     q: Tensor, k: Tensor, v: Tensor, start: int, oldest: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
+    """Attend for one sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
     [kv_heads, keys, dim] from position `oldest` on. Returns out [new, q_heads, dim] and lse.
     """
     keys = k.shape[1]
@@ -98,9 +98,9 @@ def attend_keys(
 def _attend_tile(
     q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Some query rows, the first at position `first`, over key tiles with a running softmax.
+    """Attend from some query rows, the first at position `first`, over key tiles with a running softmax.
 
-    `keys`: positions of what `k` and `v` hold, without the padding before and behind them.
+    `keys`: positions of the keys in `k` and `v`, without the padding before and after them.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
@@ -136,14 +136,14 @@ def _attend_tile(
 
 
 def limit_of(fmt: KVFormat) -> float | None:
-    """The largest that a code of K holds; None where products are not of its codes as they lie."""
+    """Return the largest code of K; None if its codes can't be multiplied directly."""
     return None if fmt.is_per_channel else _LARGEST.get(fmt.code)
 
 
 def rounded_queries(q: Tensor, fmt: KVFormat) -> Tensor:
-    """q [..., dim] as codes of `fmt` with one scale a row hold it, fp32; of other codes as it is.
+    """Return q [..., dim], fp32, rounded to codes of `fmt` with one scale per row; unchanged for other codes.
 
-    If the format rotates, it is what is rotated that is rounded; it is turned back.
+    If the format rotates, q is rotated, rounded and rotated back.
     """
     limit = limit_of(fmt)
     if limit is None:

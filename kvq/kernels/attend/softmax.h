@@ -1,4 +1,4 @@
-// Scores of a tile into weights, and partial results into one: the running softmax.
+// Running softmax: turns scores of a tile into weights, and merges partial results.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// What changes from tile to tile while a split is at work.
+// State that changes from tile to tile of a split.
 struct Running {
-    float* decays;  // [rows] that this tile's maximum multiplies everything before it by
+    float* decays;  // [rows] factors of all earlier tiles, from this tile's maximum
     float* totals;  // [rows, W] sum of weights, lane by lane
 };
 
@@ -26,8 +26,8 @@ inline void mask(float* scores, int low, int high, float softcap) {
     for (int i = high; i < TILE; i++) scores[i] = minus_infinity();
 }
 
-// Turn masked scores [rows, TILE] into weights relative to the largest score so far. One step after
-// the other for all rows: what a step waits for is then on its way for several rows at once.
+// Turn masked scores [rows, TILE] into weights relative to the largest score so far. Each step is done
+// for all rows before the next, so that latencies of several rows overlap.
 inline void take_weights(float* scores, int rows, Partial sum, Running run) {
     for (int r = 0; r < rows; r++) {
         const float* x = scores + r * TILE;
@@ -35,14 +35,14 @@ inline void take_weights(float* scores, int rows, Partial sum, Running run) {
         for (int i = W; i < TILE; i += W) most = maximum(most, load(x + i));
         run.decays[r] = largest(most);
     }
-    for (int r = 0; r < rows; r += W) {  // memory for rows is whole registers
+    for (int r = 0; r < rows; r += W) {  // memory for rows is padded to whole registers
         vf old = load(sum.top + r), top = maximum(old, load(run.decays + r));
         store(sum.top + r, top);
         store(run.decays + r, exp_of(old - (top == all(minus_infinity()) ? vf{} : top)));
     }
     for (int r = 0; r < rows; r++) {
         float* x = scores + r * TILE;
-        vf top = all(sum.top[r] == minus_infinity() ? 0.0f : sum.top[r]);  // nothing seen: weights of 0
+        vf top = all(sum.top[r] == minus_infinity() ? 0.0f : sum.top[r]);  // no key seen: weights of 0
         vf total = load(run.totals + r * W) * all(run.decays[r]);
         for (int i = 0; i < TILE; i += W) {
             vf weight = exp_of(load(x + i) - top);
@@ -55,7 +55,7 @@ inline void take_weights(float* scores, int rows, Partial sum, Running run) {
 
 // sum = sum and part, one row of each.
 inline void merge_row(Partial sum, Partial part, int row, int width) {
-    if (part.total[row] == 0) return;  // NaN goes on
+    if (part.total[row] == 0) return;  // NaN continues
     float top = sum.top[row] > part.top[row] ? sum.top[row] : part.top[row];
     float old = __builtin_expf(sum.top[row] - top), fresh = __builtin_expf(part.top[row] - top);
     sum.total[row] = sum.total[row] * old + part.total[row] * fresh;

@@ -1,4 +1,4 @@
-// What attention works on: one KV head of one sequence at a time, tile after tile of keys.
+// Units of work of attention: one KV head of one sequence at a time, tile after tile of keys.
 #pragma once
 
 #include "../native/rows.h"
@@ -15,7 +15,7 @@ struct Task {
     int64_t token;    // index of the sequence's first new token
     int start;        // its position
     int first, last;  // splits
-    int64_t partial;  // where the splits' partial results begin, or -1 to merge as they come
+    int64_t partial;  // start of the splits' partial results, or -1 to merge at once
 };
 
 // Softmax of some query rows over some keys, not yet divided by `total`.
@@ -27,7 +27,7 @@ struct Partial {
 
 inline float minus_infinity() { return -__builtin_inff(); }
 
-// Walks over a sequence's slots; divides once.
+// Iterator over a sequence's slots; divides only once.
 struct Cursor {
     const int32_t* entry;
     int offset, size;
@@ -38,7 +38,7 @@ struct Cursor {
         offset = key % size;
     }
 
-    // Over blocks, of which each is one slot.
+    // Over blocks of one slot each.
     Cursor(const KvqBatch& batch, int sequence, int block)
         : entry(batch.tables + sequence * batch.table_stride + block), offset(0), size(1) {}
 

@@ -1,5 +1,5 @@
-// Runs a plan's items on threads, merges what they found, and writes it. A kind of attention has a Scratch of its
-// own, with `row`, `run` and `sum`, and says how queries are read and a split is run.
+// Run a plan's items on threads, merge their results, and write them. Each kind of attention has its own Scratch, with
+// `row`, `run` and `sum`, and defines how queries are read and a split is run.
 #pragma once
 
 #include "../native/pool.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Scores [rows, TILE] of the keys [skip, keys) from position `at` on into weights; a row weighs what it sees of them.
+// Turn scores [rows, TILE] of the keys [skip, keys) from position `at` on into weights; hidden keys get 0.
 inline void weigh_tile(const Call& call, const Task& task, float* scores, Partial run, Running running, int at,
                        int skip, int keys) {
     int own = position(call, task, 0), left = call.group - task.row % call.group;  // rows of the same token
@@ -21,10 +21,10 @@ inline void weigh_tile(const Call& call, const Task& task, float* scores, Partia
     take_weights(scores, task.rows, run, running);
 }
 
-// Where an element of V lies in a row of partial results.
+// Return the index of an element of V in a row of partial results.
 inline int place_of_value(const Call& call, int element) { return call.v_integer ? call.v_cut.index[element] : element; }
 
-// Divide, add the sink, undo V's rotation, and hand the rows over.
+// Add the sink, divide, undo V's rotation, and write the rows.
 inline void write_out(const Call& call, const Task& task, float* x, const Partial& sum) {
     const KvqRows& v = call.layer.v;
     for (int r = 0; r < task.rows; r++) {
@@ -46,7 +46,7 @@ inline void write_out(const Call& call, const Task& task, float* x, const Partia
     }
 }
 
-// Of queries that were read.
+// For queries that were read.
 template <class Kind>
 inline void run_item(const Call& call, const Plan& plan, Item item, typename Kind::Scratch scratch, Partial* partials) {
     const Task& task = plan.tasks[item.task];
@@ -79,7 +79,7 @@ inline void merge_rows(const Call& call, const Task& task, int first, typename K
     write_out(call, some, scratch.row, scratch.sum);
 }
 
-// All of a call, once `call` says how its rows lie.
+// Run a whole call, once `call` has the layout of its rows.
 template <class Kind>
 inline int run_plan(Call& call) {
     for (int s = 0; s < call.batch.sequences; s++) {
@@ -109,13 +109,13 @@ inline int run_plan(Call& call) {
     }
     uint8_t* scratches = memory.begin + memory.used;
     int64_t pieces = (call.rows + MERGED_ROWS - 1) / MERGED_ROWS;  // of a task's rows
-    // A thread takes some neighbouring splits, whose first rows the one before has asked for.
+    // A thread takes some adjacent splits; each prefetches the first rows of the next.
     int64_t neighbours = plan.num_items / (8 * threads);
     neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
     share_tasks(threads, plan.num_items, neighbours, [&](int thread, Tasks& items) {
         Memory own = {scratches + each * thread, 0};
         typename Kind::Scratch scratch = Kind::take(call, own);
-        int read = -1;  // task, whose queries are there
+        int read = -1;  // task whose queries were read
         for (int64_t first, last; items.take(thread, first, last);)
             for (int64_t i = first; i < last; i++) {
                 Item item = plan.items[i];

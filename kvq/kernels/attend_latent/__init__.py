@@ -1,1 +1,1 @@
-"""Latent attention in its absorbed form: one stored row a token is key and value of all query heads."""
+"""Latent attention in its absorbed form: one stored row per token is the key and value of all query heads."""

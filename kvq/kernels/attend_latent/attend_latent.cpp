@@ -1,6 +1,6 @@
-// attend_latent on CPUs: see reference.py for what it computes. A tile of stored rows is decoded once, and is key and
-// value of up to ROWS query rows; products are those of matrices, of bf16 where the CPU has tiles for them (tiles.h),
-// else of fp32. Tasks, splits and tiles are those of attend.
+// attend_latent on CPUs: see reference.py for what it computes. A tile of stored rows is decoded once, as key and
+// value of up to ROWS query rows; matrix products are bf16 if the CPU has tiles for them (tiles.h), else fp32. Tasks,
+// splits and tiles are those of attend.
 
 #include "tiles.h"
 
@@ -94,7 +94,7 @@ struct FloatLatent {
     }
 };
 
-// Query rows of a task where there are parts of contexts enough for all threads: each decodes them anew.
+// Query rows of a task if there are enough parts of contexts for all threads: each task decodes them again.
 constexpr int MANY_ROWS = 2 * ROWS;
 
 inline int64_t parts_of(const KvqBatch& batch) {
@@ -122,7 +122,7 @@ KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDen
     return run_plan<FloatLatent>(call);
 }
 
-// Whether this CPU has tiles that attend_latent multiplies with.
+// Return whether this CPU has tiles for the products of attend_latent.
 KVQ_KERNEL(latent_tiles)(int* found) {
     *found = 0;
 #if defined(KVQ_TILES)

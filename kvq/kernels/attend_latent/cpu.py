@@ -13,23 +13,23 @@ from kvq.kernels.native.abi import check_shape
 from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
-# Products that it makes while torch makes one of fp32, in prefills of 64 to 2,048 tokens: 2.1 to 4.9 in tiles
-# and 1.1 to 1.5 in fp32, on one core of a Xeon with AMX, for 16 heads.
+# Speed of products relative to torch's in fp32, in prefills of 64 to 2,048 tokens: 2.1 to 4.9 in tiles and
+# 1.1 to 1.5 in fp32, on one core of a Xeon with AMX, for 16 heads.
 _IN_TILES, _IN_FP32 = 3.5, 1.3
 
 
 def attend_latent(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
-    On CPUs with AMX, products are of bf16 numbers whose sums stand for what bf16 can't hold, but for FP32
-    blocks: a relative error near 1e-5. With `exact`, or on other CPUs, all is fp32.
+    On CPUs with AMX, products use sums of bf16 numbers in place of fp32 numbers, except for FP32 blocks; the
+    relative error is near 1e-5. With `exact`, or on other CPUs, all products are fp32.
 
     Raises:
         IndexError: a table names a block outside the pool.
-        MemoryError: no room for scratch memory.
-        ConfigError: shapes that don't fit the blocks or the batch, or latents of several heads.
+        MemoryError: there is no room for scratch memory.
+        ConfigError: shapes don't fit the blocks or the batch, or latents have several heads.
     """
     if (heads := kv.k.codes.shape[1]) != 1:
         raise ConfigError(f"latents are of one KV head for all query heads, got {heads}")
@@ -46,6 +46,6 @@ def has_tiles() -> bool:
 
 
 def relative_speed(kv: PagedKV, *, exact: bool) -> float:
-    """Return how many products the kernel makes over such blocks while torch makes one."""
+    """Return the kernel's speed in products over such blocks, relative to torch's."""
     codes = (kv.formats.k.code, kv.formats.v.code)
     return _IN_TILES if has_tiles() and not exact and Code.FP32 not in codes else _IN_FP32

@@ -13,14 +13,14 @@ from kvq.kernels.paged import PagedKV, SequenceBatch
 def attend_latent(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of every sequence's new tokens over what a token has stored once for all heads.
+    """Attend causally from every sequence's new tokens over rows that are stored once for all heads.
 
-    Blocks of one KV head hold the rotary part of its key as K and its latent as V, each in a format of its
-    own. A key is the latent and, behind it, the rotary part; the value is the latent. `q`: [tokens,
+    Blocks of one KV head store the rotary part of a token's key as K and its latent as V, each in its own
+    format. A key is the latent followed by the rotary part; the value is the latent. `q`: [tokens,
     q_heads, v_head_dim + k_head_dim], with the projection from latents to keys absorbed.
 
-    Returns out [tokens, q_heads, v_head_dim] in q's dtype, latents that the projection to values is still to
-    be applied to, and lse fp32 [tokens, q_heads], as `attend` does.
+    Returns out [tokens, q_heads, v_head_dim] in q's dtype (latents, before the projection to values), and lse
+    fp32 [tokens, q_heads], as `attend` does.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
     """

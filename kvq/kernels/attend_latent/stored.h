@@ -1,11 +1,11 @@
-// Stored rows as numbers, those that means were taken from made whole.
+// Stored rows as numbers; subtracted means are added back.
 #pragma once
 
 #include "../attend/work.h"
 
 namespace {
 
-// Decodes the rows of K or V one after the other; a block's mean once.
+// Decoder of the rows of K or V one after the other, which decodes a block's mean once.
 struct Stored {
     const KvqRows& rows;
     float* mean;  // [dim] of block `of`
@@ -21,8 +21,8 @@ struct Stored {
     }
 };
 
-// A query's two parts, for latents and for rotary keys, scaled and rotated as the rows are; what is not finite
-// spoils all of it.
+// A query's two parts, for latents and for rotary keys, scaled, and rotated like the rows; a value that is not
+// finite makes all of it NaN.
 inline void read_parts(const Call& call, const Task& task, int row, float* latent, float* rotary) {
     const KvqRows &v = call.layer.v, &k = call.layer.k;
     const uint8_t* from = row_of(call, task, call.q, row);
@@ -38,13 +38,13 @@ inline void read_parts(const Call& call, const Task& task, int row, float* laten
     for (int i = 0; i < k.dim; i++) rotary[i] *= scale;
 }
 
-// One tile's place: the keys [skip, keys) of those from position `at` on.
+// The place of a tile: the keys [skip, keys) of those from position `at` on.
 struct Span {
     int at, skip, keys;
     Cursor here;
 };
 
-// Calls `each(span)` for the tiles of a split, after asking for the rows of the one that follows.
+// Call `each(span)` for the tiles of a split, after prefetching the rows of the next tile.
 template <class Each>
 inline void for_tiles(const Call& call, const Task& task, int split, Each each) {
     Seen seen = seen_by(call, task);

@@ -1,5 +1,5 @@
-// Stored rows as tiles of bf16 (Intel's AMX) take them. Numbers that bf16 can't hold are sums of two that it can, where
-// scales go by groups; codes of FP8 and INT8 are exact, and have scales beside them.
+// Stored rows in the layout of bf16 tiles (Intel's AMX). With scales per group, numbers that bf16 can't represent are
+// sums of two bf16 numbers; codes of FP8 and INT8 are exact and have separate scales.
 #pragma once
 
 #include "../native/amx.h"
@@ -13,10 +13,10 @@ constexpr int BLOCK = TILE * TILE_PAIRS + 32;     // TILE keys of 32 elements; p
 
 inline int tile_width(int dim) { return (dim + TILE_PAIRS - 1) / TILE_PAIRS * TILE_PAIRS; }
 
-// FP32 has more digits than two numbers of bf16 hold.
+// FP32 has more digits than two bf16 numbers can represent.
 inline bool takes_tiles(const KvqLayer& layer) { return layer.k.code != KVQ_FP32 && layer.v.code != KVQ_FP32; }
 
-// x as a sum of two numbers of bf16, 32 at a time.
+// x as a sum of two bf16 numbers, 32 at a time.
 struct Two {
     reg high, low;
 };
@@ -30,8 +30,8 @@ KVQ_TILE_TARGET inline Two two_of(vf a, vf b) {
 
 enum RowKind { ANY_ROW, BF16_ROW, FP8_ROW, INT8_ROW, INT4_ROW, INT4_G16_ROW };
 
-// A stored row, 32 elements at a time. Each kind of code has such a reader; all but the last take rows of a multiple
-// of 32 elements, without means.
+// A stored row, 32 elements at a time. Each kind of code has such a reader; all except the last take rows of a
+// multiple of 32 elements, without means.
 struct Bf16Row {
     const uint8_t* codes;
     Bf16Row(Stored& stored, int64_t block, int offset, float*) : codes(row_codes(stored.rows, block, 0, offset)) {}
@@ -63,7 +63,7 @@ struct Int8Row : ScaledRow {
 
 struct Fp8Row : ScaledRow {
     using ScaledRow::ScaledRow;
-    Two at(int i) const {  // E4M3FN's exponent and mantissa lie in bf16 as they are; see fp8_values
+    Two at(int i) const {  // bf16 has E4M3FN's exponent and mantissa unchanged; see fp8_values
         reg code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i * 32)));
         reg magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
         reg sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
@@ -77,7 +77,7 @@ struct Fp8Row : ScaledRow {
     }
 };
 
-// Scales and minimums of a row's groups, in turn, as numbers; the same as pair_of gives.
+// Scales and minimums of a row's groups, one after the other, as numbers; the same as from pair_of.
 inline void read_pairs(float* out, const KvqRows& rows, const uint8_t* scales, int groups) {
     for (int at = 0; at < 2 * groups; at += W) {
         __mmask16 there = 2 * groups - at >= W ? 0xffff : (1 << (2 * groups - at)) - 1;
@@ -101,7 +101,7 @@ KVQ_TILE_TARGET inline Two half_of(vf x) {
     return {_mm512_castsi256_si512(high), _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh((__m512)(x - top)))};
 }
 
-// What the 16 codes of a group stand for is looked up. SMALL: groups of 16 elements, two to a block; else of a
+// The values of a group's 16 codes are looked up in a table. SMALL: groups of 16 elements, two per block; else of a
 // multiple of 32.
 template <bool SMALL>
 struct Int4Row {
@@ -160,7 +160,7 @@ inline RowKind kind_of(const KvqRows& rows) {
 // Stored rows of a tile: as keys [elements / 32][TILE][32], and as values [elements / 16][TILE / 2][16][2].
 struct TileRows {
     bf16 *keys, *low_keys, *values, *low_values;  // values: of latents only
-    float* scales;  // [TILE] that keys and values are still to be multiplied by
+    float* scales;  // [TILE] factors of keys and values that are not applied yet
     float *rows, *mean;  // two decoded rows; a block's mean
     int blocks;          // of 32 elements
     RowKind kind;
@@ -224,7 +224,7 @@ KVQ_TILE_TARGET inline void fill_pairs(const TileRows& t, Stored& stored, Span s
             block[i] = *span.here.entry, offset[i] = span.here.offset;
             span.here.skip(1);
         }
-        int any = exists[0] ? 0 : 1;  // what is not there is read from beside it, or from nowhere
+        int any = exists[0] ? 0 : 1;  // a missing row is read from its neighbour, or not at all
         if (!exists[any]) {
             for (int i = 0; i < t.blocks; i++) put_pair(t, key, i, Two{}, Two{});
             continue;

@@ -1,6 +1,6 @@
-// Latent attention by products of bf16 tiles (Intel's AMX). Numbers that bf16 can't hold are sums of two that it can:
-// queries and weights always, stored rows where their scales go by groups; codes of FP8 and INT8 are exact, their
-// scales multiply scores and weights. What is left out is below 2^-16 of a product.
+// Latent attention by products of bf16 tiles (Intel's AMX). Numbers that bf16 can't represent are sums of two bf16
+// numbers: queries and weights always, stored rows if their scales are per group; codes of FP8 and INT8 are exact, and
+// their scales multiply scores and weights. The error is below 2^-16 of a product.
 #pragma once
 
 #include "tile_rows.h"
@@ -40,7 +40,7 @@ inline void add_products(const TileRows& t, const bf16* q, const bf16* low_q) {
     }
 }
 
-// Tiles 0 to 3 into x [TILE, 16], and zeros into the tiles.
+// Store tiles 0 to 3 in x [TILE, 16], and set the tiles to zero.
 inline void store_products(float* x) {
     KVQ_TILE_STORE(0, x, 64);
     KVQ_TILE_STORE(1, x + 256, 64);
@@ -51,9 +51,9 @@ inline void store_products(float* x) {
 
 struct TileScratch {
     float* row;                                   // that is written
-    float* queries;                               // 16, latent and rotary parts beside each other
+    float* queries;                               // 16, latent and rotary parts side by side
     bf16 *latent_q, *low_latent_q;                // [rows / 16][v blocks][16 pairs][16 rows][2]
-    bf16 *rotary_q, *low_rotary_q;                // the same of k blocks
+    bf16 *rotary_q, *low_rotary_q;                // the same for k blocks
     TileRows latent, rotary;
     float *products, *rotary_products;            // [TILE, 16]
     bf16 *weights, *low_weights;                  // [2][16 rows][32 keys]
@@ -118,7 +118,7 @@ struct TileLatent {
         }
     }
 
-    // Scores of 16 rows.
+    // Compute the scores of 16 rows.
     static void score(const Call& call, Scratch& s, int row) {
         int64_t latent = (int64_t)row * call.v_width, rotary = (int64_t)row * call.k_width;
         bool together = !s.latent.is_scaled && !s.rotary.is_scaled;

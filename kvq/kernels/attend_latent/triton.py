@@ -1,4 +1,4 @@
-"""`attend_latent` in Triton: what a layer's launches are made of, and the launches."""
+"""`attend_latent` in Triton: the arguments of a layer's launches, and the launches."""
 
 import torch
 import triton
@@ -16,13 +16,13 @@ from kvq.kernels.gpu.shapes import DECODE_ROWS, shape_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _LEAST_COLUMNS = 16  # of a product
-_PART_COLUMNS = 128  # of a row that are numbers in registers at once
+_PART_COLUMNS = 128  # of a row that are decoded in registers at once
 
 
 def attend_latent(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there, and Triton's `attend` for dtypes. Tables are not checked."""
+    """Do what the reference does; for dtypes see `attend` in Triton. Tables are not checked."""
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend_latent(q.float(), kv, batch, options)
         return out.to(q.dtype), lse
@@ -48,7 +48,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
     fixed = {
         **options_of_layer(options, q_heads, 1),
         "k": k._replace(read=Reading.one_by_one(of_k)),
-        # For the merge not rotated: results are turned behind it.
+        # Not rotated for the merge: results are rotated after it.
         "v": v._replace(read=Reading.one_by_one(of_v), rotated=1),
         "PARTS": _parts(v, in_halves=in_halves),
         "HALVES": in_halves,
@@ -60,18 +60,18 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
 
 
 def _parts(v: Rows, *, in_halves: bool) -> int:
-    """Parts that a row is read in: of _PART_COLUMNS columns, or of as many as a group has."""
+    """Return the number of parts in which a row is read: of _PART_COLUMNS columns, or of a group's."""
     least = v.group if in_halves and v.group < v.dim else 1
     return max(1 + in_halves, int(v.pad) // max(_PART_COLUMNS, least))
 
 
 def turned(x: Tensor, parts: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
-    """Rows [tokens, heads, dim] with parts of neighbouring columns rotated in blocks, in another dtype.
+    """Return rows [tokens, heads, dim] in another dtype, with parts of adjacent columns rotated in blocks.
 
-    Queries before attention over latents, and its results behind it: in the attention kernel a row of 512
-    would be rotated by every program again, and its layout cost the loop 30 instructions a key (counted).
+    It rotates queries before attention over latents, and results after it: in the attention kernel, every
+    program would rotate a row of 512 again, and its layout cost the loop 30 instructions per key (counted).
 
-    `parts`: one or two times columns, of which a power of two, and the size of a block, 1 for none.
+    `parts`: one or two pairs of columns and block size; block sizes are powers of two, 1 for no rotation.
     """
     tokens, heads, _ = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -101,7 +101,7 @@ def turn_kernel(
     FIRST: tl.constexpr, FIRST_PAD: tl.constexpr, FIRST_BLOCK: tl.constexpr,
     SECOND: tl.constexpr, SECOND_PAD: tl.constexpr, SECOND_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row // heads * x_token + row % heads * x_head
     out_ptr += row * (FIRST + SECOND)

@@ -1,8 +1,8 @@
-"""The device code of `attend_latent` in Triton: decode and extend, as the kernel of `attend` has them.
+"""Device code of `attend_latent` in Triton: decode and extend, as in the kernel of `attend`.
 
-Codes become numbers once a tile, in registers, and lie in shared memory from there: both products read them,
-for all query heads of a tile. FP8 and INT8 stay unscaled, so that their numbers are exact; INT4 gets its
-groups' scales and minimums. Queries come rotated as the rows are, and results go that way.
+Codes are decoded once per tile, in registers, and stored in shared memory, where both products read them for
+all query heads of a tile. FP8 and INT8 stay unscaled, so that their numbers are exact; INT4 is decoded with
+its groups' scales and minimums. Queries are rotated beforehand like the rows, and results stay rotated.
 """
 
 import triton
@@ -22,7 +22,7 @@ from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 
 @triton.jit
 def _queries(q_ptr, at, valid, stride, k, v, PARTS: tl.constexpr):
-    """The queries' rotary part, that for latents cut into PARTS, and what scores are to be multiplied by."""
+    """Return the queries' rotary part, their latent part split into PARTS, and a factor for the scores."""
     col = tl.arange(0, v.pad)
     mask = valid[:, None] & (col < v.dim)[None, :]
     latent = tl.load(q_ptr + at[:, None] + col[None, :] * stride, mask=mask, other=0.0)
@@ -41,7 +41,7 @@ def _queries(q_ptr, at, valid, stride, k, v, PARTS: tl.constexpr):
 
 @triton.jit
 def _scaled(codes, words, BITS: tl.constexpr, SHIFT: tl.constexpr, COMPUTE: tl.constexpr):
-    """Codes less SHIFT, COMPUTE [keys, columns], as values; `words`: [keys, groups], their scales."""
+    """Return the values of codes minus SHIFT, COMPUTE [keys, columns]; `words`: scales [keys, groups]."""
     GROUPS: tl.constexpr = words.shape[1]
     scale, minimum = scale_and_minimum(words, BITS)
     grouped = tl.reshape(codes, (codes.shape[0], GROUPS, codes.shape[1] // GROUPS))
@@ -55,8 +55,8 @@ def _run(
     v, tile, START: tl.constexpr, WIDTH: tl.constexpr,
     CODES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Columns [START, START + WIDTH) of one tile's latents, numbers [keys, WIDTH], and of HALVES those as far
-    behind the middle of the row; CODES: unscaled.
+    """Return columns [START, START + WIDTH) of a tile's latents, [keys, WIDTH]; with HALVES, also the columns
+    at the same distance from the middle of the row. CODES: the numbers are unscaled.
     """
     COMPUTE: tl.constexpr = v.read.compute
     col = START + tl.arange(0, WIDTH)
@@ -89,8 +89,8 @@ def latent_kernel(  # D142: rotary keys as K, latents as V
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items. Arguments are those of `attend_kernel`, with one KV head; K is the rotary part of keys, V
-    the latents, which are read in PARTS so that few registers hold them. HALVES: INT4, whose bytes hold an
-    element of each half. CODES: FP8 or INT8.
+    the latents, which are read in PARTS to save registers. HALVES: INT4, whose bytes contain an element of
+    each half. CODES: FP8 or INT8.
     """
     if INTERPRETED:
         k, v = opened(k), opened(v)
@@ -159,7 +159,7 @@ def latent_kernel(  # D142: rotary keys as K, latents as V
             p = scaled(p, of_row)
         new = ()
         for i in tl.static_range(PARTS):
-            part = parts[i * 2 % PARTS + i * 2 // PARTS] if HALVES else parts[i]  # halves take turns
+            part = parts[i * 2 % PARTS + i * 2 // PARTS] if HALVES else parts[i]  # halves alternate
             new = new + (added_dot(p, part, outs[i] * decay[:, None]),)
         outs = new
 

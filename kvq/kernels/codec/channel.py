@@ -1,15 +1,15 @@
-"""Reference encoder and decoder of scales per channel: the definition of correct.
+"""Reference encoder and decoder for per-channel scales: the definition of correct results.
 
-A channel is the same element of all rows of a block. Its scale is a byte (narrow.py), which lies before the
+A channel is the same element of all rows of a block. Its scale is a byte (narrow.py); the scales precede the
 offsets of all channels:
 
     code       scales of a block, per KV head                   an element is
     int8       uint8 [dim] scales, int8 [dim] steps             code * scale + 16 * step * scale
     grouped    uint8 [dim] scales, fp16 [dim] minimums          code * scale + minimum
 
-Grouped codes of up to 4 bits lie in pairs: the channels i and dim - 1 - i have twice the bits together, as
-many each as `shares` finds by their scale bytes. A range four times the other's gets one bit more and the
-other one less, up to two. RoPE turns one of them fast and the other slowly, so their ranges differ. A scale
+Grouped codes of up to 4 bits are stored in pairs: channels i and dim - 1 - i have twice the bits together,
+which `shares` divides by their scale bytes. A channel whose range is four times the other's takes one bit
+from it; two bits at most. RoPE rotates one channel fast and the other slowly, so their ranges differ. A scale
 byte is that of a code with all its `bits`; the scale follows from it and the share. Element i of a row of
 dim / 2 codes, packed with twice the bits, has channel i in its low bits and channel dim - 1 - i above them.
 """
@@ -23,14 +23,14 @@ from kvq.kernels.codec.packing import pack, unpack
 
 MOST_SHIFTED = 2  # bits that one channel of a pair takes from the other
 # D3: a byte for the scale; offsets need fp16
-CENTER_STEP = 16  # scales that INT8's offsets are counted in
+CENTER_STEP = 16  # unit of INT8's offsets, in scales
 INT8_REACH = 127 - CENTER_STEP // 2  # codes from a range's middle to its end, if the middle is rounded
 
 
 def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
     """Quantize the rows of whole blocks, fp32 [..., block_size, dim], finite. Returns (codes, scales).
 
-    `codes` [..., block_size, row] as `encode` has them, `scales` uint8 [..., 1, bytes of a block].
+    `codes` [..., block_size, row] as for `encode`, `scales` uint8 [..., 1, bytes of a block].
     """
     low, high = x.aminmax(dim=-2, keepdim=True)  # [..., 1, dim]
     if fmt.code is Code.INT8:
@@ -57,7 +57,7 @@ def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode_channels(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
-    """fp32 rows [..., tokens, dim] of codes [..., tokens, row] and scales, [..., 1 or tokens, bytes]."""
+    """Return fp32 rows [..., tokens, dim] of codes [..., tokens, row], scales [..., 1 or tokens, bytes]."""
     scale, offset, bits = decoded_scales(scales, fmt)
     if fmt.code is Code.INT8:
         q = codes.float()
@@ -72,7 +72,7 @@ def decode_channels(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
 
 
 def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and offset, fp32, and bits, int32, of every channel: [..., dim] each."""
+    """Return scale and offset, fp32, and bits, int32, of every channel: [..., dim] each."""
     if fmt.code is Code.INT8:
         codes, steps = scales.to(torch.int32).chunk(2, dim=-1)
         scale = narrow.scales(codes)
@@ -86,13 +86,13 @@ def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tenso
 
 
 def shares(codes: Tensor, bits: int) -> Tensor:  # D4: two channels share their bits by their scale bytes
-    """Bits of every channel, int32 [..., dim], by the scale bytes of its pair: eight are a factor of 2."""
+    """Return every channel's bits, int32 [..., dim], from its pair's scale bytes (8 are a factor of 2)."""
     more = codes - codes.flip(-1)
     most = min(MOST_SHIFTED, bits - 1)
     return bits + more.sign() * ((more.abs() + 8) >> 4).clamp(max=most)
 
 
 def _factors(bits: int, device: torch.device) -> Tensor:
-    """Return by a channel's bits the factor of the scale that `bits` bits would have: fp32 [bits + 3]."""
+    """Return the factors, by a channel's bits, on the scale that `bits` bits would have: fp32 [bits + 3]."""
     levels = [max(1, (1 << own) - 1) for own in range(bits + MOST_SHIFTED + 1)]
     return torch.tensor([((1 << bits) - 1) / own for own in levels], dtype=torch.float32, device=device)

@@ -37,7 +37,7 @@ def decode(codes: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _values(device: torch.device) -> Tensor:
-    """The 256 values of E4M3FN, computed from sign, exponent and mantissa. fp32 [256]."""
+    """Return the 256 values of E4M3FN, fp32 [256], computed from sign, exponent and mantissa."""
     code = torch.arange(256)
     exponent, mantissa = (code >> 3) & 0xF, (code & 7).double()
     normal = (1 + mantissa / 8) * torch.exp2((exponent - 7).double())

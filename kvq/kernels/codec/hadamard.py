@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def hadamard_block(dim: int) -> int:
-    """The largest power of two that divides `dim`: the size of one rotated block in elements."""
+    """Return the largest power of two that divides `dim`: the size of one rotated block in elements."""
     return dim & -dim
 
 
 def rotate(x: Tensor) -> Tensor:  # D22: Hadamard, no calibrated map per head
-    """Rotate the last dimension block by block; its own inverse.
+    """Rotate the last dimension block by block; the rotation is its own inverse.
 
     `x`: [..., dim], any float dtype. Returns fp32 [..., dim]: fp32 butterflies with stages
     h = 1, 2, 4, ..., then one multiplication by block**-0.5, in this order on every backend, so
@@ -35,7 +35,7 @@ def rotate(x: Tensor) -> Tensor:  # D22: Hadamard, no calibrated map per head
 
 
 def rotate_by_product(x: Tensor) -> Tensor:
-    """`rotate` as one matrix product: fp32 [..., dim], faster for many rows, other in the last bits."""
+    """Rotate by one matrix product, fp32 [..., dim]: faster for many rows, but with other last bits."""
     block = hadamard_block(x.shape[-1])
     product: Tensor = (x.float().reshape(-1, block) @ _matrix(block, x.device)).view(x.shape)
     return product
@@ -43,6 +43,6 @@ def rotate_by_product(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _matrix(block: int, device: torch.device) -> Tensor:
-    """The matrix of `rotate` for one block, fp32 [block, block]; symmetric, its own inverse."""
+    """Return the matrix of `rotate` for one block, fp32 [block, block]; symmetric, its own inverse."""
     with torch.inference_mode(False):
         return rotate(torch.eye(block, device=device))

@@ -1,16 +1,16 @@
 """Scales and minimums of 8 bits, by integer arithmetic, so that every device agrees bit for bit.
 
-A scale byte 8 e + m stands for (8 + m) * 2**(e - 23). Those from 8 to 247 are used, 2**-19 to 1,920: shifted
-to the place of fp16's exponent they are finite normal numbers, 32 times as large. A minimum byte, signed,
-stands for so many steps of scale * 2**(bits - 7), and thus reaches 2**bits scales to either side of zero.
+A scale byte 8 e + m stands for (8 + m) * 2**(e - 23). Bytes from 8 to 247 are used, for 2**-19 to 1,920:
+shifted to the position of fp16's exponent, they are finite normal numbers, 32 times as large. A minimum byte
+is a signed number of steps of scale * 2**(bits - 7), and thus reaches 2**bits scales on either side of zero.
 """
 
 import torch
 from torch import Tensor
 
-_EXPONENT = 107  # of fp32, where a scale's exponents begin
+_EXPONENT = 107  # fp32 exponent at which a scale's exponents begin
 _LOWEST = 1 << 20  # the lowest bit that a scale keeps
-# D10: scale and minimum a byte each; rounded up from 5 bits
+# D10: scale and minimum take a byte each; scales are rounded up from 5 bits
 ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
 _SMALLEST = 2.0**-19
 _LARGEST = 1920.0
@@ -18,32 +18,32 @@ FP16_LARGEST = 65504.0
 
 
 def divided(x: Tensor, number: float) -> Tensor:  # D20: not by the reciprocal
-    """x / number, rounded once: on GPUs torch multiplies by the reciprocal of a plain number."""
+    """Return x / number, rounded once: on GPUs, torch multiplies by the reciprocal of a Python number."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def half_minimum(low: Tensor) -> Tensor:  # D19: a minimum is never -0
-    """`low`, fp32, as an fp16 minimum of codes that begin there; never -0: either may come first."""
+    """Return `low`, fp32, as an fp16 minimum; never -0, since 0 and -0 compare equal as minimums."""
     return (low.clamp(-FP16_LARGEST, FP16_LARGEST) + 0.0).half()
 
 
 def scale_codes(wanted: Tensor, *, round_up: bool) -> Tensor:
-    """The bytes, int32, of scales fp32: nearest to `wanted`, halves up, or the next not below it."""
+    """Return the bytes, int32, of fp32 scales: nearest to `wanted`, ties up, or the next not below it."""
     more = _LOWEST - 1 if round_up else _LOWEST // 2
     rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + more
     return ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=247)
 
 
 def scales(codes: Tensor) -> Tensor:
-    """The scales, fp32, that bytes, int32, stand for."""
+    """Return the fp32 scales that bytes, int32, stand for."""
     return ((codes << 20) + (_EXPONENT << 23)).view(torch.float32)
 
 
 def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """Scale and minimum of groups between `low` and `high`, fp32 [..., 1] each; uint8 [..., 2].
+    """Return scale and minimum, uint8 [..., 2], of groups between `low` and `high`, fp32 [..., 1] each.
 
-    The scale is the range over 2**bits - 1, or over it the magnitude of `low` where that is more. Up to 4
-    bits it is rounded to nearest, halves up, so that codes at the range's end may saturate; from 5 on up.
+    The scale is the range or the magnitude of `low`, whichever is larger, over 2**bits - 1. Up to 4 bits, it
+    is rounded to nearest, ties up, so codes at the range's end may saturate; from 5 bits on, it rounds up.
     """
     wanted = divided(torch.maximum(high - low, low.abs()), (1 << bits) - 1)
     code = scale_codes(wanted, round_up=bits >= ROUNDED_UP)

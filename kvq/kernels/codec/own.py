@@ -1,4 +1,4 @@
-"""`kvq.register_format`: a quantizer of one's own among the formats, in torch, and what it has to give."""
+"""`kvq.register_format`: a user's quantizer in torch as a format, and the checks of its results."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from kvq.formats.spec import Own
 from kvq.layout import MAX_BLOCK_SIZE
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}[a-z0-9]")
-_TRIED = 5  # rows or blocks, of which one is zeros and one has an element that is loud
+_TRIED = 5  # rows or blocks; one of them is all zeros, and one has an outlier
 _MOST_BITS = 64
 
 
@@ -28,20 +28,21 @@ def register_format(
     block: int | None = None,
     replace: bool = False,
 ) -> None:
-    """Make `name` a KV format: for `kv=` and `--kv` of this process, in pairs, with +sinks= and +recent=.
+    """Make `name` a KV format of this process: for `kv=` and `--kv`, in pairs, with +sinks= and +recent=.
 
-    `quantize`: takes fp32 [rows, dim], rows of K or V after RoPE, and returns what is read back, the same
-    shape; or, with `dequantize`, a tensor or a tuple of tensors, which `dequantize` takes. `block`: tokens
-    that are quantized together; then fp32 [some, block, dim]. Neither may make one row, or one block, depend
-    on others. `bits`: stored for an element, scales included; by default what the tensors in between take.
+    `quantize`: takes fp32 [rows, dim], rows of K or V after RoPE, and returns the dequantized rows, in the
+    same shape; or, with `dequantize`, a tensor or a tuple of tensors, which `dequantize` takes. `block`:
+    tokens that are quantized together; the functions then take fp32 [blocks, block, dim]. Rows or blocks must
+    not depend on each other. `bits`: stored bits per element, including scales; by default those of the
+    tensors that `quantize` returns.
 
-    Torch runs it as tokens are written, and blocks hold what is read back, in fp32: figures of quality are
-    those of the path that serves, those of memory are what `bits` says. `replace`: change a name that is
-    registered already; models made before keep what they have.
+    Torch runs the functions as tokens are written, and blocks store the dequantized rows in fp32: quality is
+    measured on the code path that serves requests, memory is computed from `bits`. `replace`: change a
+    registered name; models that were made before keep their format.
 
     Raises:
-        ConfigError: a name that means something, bits that nothing says, or a size of blocks out of range.
-            Whoever uses the name gets one for rows that the functions can't take, or give back as others.
+        ConfigError: the name already has a meaning, `bits` is missing, or `block` is out of range. Uses of
+            the name raise it if the functions can't take rows, or return another shape or dtype.
     """
     _check_name(name, is_known=name in Own.registered and not replace)
     if not callable(quantize) or not (dequantize is None or callable(dequantize)):
@@ -78,7 +79,7 @@ def _check_name(name: str, *, is_known: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """The functions behind a name, and the bits that trials of them have shown, by head dimension."""
+    """The functions of a registered name, and the bits found by trials, by head dimension."""
 
     name: str
     quantize: Callable[[Tensor], Any]
@@ -88,13 +89,13 @@ class _Registered:
     tried: dict[int, float] = field(default_factory=dict)
 
     def bits_of(self, dim: int) -> float:
-        """Bits of an element, after a trial for rows of `dim` elements."""
+        """Return the bits per element, after a trial with rows of `dim` elements."""
         if dim not in self.tried:
             self.tried[dim] = self._try(dim)
         return self.tried[dim]
 
     def through(self, x: Tensor) -> Tensor:
-        """Return what is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
+        """Return rows, fp32 [..., dim], or whole blocks, [..., tokens, dim], quantized and dequantized."""
         rows = x.flatten(0, -2 if self.block is None else -3)
         return self._read_back(rows)[1].reshape(x.shape)
 
@@ -105,7 +106,7 @@ class _Registered:
         (nbytes, together), again = self._read_back(x), self.through(x)
         (one, first), *others = (self._read_back(part) for part in x.split(1))
         alone = torch.cat([first, *(made for _, made in others)])
-        if again.equal(together) and not alone.allclose(together, rtol=1e-3, atol=1e-3):  # not by chance
+        if again.equal(together) and not alone.allclose(together, rtol=1e-3, atol=1e-3):  # not random
             unit, or_else = ("block", "") if self.block else ("row", "; or give block=")
             raise UnfitFormat(
                 f"{self.name}: what is read back of a {unit} changes with the {unit}s beside it, so with the "
@@ -113,11 +114,11 @@ class _Registered:
             )
         if self.stated is not None:
             return self.stated
-        # What all rows share, such as a codebook, is no row's
+        # Data that all rows share, such as a codebook, does not count
         return 8 * (nbytes - one) / (x.numel() - x[:1].numel())
 
     def _read_back(self, x: Tensor) -> tuple[int, Tensor]:
-        """The bytes of what is in between, and what comes back."""
+        """Return the bytes of the stored tensors, and the dequantized rows."""
         try:
             stored = self.quantize(x.clone())
             is_several = self.dequantize is not None and isinstance(stored, tuple | list)
@@ -126,7 +127,7 @@ class _Registered:
             if self.dequantize is not None:
                 nbytes = sum(part.numel() * part.element_size() for part in stored)
             made = stored[0] if self.dequantize is None else self.dequantize(*stored)
-        except Exception as error:  # whatever functions of others raise
+        except Exception as error:  # users' functions may raise anything
             told = f"{type(error).__name__}: {first_lines(error)}"
             raise UnfitFormat(f"{self.name} can't take rows of {x.shape[-1]} elements: {told}") from error
         wanted, got = (

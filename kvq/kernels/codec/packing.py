@@ -1,9 +1,9 @@
-"""Codes in bytes: planes of 8, 4, 2 or 1 bits.
+"""Packing of codes into bytes, in planes of 8, 4, 2 or 1 bits.
 
-Codes of 2 to 8 bits lie in planes of 8, 4, 2 or 1 bits, the widest first, with the low bits: a code
-of 6 bits is a plane of its low 4 bits, then one of its high 2. With p = 8 / width elements to a byte, byte i
-of a plane holds elements i, i + dim/p, i + 2 dim/p, ... from its low bits up, so that one load per packed
-byte yields p whole runs of neighbours.
+Codes of 2 to 8 bits are split into planes of 8, 4, 2 or 1 bits. The widest plane comes first and has the low
+bits: a 6-bit code has a plane of its low 4 bits, then a plane of its high 2 bits. With p = 8 / width elements
+per byte, byte i of a plane contains elements i, i + dim/p, i + 2 dim/p, ... from its low bits up, so that one
+load per packed byte yields p runs of adjacent elements.
 """
 
 import torch

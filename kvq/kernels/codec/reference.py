@@ -1,15 +1,15 @@
-"""Reference encoder and decoder of every format: the definition of correct.
+"""Reference encoder and decoder of every format: the definition of correct results.
 
-Token rows are the last dimension. `encode` returns codes and scales as they lie in a block:
+Token rows are the last dimension. `encode` returns codes and scales as they are stored in a block:
 
     code            codes                       scales
     fp32 bf16 fp16  that dtype [..., dim]       none
     fp8, int8       uint8 / int8 [..., dim]     fp16 [..., 1] per token row; none if static
     grouped         uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
     grouped, _s8    the same                    uint8 [..., 2*groups]: scale, minimum, scale, ...
-    per channel     see channel.py: scales are of whole blocks
+    per channel     see channel.py: scales belong to whole blocks
 
-`packing` tells how grouped codes become bytes.
+`packing` describes how grouped codes are packed into bytes.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 def code_dtype(code: Code) -> torch.dtype:
-    """In which codes are stored; of grouped ones, bytes."""
+    """Return the dtype in which codes are stored; for grouped codes, bytes."""
     return torch.uint8 if code.is_grouped else _DTYPES[code]
 
 
@@ -45,9 +45,9 @@ def encode(
     """Quantize token rows.
 
     `x`: [..., dim], any float dtype; finite elements saturate, NaN and infinity are stored as zero
-    (whoever writes them learns of it from `write_kv`'s flags). `static_scale`: fp32, broadcastable
+    (`write_kv` returns flags for these rows). `static_scale`: fp32, broadcastable
     to [..., 1], for per-head formats. `clip`: the part of each group's range, around its middle, that
-    the codes span; elements outside saturate. Returns (codes, scales), laid out as the table above says.
+    the codes span; elements outside saturate. Returns (codes, scales), laid out as in the table above.
     """
     x = prepared(x, fmt)
     if fmt.own is not None:
@@ -66,7 +66,7 @@ def encode(
 
 
 def prepared(x: Tensor, fmt: KVFormat) -> Tensor:  # D18: rows are clamped before a rotation
-    """Rows as they are coded, fp32 [..., dim]: finite, and rotated if the format rotates."""
+    """Return rows ready to be encoded, fp32 [..., dim]: finite, and rotated if the format rotates."""
     x = x.float()
     x = torch.where(torch.isfinite(x), x, 0.0)
     if not fmt.rotated:
@@ -105,7 +105,7 @@ def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
 def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> tuple[Tensor, Tensor]:  # D9
     """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5)).
 
-    With scales of 8 bits m and s are what `narrow.encode` makes of minimum and maximum.
+    With scales of 8 bits, `narrow.encode` computes m and s from minimum and maximum.
     """
     code = fmt.code
     levels = (1 << code.bits) - 1
@@ -139,10 +139,10 @@ def encode_block(  # D13: the block's own mean, in INT4
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Quantize the rows of a block, [..., block_size, dim], as `encode` does. Returns (codes, scales, means).
 
-    Scales per channel are one row for all of the block: [..., 1, bytes].
-    `means`: uint8 [..., bytes of a mean]; None unless the format takes them out. A mean is of the rows as
-    they are coded, rotated where the format rotates: their sum in fp32, token after token, over their number.
-    It is stored in `mean_format`, codes and then scales, and what it decodes to is taken from every row.
+    Per-channel scales are one row for the whole block: [..., 1, bytes].
+    `means`: uint8 [..., bytes of a mean]; None unless the format has block means. A mean is computed from the
+    rows that are encoded, rotated if the format rotates: their fp32 sum, token by token, over their number.
+    It is stored in `mean_format`, codes then scales, and its decoded value is subtracted from every row.
     """
     if fmt.is_per_channel:
         return *encode_channels(prepared(x, fmt), fmt), None
@@ -161,7 +161,7 @@ def encode_block(  # D13: the block's own mean, in INT4
 
 
 def decode_means(means: Tensor, dim: int) -> Tensor:
-    """fp32 [..., dim] of what `encode_block` gave."""
+    """Return the fp32 means [..., dim] that `encode_block` stored."""
     fmt = mean_format(dim)
     codes, scales = means.split([fmt.code_bytes(dim), fmt.scale_bytes(dim)], dim=-1)
     return decode(codes, scales, fmt)

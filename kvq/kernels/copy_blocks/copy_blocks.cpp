@@ -12,8 +12,8 @@ constexpr int64_t WORTH_THREADS = 1 << 20;  // bytes
 
 }  // namespace
 
-// `pairs`: [count, (source, target)]. A task goes through all pairs in order for its own bytes of a
-// block, so what one pair writes the next may read.
+// `pairs`: [count, (source, target)]. A task handles all pairs in order for its own bytes of a
+// block, so a pair may read the block that the previous one wrote.
 KVQ_KERNEL(copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pairs, int64_t count, int threads) {
     int64_t slices = 0, total = 0;
     for (int64_t r = 0; r < num_runs; r++) {

@@ -14,7 +14,7 @@ _Run = struct("KvqRun")
 
 
 def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
     Raises:
         IndexError: a pair names a block outside the pool; nothing was copied.

@@ -12,8 +12,8 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
 
     `parts`: uint8 [num_blocks, run bytes], one for each run of bytes that a block consists of: one
     per layer in layer-major pools, a single one in block-major pools. `pairs`: (source, target)
-    block ids, repeats and chains allowed. Codes, scales and padding move alike, so no format
-    matters here, and a kernel's `supports` has only the device to look at.
+    block ids, repeats and chains allowed. Codes, scales and padding are copied alike, so formats
+    don't matter here, and a kernel's `supports` depends only on the device.
     """
     if parts[0].device.type != "cpu":
         copy_together(parts, pairs)
@@ -24,7 +24,7 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
 
 
 def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks in two launches per part, however many pairs. On a CPU it takes ten times as long."""
+    """Copy blocks in two launches per part for any number of pairs; ten times slower on CPUs."""
     origin = final_sources(pairs)
     if not origin:
         return
@@ -34,9 +34,9 @@ def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> 
 
 
 def final_sources(pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Map every block that changes to the block whose bytes, before any copy, it ends up with.
+    """Map every block that changes to the block whose original bytes it ends up with.
 
-    [(0, 1), (1, 2)] gives {1: 0, 2: 0}; [(1, 2), (0, 1)] gives {2: 1, 1: 0}.
+    [(0, 1), (1, 2)] yields {1: 0, 2: 0}; [(1, 2), (0, 1)] yields {2: 1, 1: 0}.
     """
     origin: dict[int, int] = {}
     for source, target in pairs:

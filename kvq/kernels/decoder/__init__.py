@@ -1,1 +1,1 @@
-"""Decoder layers but for their attention: several operations in one call."""
+"""Decoder layers without their attention: several operations in one call."""

@@ -1,4 +1,4 @@
-"""A plain decoder layer in C++ for CPUs, but for its attention: two calls instead of eight and more."""
+"""A plain decoder layer, without its attention, in C++ for CPUs: two calls instead of eight or more."""
 
 from ctypes import addressof
 from typing import Any
@@ -20,7 +20,7 @@ _Norm = struct("KvqNorm")
 
 
 def runs_in_cpp(parts: DecoderParts) -> bool:
-    """True of layers of the plainest kind: two norms before, a gated MLP, whole heads turned by halves."""
+    """Return True for plain layers: two pre-norms, a gated MLP, and RoPE on whole heads, by halves."""
     heads, mlp = parts.heads, parts.mlp
     plain = parts.attention_norm is parts.out_norm is None and parts.scale == 1.0
     norms = parts.input_norm is not None and parts.mlp_norm is not None
@@ -38,13 +38,13 @@ def _products(parts: DecoderParts) -> tuple[Any, ...]:
 
 
 class CpuDecoder:
-    """Both halves of a layer, with the bits that its operations give one after the other."""
+    """Both halves of a layer, with the same bits as its operations one after the other."""
 
     def __init__(self, parts: DecoderParts) -> None:
         """Take a layer's parts.
 
         Raises:
-            ConfigError: they don't fit each other: compiled code would read past their ends.
+            ConfigError: the parts don't match: compiled code would read past their ends.
         """
         self.parts = parts
         self._heads = heads = parts.heads
@@ -74,7 +74,7 @@ class CpuDecoder:
         self._dtypes = {bias.dtype for bias in (heads.bias, parts.output_bias) if bias is not None}
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries, keys and values of the normed inputs, queries and keys turned: [rows, heads of all, dim].
+        """Return queries, keys and values of the normalized inputs, after RoPE: [rows, heads of all, dim].
 
         x: [rows, hidden] of fp32, bf16 or fp16; cos, sin: [rows, dim] of its dtype.
         """
@@ -87,7 +87,7 @@ class CpuDecoder:
         return out
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's result [rows, hidden].
+        """Return the layer's output [rows, hidden].
 
         x: its inputs; attended: [rows, q_heads * dim] of the same dtype.
         """
@@ -107,7 +107,7 @@ class CpuDecoder:
         run(kernel, self.struct, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
 
     def check_angles(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Raise ConfigError unless `cos` and `sin` turn the heads of rows `x`."""
+        """Raise ConfigError unless `cos` and `sin` fit the heads of rows `x`."""
         for angle in (cos, sin):
             if angle.shape != (len(x), self._heads.k_dim) or angle.dtype is not x.dtype:
                 raise ConfigError(
@@ -121,10 +121,10 @@ class CpuDecoder:
         return width
 
     def rows(self, x: Tensor, features: int) -> Tensor:
-        """`x` or a copy with contiguous rows.
+        """Return `x`, or a copy with contiguous rows.
 
         Raises:
-            ConfigError: another shape or dtype: compiled code would read past its end.
+            ConfigError: the shape or dtype is not supported: compiled code would read past its end.
         """
         if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES or not self._dtypes <= {x.dtype}:
             raise ConfigError(

@@ -1,10 +1,10 @@
-// A plain decoder layer on CPUs but for its attention: what comes before it in one call, what follows in another.
+// A plain decoder layer on CPUs without its attention: the part before attention in one call, the rest in another.
 
 #include "../rms_norm/normalize.h"
 
 namespace {
 
-// Heads of queries and keys by their own norms, where a family has them.
+// Normalize heads of queries and keys, if the family has such norms.
 inline void normalize_heads(const KvqDecoder& l, uint8_t* heads, int64_t row_bytes, int code, int64_t rows,
                             int threads) {
     int64_t count = l.q_heads + l.kv_heads, size = (int64_t)l.dim * bytes_of(code);
@@ -18,8 +18,8 @@ inline void normalize_heads(const KvqDecoder& l, uint8_t* heads, int64_t row_byt
 
 }  // namespace
 
-// Queries, keys and values of `x` [rows, hidden]: `out` [rows, (q_heads + 2 kv_heads) dim], queries and keys turned
-// by the angles `cos` and `sin` [rows, dim]; all of `code`.
+// Compute queries, keys and values of `x` [rows, hidden] in `out` [rows, (q_heads + 2 kv_heads) dim], with RoPE by
+// the angles `cos` and `sin` [rows, dim]; all of `code`.
 KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* cos, const uint8_t* sin,
                        uint8_t* out, int code, int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
@@ -37,7 +37,7 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
     });
 }
 
-// The layer's result `out` from its inputs `x` [rows, hidden] and `attended` [rows, q_heads dim]; all of `code`.
+// Compute the layer's output `out` from inputs `x` [rows, hidden] and `attended` [rows, q_heads dim]; all of `code`.
 KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out, int code,
                         int64_t rows, int threads) {
     const KvqDecoder& l = *layer;

@@ -1,4 +1,4 @@
-"""A decoder layer as what it multiplies, norms and adds: one description for C++ and for Triton."""
+"""Parts of a decoder layer: its products, norms and sums, in one description for C++ and for Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatedParts:
-    """down(activation(gates) * rest), where gate_up gives gates and rest side by side."""
+    """down(activation(gates) * rest), where gate_up returns gates and rest side by side."""
 
     gate_up: Product
     down: Product
@@ -35,7 +35,7 @@ class GatedParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderParts:  # D169: one description for C++ and Triton
-    """The layer, where a norm that is None is left out:
+    """A decoder layer; norms that are None are left out:
 
     x = x + scale * attention_norm(output(attention(heads of qkv(input_norm(x)))))
     x = x + scale * out_norm(mlp(mlp_norm(x)))
@@ -53,4 +53,4 @@ class DecoderParts:  # D169: one description for C++ and Triton
     mlp: GatedParts | Callable[[Tensor], Tensor]  # experts and others: [rows, hidden] -> the same
     out_norm: NormWeight | None
     scale: float
-    angles: str  # which of the model's angles turn its heads
+    angles: str  # name of the model's angles for its heads

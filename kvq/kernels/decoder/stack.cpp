@@ -1,5 +1,5 @@
-// All decoder layers of a step in one call, each as decoder.cpp, write_kv and attend give it: threads that wait find
-// the next work before they fall asleep.
+// All decoder layers of a step in one call, each with the results of decoder.cpp, write_kv and attend: waiting threads
+// find the next work before they fall asleep.
 
 #include <time.h>
 
@@ -14,8 +14,8 @@ inline double now_s() {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-// Queries, keys and values of a layer's inputs `x` [rows, hidden], in step.heads; keys and values are written, too.
-// `seconds`: those in write_kv are added to it.
+// Compute queries, keys and values of a layer's inputs `x` [rows, hidden] in step.heads; write keys and values to
+// blocks. The time in write_kv is added to `seconds`.
 inline int begin_layer(const KvqStackLayer& l, const KvqStackStep& step, const uint8_t* x, uint8_t* bad, double* seconds,
                        int code, int64_t rows, int threads) {
     const KvqDecoder& d = *l.decoder;
@@ -34,7 +34,7 @@ inline int begin_layer(const KvqStackLayer& l, const KvqStackStep& step, const u
     return status;
 }
 
-// Whether any query of a step sees keys that are old.
+// Return whether any query of a step sees old keys.
 inline bool sees_old(const KvqStackLayer& l, const KvqBatch& batch) {
     const KvqAttention& a = l.attention;
     for (int s = 0; s < batch.sequences; s++)
@@ -42,7 +42,7 @@ inline bool sees_old(const KvqStackLayer& l, const KvqBatch& batch) {
     return false;
 }
 
-// One of the parts that hold a staged layer's keys. `lens`: new tokens of every sequence, if not the batch's.
+// One part of a staged layer's keys. `lens`: new tokens of every sequence, if not the batch's.
 inline int attend_part(const KvqStackLayer& l, const KvqStackStep& step, const KvqLayer* kv, int group, const int32_t* lens,
                        const KvqDense& q, const KvqDense& out, float* lse, const KvqAttention& options) {
     KvqBatch batch = step.batches[group];
@@ -50,7 +50,7 @@ inline int attend_part(const KvqStackLayer& l, const KvqStackStep& step, const K
     return KVQ_CALL(attend)(kv, &q, &out, lse, &batch, &options);
 }
 
-// Attention over a layer's keys, in whatever parts they are held; the result is of `rows` rows in `code`.
+// Attend over a layer's keys, in all parts in which they are stored; the result has `rows` rows in `code`.
 inline int attend_all(const KvqStackLayer& l, const KvqStackStep& step, const int32_t* lens, const KvqDense& q,
                       int code, int64_t rows, int threads) {
     const KvqDecoder& d = *l.decoder;
@@ -64,7 +64,7 @@ inline int attend_all(const KvqStackLayer& l, const KvqStackStep& step, const in
     young.part = l.sees_old ? KVQ_YOUNG : KVQ_ALL;
     if (only_young) return attend_part(l, step, l.recent, l.recent_group, lens, q, whole, step.lse, young);
     const float* logits = options.sinks;
-    options.sinks = young.sinks = nullptr;  // they join once, in the end
+    options.sinks = young.sinks = nullptr;  // they join once, at the end
     KvqDense part = {nullptr, (int64_t)d.q_heads * d.dim * 4, (int64_t)d.dim * 4, KVQ_FP32};
     float* lse = step.part_lse;
     int count = 0, status = KVQ_OK;
@@ -84,8 +84,8 @@ inline int attend_all(const KvqStackLayer& l, const KvqStackStep& step, const in
                                     d.q_heads, d.dim, threads);
 }
 
-// The layer's result `out` from its inputs and the queries of `rows` rows; `lens`: of every sequence so many, or null
-// for all of its new tokens.
+// Compute the layer's output `out` from its inputs and the queries of `rows` rows; `lens`: queries of every sequence,
+// or null for all of its new tokens.
 inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const int32_t* lens, const uint8_t* x,
                      uint8_t* out, double* seconds, int code, int64_t rows, int threads) {
     const KvqDecoder& d = *l.decoder;
@@ -98,8 +98,8 @@ inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const int
 
 }  // namespace
 
-// `x` [rows, hidden] becomes the layers' result in `out`, both of `code`; tokens whose keys or values were not finite
-// are flagged in `bad` [rows]. `seconds`: those in write_kv and attend are added to it.
+// Compute the layers' output `out` from `x` [rows, hidden], both of `code`; tokens whose keys or values were not finite
+// are flagged in `bad` [rows]. The time in write_kv and attend is added to `seconds`.
 KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const uint8_t* x,
                           uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
     return carry_on(threads, [=] {
@@ -122,13 +122,13 @@ inline bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
     return true;
 }
 
-// Copy some rows, `stride` bytes apart, to rows side by side. Within one memory they have to rise.
+// Copy some rows, `stride` bytes apart, to rows side by side. Within one buffer, their numbers must increase.
 inline void take_rows(uint8_t* out, const uint8_t* from, const int64_t* rows, int64_t count, int64_t bytes,
                       int64_t stride) {
     for (int64_t i = 0; i < count; i++) memmove(out + i * bytes, from + rows[i] * stride, (size_t)bytes);
 }
 
-// True if every wanted row is its sequence's last one; `lens` then says of each sequence how many are wanted, 1 or 0.
+// Return true if every wanted row is its sequence's last one; `lens` is then each sequence's number of wanted rows.
 inline bool are_last(const KvqPass& p, const KvqBatch& batch, int64_t rows) {
     if (batch.sequences > rows) return false;
     int64_t end = 0, found = 0;
@@ -140,7 +140,7 @@ inline bool are_last(const KvqPass& p, const KvqBatch& batch, int64_t rows) {
     return found == p.num_wanted;
 }
 
-// The last layer, whose results are needed of the wanted rows alone: `x` becomes those, from `from` [rows, hidden].
+// Run the last layer, whose results are needed only for the wanted rows: `x` gets these, from `from` [rows, hidden].
 inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqPass& p, const uint8_t* from, uint8_t* x,
                     uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
     int status = begin_layer(l, step, from, bad, seconds, code, rows, threads);
@@ -193,14 +193,14 @@ inline void run_whole(const void* step) {
 
 }  // namespace
 
-// A whole step, as decoder_stack and the operations around it give it. Rows nobody wants stay without the last layer's
-// result.
+// A whole step, with the results of decoder_stack and the operations around it. Rows that are not wanted get no result
+// of the last layer.
 KVQ_KERNEL(decoder_pass)(KvqWholeStep* step) {
     kvq_carry_on(step->threads, run_whole, step);
     return step->status;
 }
 
-// The same in two calls: begin it, and, once, wait for its end. What it was given has to stay.
+// The same in two calls: begin the step, then wait once for its end. Its arguments must stay valid until then.
 KVQ_KERNEL(decoder_pass_begin)(KvqWholeStep* step) {
     step->number = kvq_set_off(step->threads, run_whole, step);
     return KVQ_OK;

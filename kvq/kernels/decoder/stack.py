@@ -1,4 +1,4 @@
-"""Plain decoder layers over their blocks in C++ for CPUs: a whole step's in one call."""
+"""Plain decoder layers with attention over their blocks, in C++ for CPUs: one call per step."""
 
 from collections.abc import Sequence
 from ctypes import addressof, c_double, c_int64, c_void_p
@@ -19,30 +19,30 @@ from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.seal.cpu import moves_of
 
 _MOST_PARTS = 3  # sealed, recent, sinks
-KEPT_BYTES = 64 << 20  # of a step's memory, that stays for the next one
+KEPT_BYTES = 64 << 20  # most memory of a step that is kept for the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackLayer:
-    """A layer and where its K and V lie."""
+    """A layer, and the blocks of its K and V."""
 
     decoder: CpuDecoder
     kv: PagedKV | StagedKV
     options: AttentionOptions
     exact: bool  # attention in fp32 for every format
-    group: int  # of the step's batches
-    angles: int  # of the step's angles
-    sees_old: bool = True  # of a staged layer: whether any block is sealed
-    num_kinds: int = 1  # kinds of layers, of which each has a group of recent blocks, then one of sinks
+    group: int  # index in the step's batches
+    angles: int  # index in the step's angles
+    sees_old: bool = True  # False for a staged layer without any sealed block
+    num_kinds: int = 1  # kinds of layers; each has a group of recent blocks, then one of sinks
 
     @property
     def own(self) -> PagedKV:
-        """The blocks that its formats lie in."""
+        """The blocks in the layer's own formats."""
         return self.kv if isinstance(self.kv, PagedKV) else self.kv.sealed
 
     @cached_property  # a step asks each kind of layer
     def held(self) -> dict[int, tuple[PagedKV, AttentionOptions]]:
-        """All blocks that it reads by their group, with what is asked of attention over them."""
+        """All blocks that the layer reads, by group, with the options of attention over them."""
         if isinstance(self.kv, PagedKV):
             return {self.group: (self.kv, self.options)}
         kv, recent = self.kv, self.group + self.num_kinds
@@ -54,12 +54,12 @@ class StackLayer:
 
     @property
     def written(self) -> int:
-        """The group that new tokens are written to."""
+        """The group to which new tokens are written."""
         return self.group if isinstance(self.kv, PagedKV) else self.group + self.num_kinds
 
 
 class _StackStep:
-    """A step's KvqStackStep, the arrays that it names, and all whose memory it names."""
+    """A step's KvqStackStep, its arrays, and all objects whose memory it points to."""
 
     def __init__(self, groups: int, kinds: int) -> None:
         self.batches = (struct("KvqBatch") * groups)()
@@ -71,16 +71,16 @@ class _StackStep:
 
 
 class CpuStack:  # D112: all layers in one call
-    """Layers one after the other, with the bits that calls of their parts give."""
+    """Layers one after the other, with the same bits as separate calls of their parts."""
 
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         """Take layers, whose blocks must be the same tensors in every call.
 
         Raises:
-            ConfigError: heads that don't fit the blocks.
+            ConfigError: the heads don't fit the blocks.
         """
         self.layers = layers
-        self._kept: list[Any] = []  # tensors whose memory structures name
+        self._kept: list[Any] = []  # tensors to whose memory structures point
         structs = [self._struct(layer) for layer in layers]
         self.structs = (struct("KvqStackLayer") * len(layers))(*structs)
         heads = [layer.decoder.parts.heads for layer in layers]
@@ -129,15 +129,15 @@ class CpuStack:  # D112: all layers in one call
         batches: Sequence[SequenceBatch],
         bad: Tensor,
     ) -> tuple[Tensor, float]:
-        """The result [rows, hidden], and the seconds that writing and attention took of it.
+        """Return the output [rows, hidden], and the seconds spent on writing K and V and on attention.
 
-        x: [rows, hidden]; angles: cos and sin [rows, dim] of every kind; batches: of all layer groups, of
-        as many new tokens; bad: bool [rows], set where K or V was not finite.
+        x: [rows, hidden]; angles: cos and sin [rows, dim] of every kind; batches: of all layer groups, with
+        `rows` new tokens each; bad: bool [rows], set where K or V was not finite.
 
         Raises:
             IndexError: a table or a slot names a block outside the pool.
-            MemoryError: no room for scratch memory.
-            ConfigError: shapes that don't fit each other.
+            MemoryError: there is no room for scratch memory.
+            ConfigError: the shapes don't match.
         """
         rows, first = len(x), self.layers[0].decoder
         x = first.rows(x, first.hidden)
@@ -156,7 +156,7 @@ class CpuStack:  # D112: all layers in one call
     def step(
         self, batches: Sequence[SequenceBatch], bad: Tensor, rows: int, dtype: torch.dtype
     ) -> "_StackStep":
-        """Return a step over `rows` rows of a dtype, but for its angles; for arguments see `__call__`."""
+        """Return a step for `rows` rows of a dtype, without its angles; for arguments see `__call__`."""
         step = _StackStep(self._num_groups, self.kinds)
         named = step.named
         for layer in self._groups.values():
@@ -192,7 +192,7 @@ class CpuStack:  # D112: all layers in one call
         return step
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return memory between operations, which is kept for the next step if it isn't much."""
+        """Return the buffers between operations, which are kept for the next step if they are small."""
         kept = self._memory
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept

@@ -1,4 +1,4 @@
-"""A model's whole step in one call of C++ for CPUs: embedding, layers, last norm and head."""
+"""A model's whole step in one C++ call for CPUs: embedding, layers, last norm and head."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p
@@ -19,76 +19,76 @@ AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin 
 
 
 class ReadyPass:
-    """A step that may be run, or begun and waited for.
+    """A step that is ready to be run, or to be begun and waited for.
 
-    `tokens`: int64 [rows], which may be written until then. `logits` [wanted, vocab] are there when it ended.
+    `tokens`: int64 [rows], may be written until the step begins. `logits`: [wanted, vocab], valid at its end.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, step: Any, named: Sequence[Any]) -> None:
         self.tokens, self.logits = tokens, logits
         self._step = step  # KvqWholeStep
-        self._named = named  # whose memory it names
-        self._end = loaded().kernels["decoder_pass_end"]  # modules may be gone before the last of these is
+        self._named = named  # the step points to their memory
+        self._end = loaded().kernels["decoder_pass_end"]  # at exit, modules may be gone before this object
         self._runs = False
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that writing and attention took."""
+        """Seconds spent on writing K and V and on attention."""
         found: float = self._step.seconds
         return found
 
     @property
     def took_s(self) -> float:
-        """Return the seconds from the pass's begin to its end."""
+        """Seconds from the beginning of the pass to its end."""
         found: float = self._step.took
         return found
 
     def run(self) -> None:
-        """Run the pass from its begin to its end.
+        """Run the whole pass.
 
         Raises:
-            IndexError: a token, a position, a row, or a block that isn't there.
-            MemoryError: no room for scratch memory.
+            IndexError: a token, a position, a row or a block does not exist.
+            MemoryError: there is no room for scratch memory.
         """
         run("decoder_pass", self._step)
 
     def begin(self) -> bool:
-        """Leave it to the kernels' threads, where there are any, and `wait` later.
+        """Start the pass on the kernels' threads, if there are any; `wait` completes it.
 
-        Others of its stack must have ended. False if it has ended here.
+        Other passes of its stack must have ended. Returns False if the pass has already ended.
         """
         self._runs = True
         run("decoder_pass_begin", self._step)
         return bool(self._step.number)
 
     def wait(self) -> None:
-        """Help it until it has ended.
+        """Help with the pass until it has ended.
 
         Raises:
-            IndexError, MemoryError: as `run` does.
+            IndexError, MemoryError: as for `run`.
         """
         if self._runs:
             run("decoder_pass_end", self._step)
             self._runs = False
 
     def __del__(self) -> None:
-        if self._runs:  # it must not go on in memory that becomes somebody else's
+        if self._runs:  # it must not continue in memory that is reused
             self._end(self._step)
 
 
 class CpuPass:  # D113: from token ids to logits in one call
-    """Makes a model's steps ready; results have the bits of the operations one by one.
+    """Builder of a model's steps; results have the same bits as the operations one by one.
 
-    Steps over one stack share memory for what goes from one operation to the next: one runs at a time.
+    Steps over one stack share the buffers between operations, so only one runs at a time.
     """
 
     def __init__(
         self, embedding: Tensor | CpuLinear, norm: NormWeight, head: CpuLinear, dtype: torch.dtype
     ) -> None:
-        """`embedding`: [vocab, hidden] of `dtype`, or the head whose weight rows are looked up in as `dtype`.
+        """`embedding`: [vocab, hidden] of `dtype`, or the head in whose weight rows are looked up in `dtype`.
 
         Raises:
-            ConfigError: parts that don't fit each other.
+            ConfigError: the parts don't match.
         """
         weight, hidden = norm.weight, head.in_features
         fits = dtype in DTYPES and weight.dtype in DTYPES and weight.is_contiguous()
@@ -110,9 +110,9 @@ class CpuPass:  # D113: from token ids to logits in one call
             "norm": struct("KvqNorm")(weight.data_ptr(), norm.eps, DTYPES[weight.dtype]),
             "head": addressof(head.struct),
         }
-        self._named = embedding, norm, head  # whose memory it names
+        self._named = embedding, norm, head  # steps point to their memory
         self._tables: AngleTables = {}
-        self._arrays: tuple[Any, ...] = ()  # where the tables lie
+        self._arrays: tuple[Any, ...] = ()  # of pointers to the tables
         self._angles: dict[str, Any] = {}  # of the tables, in a KvqPass
 
     def __call__(
@@ -125,12 +125,12 @@ class CpuPass:  # D113: from token ids to logits in one call
         batches: Sequence[SequenceBatch],
         bad: Tensor,
     ) -> ReadyPass:
-        """A step from token ids to the wanted rows' logits.
+        """Return a step from token ids to the logits of the wanted rows.
 
-        tokens, positions: int64 [rows]; wanted: int64, rows; batches, bad: as `CpuStack` takes them.
+        tokens, positions: int64 [rows]; wanted: int64, indices of rows; batches, bad: as for `CpuStack`.
 
         Raises:
-            ConfigError: shapes that don't fit each other.
+            ConfigError: the shapes don't match.
         """
         rows, count = len(tokens), len(wanted)
         numbers = tokens, positions, wanted
@@ -193,7 +193,7 @@ class CpuPass:  # D113: from token ids to logits in one call
         self._tables, self._arrays = tables, (cos, sin)
 
     def _take_memory(self, stack: CpuStack, rows: int) -> tuple[Tensor, ...]:
-        """Return memory between operations, which is kept for the stack's next step if it isn't much."""
+        """Return the buffers between operations, kept for the stack's next step if they are small."""
         kept, dtype = stack.pass_memory, self.dtype
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept

@@ -1,4 +1,4 @@
-"""Draw each row's token from what temperature, min-p, top-k and top-p leave of its logits."""
+"""Draw each row's token from its logits after temperature, min-p, top-k and top-p."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,5 +10,5 @@ from kvq.kernels.spec import Device
 
 
 def kernel_for(device: torch.device) -> Callable[..., Any] | None:
-    """`draw` of `triton.py` if it runs on that device; None where the reference does the work."""
+    """Return `draw` of `triton.py` if it runs on the device, or None if the reference is used."""
     return gpu.lazy("draw.triton", "draw") if gpu.supports_linear(None, Device.of(device)).yes else None

@@ -1,4 +1,4 @@
-"""Sampling parameters of a row, in columns as the kernels on a GPU read them."""
+"""Sampling parameters of a row, in the columns that GPU kernels read."""
 
 import math
 from enum import IntEnum
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvq.kernels.draw.reference import MASS_OF_LIKELIEST
 
-# Columns of a row's parameters, whole numbers of 64 bits; the floats are the bits of an fp64.
+# Columns of a row's parameters, 64-bit integers; floats are stored as the bits of an fp64.
 KIND, UNIFORM, TEMPERATURE, BAR, TOP_K, TOP_P = range(6)
 COLUMNS = 6
 
@@ -16,7 +16,7 @@ COLUMNS = 6
 class Kind(IntEnum):
     """Ways to find a row's token, each with more work than the one before."""
 
-    GREEDY = 0  # the likeliest
+    GREEDY = 0  # the most likely token
     WHOLE = 1  # from running sums in token order
     RANKED = 2  # from running sums in order of likelihood
 
@@ -24,7 +24,8 @@ class Kind(IntEnum):
 def packed(
     kind: Kind, *, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> npt.NDArray[np.int64]:
-    """A row's parameters but for its random number, [COLUMNS]; a `top_k` of the vocabulary keeps all."""
+    """Return a row's parameters, [COLUMNS], without its random number; `top_k` as large as the vocabulary
+    keeps all tokens."""
     line = np.zeros(COLUMNS, dtype=np.int64)
     line[[KIND, BAR, TOP_K]] = kind, math.ceil(min_p * MASS_OF_LIKELIEST), top_k
     line[[TEMPERATURE, TOP_P]] = np.array([temperature, top_p]).view(np.int64)

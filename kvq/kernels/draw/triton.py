@@ -1,14 +1,14 @@
-"""Drawing in Triton: no row is sorted, and the launches are as many for any rows and any vocabulary.
+"""Drawing in Triton: no row is sorted, and the number of launches is the same for all rows and vocabularies.
 
     peaks      each span's likeliest token                      every row
     brackets   masses and counts by 4 brackets                      rows that draw
-    open       which of them to tell apart                      rows that rank tokens, and below
+    open       which of them to split                           rows that rank tokens, and below
     bins       masses and counts by 2,048 bins, in those
     plan       which bins to search
     gather     their tokens
-    choose     searches them; everybody's token                 every row
+    choose     searches in them; every row's token              every row
 
-Sums are of whole numbers, so it doesn't matter in which order programs add to them.
+Sums are of integers, so the order in which programs add to them doesn't matter.
 """
 
 import torch
@@ -39,15 +39,15 @@ def draw(
     `logits`: any float type, [rows, vocab]; `parameters`: int64 [rows, COLUMNS] on the device, None if all
     rows are greedy; `most`: the kind with most work among the rows; `raw`: the logits before changes, if
     there were any. Returns the tokens, int64 [rows], and fp64 [3 * rows]: the tokens, then the highest logits
-    before changes and after, NaN where a row holds NaN. Where the highest isn't finite, the token means
-    nothing.
+    before changes and after, NaN if a row contains NaN. If the highest isn't finite, the token is
+    meaningless.
     """
     assert (parameters is None) == (most is Kind.GREEDY), "rows that draw have parameters"
     logits = _dense(logits)
     (rows, vocab), device, stride = logits.shape, logits.device, logits.stride(0)
     before, spans = logits if raw is None else _dense(raw), triton.cdiv(vocab, SPAN.value)
     slots = triton.cdiv(SPANS.value + SPAN_SLOTS.value * spans, 16) * 16  # rows begin aligned
-    # In which launches leave things for each other; not zeroed: what is read was written by an earlier one.
+    # Memory between launches; it needs no zeros, as launches read only what an earlier one has written.
     scratch = torch.empty(rows, slots, dtype=torch.int64, device=device)
     padded, changed = {"SPANS_PAD": triton.next_power_of_2(spans), **_LAUNCH}, {"CHANGED": raw is not None}
     by_span, by_row = (spans, rows, 1), (rows, 1, 1)  # programs

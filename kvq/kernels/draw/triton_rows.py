@@ -1,12 +1,12 @@
-"""Rows of logits in Triton: keys in order of likelihood, masses, bins, where things lie; and the passes over
-a row, of which a program reads one span.
+"""Rows of logits in Triton: keys in order of likelihood, masses, bins, and the layout of scratch memory; and
+the passes over a row, in which each program reads one span.
 
-A token's key is a whole number that falls along the ranking, no two of a row alike:
+A token's key is an integer that decreases along the ranking; a row's keys are all different:
 
     key = rank of the logit, likeliest highest (32 bits) | LAST_ID - token id (20 bits)
 
-Its bin is how far its score lies below the likeliest one's, in equal steps. Division, product and floor round
-to the same side for all, so a token of a higher logit never has a later bin, and equal logits share one.
+Its bin is the distance of its score from the likeliest token's, in equal steps. Division, product and floor
+are monotonic, so a token with a higher logit never has a later bin, and equal logits share one.
 """
 
 import triton
@@ -18,8 +18,8 @@ from kvq.kernels.draw.reference import MASS_OF_LIKELIEST, MAX_VOCAB
 SPAN = tl.constexpr(4096)  # tokens that a program reads
 BINS = tl.constexpr(2048)
 BRACKETS = tl.constexpr(4)
-WIDE = tl.constexpr(BINS.value // BRACKETS.value)  # neighbouring bins of a bracket
-ROOM = tl.constexpr(4096)  # candidates that are gathered; a row with more is searched where it lies
+WIDE = tl.constexpr(BINS.value // BRACKETS.value)  # adjacent bins of a bracket
+ROOM = tl.constexpr(4096)  # most candidates that are gathered; a row with more is searched in place
 MASS = tl.constexpr(MASS_OF_LIKELIEST)  # of the likeliest token
 # Scores this far below the likeliest have no mass: exp(-30.5) * 2**43 < 1. They share the last bin.
 REACH = tl.constexpr(30.5)
@@ -31,10 +31,10 @@ TOP_K, TOP_P = tl.constexpr(parameters.TOP_K), tl.constexpr(parameters.TOP_P)
 COLUMNS = tl.constexpr(parameters.COLUMNS)
 GREEDY, WHOLE, RANKED = (tl.constexpr(kind.value) for kind in parameters.Kind)
 
-# A row's scratch memory begins with its plan: how many candidates were gathered; the brackets whose bins are
-# told apart, as bits; the bin in which top_k ends with the count and mass before it, or -1 and the mass that
-# is kept; the bins in which the nucleus may end and the drawn token may lie, first and last, each pair with
-# the mass before it. Then come masses and counts by bin, the candidates' keys, and what spans leave.
+# A row's scratch memory begins with its plan: the number of gathered candidates; the brackets that are split
+# into bins, as bits; the bin in which top_k ends, with the count and mass before it, or -1 and the mass that
+# is kept; the first and last bins in which the nucleus may end and the drawn token may lie, each pair with
+# the mass before it. Then follow masses and counts by bin, the candidates' keys, and the results of spans.
 FOUND, OPEN, CUT, CUT_COUNT, CUT_MASS, KEPT = (tl.constexpr(slot) for slot in range(6))
 NUCLEUS, DRAWN = tl.constexpr(6), tl.constexpr(9)
 BIN_MASSES = tl.constexpr(16)
@@ -49,7 +49,7 @@ SPAN_SLOTS = tl.constexpr(3 + 2 * BRACKETS.value)
 
 @triton.jit
 def rank(logits):
-    """Whole numbers of 32 bits that rise with the logit; NaN is above all."""
+    """Return 32-bit integers that increase with the logit; NaN is above all."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards; now they don't
     return tl.where(logits != logits, 0x7FFFFFFF, rising)
@@ -57,7 +57,7 @@ def rank(logits):
 
 @triton.jit
 def logit(rising):
-    """The inverse of `rank`."""
+    """Return the logit of a rank; inverse of `rank`."""
     bits = rising.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -79,19 +79,19 @@ def token_of(key):
 
 @triton.jit
 def load_logits(row_ptr, tokens, vocab):
-    """fp32, and -inf behind the vocabulary."""
+    """Load logits as fp32, with -inf past the vocabulary."""
     return tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def real(params, column):
-    """A parameter that is an fp64."""
+    """Load a parameter that is an fp64."""
     return tl.load(params + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def place_in(plan, slot):
-    """A plan's number that 32 bits hold."""
+    """Load a number of the plan that fits in 32 bits."""
     return tl.load(plan + slot).to(tl.int32)
 
 
@@ -107,7 +107,7 @@ def is_finite(logits):
 
 @triton.jit
 def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
-    """Return what every span left in a slot, [SPANS_PAD]; the slots of one kind lie together."""
+    """Return every span's entry in a slot, [SPANS_PAD]; the entries of one slot are adjacent."""
     spans = tl.cdiv(vocab, SPAN)
     span = tl.arange(0, SPANS_PAD)
     return tl.load(scratch + SPANS + slot * spans + span, mask=span < spans, other=other)
@@ -115,7 +115,7 @@ def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
 
 @triton.jit
 def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
-    """A row's kind, its highest logit, its temperature, min_p's bar, and bins per unit of score.
+    """Return a row's kind, its highest logit, its temperature, min_p's bar, and bins per unit of score.
 
     A row whose highest logit isn't finite is greedy: nothing can be drawn from it.
     """
@@ -130,7 +130,7 @@ def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
 
 @triton.jit
 def masses_and_bins(logits, peak, temperature, bar, steps):
-    """floor(2**43 * exp((logit - peak) / temperature)), 0 below the bar, and where the score lies."""
+    """Return masses floor(2**43 * exp((logit - peak) / temperature)), 0 below the bar, and bins."""
     scores = tl.div_rn(logits - peak, temperature)
     mass = (tl.exp(scores) * MASS).to(tl.int64)
     bins = tl.minimum(-scores * steps, BINS - 1.0).to(tl.int32)
@@ -141,14 +141,14 @@ def masses_and_bins(logits, peak, temperature, bar, steps):
 def peaks_kernel(
     logits_ptr, raw_ptr, scratch_ptr, vocab, row_stride, raw_stride, scratch_stride, CHANGED: tl.constexpr
 ):
-    """The key of a span's likeliest token, the ranks of its lowest finite logit and highest raw one."""
+    """Store a span's likeliest key, and the ranks of its lowest finite logit and its highest raw logit."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     tokens = span * SPAN + tl.arange(0, SPAN)
     logits = load_logits(logits_ptr + row * row_stride, tokens, vocab)
     into = scratch_ptr + row * scratch_stride + SPANS + span
     ranks = rank(logits)
-    top = tl.max(ranks, axis=0)  # behind the vocabulary is -inf, which the lower ids beat
+    top = tl.max(ranks, axis=0)  # past the vocabulary is -inf, over which lower ids win
     first = tl.min(tl.where(ranks == top, tokens, LAST_ID), axis=0)
     tl.store(into + TOP * spans, (top.to(tl.int64) << 20) | (LAST_ID - first))
     tl.store(into + LOW * spans, tl.min(tl.where(is_finite(logits), ranks, 0x7FFFFFFF), axis=0))
@@ -161,7 +161,7 @@ def peaks_kernel(
 def brackets_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """A span's masses and counts by bracket; where nothing ranks tokens its mass, in the first's place."""
+    """Store a span's masses and counts by bracket; for rows without ranking, its mass as the first."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride
@@ -185,7 +185,7 @@ def brackets_kernel(
 def bins_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Add a span's masses and counts to the row's bins, in the brackets whose bins are told apart."""
+    """Add a span's masses and counts to the row's bins, in the brackets that are split into bins."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     scratch = scratch_ptr + row * scratch_stride
     kind, peak, temperature, bar, steps = measures(scratch, params_ptr + row * COLUMNS, vocab, SPANS_PAD)
@@ -204,7 +204,7 @@ def bins_kernel(
 def gather_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Keep the keys of the span's tokens in bins that have to be searched, in any order."""
+    """Store the keys of the span's tokens in bins that have to be searched, in any order."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     plan = scratch_ptr + row * scratch_stride
     kind, peak, temperature, bar, steps = measures(plan, params_ptr + row * COLUMNS, vocab, SPANS_PAD)

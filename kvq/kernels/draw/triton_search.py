@@ -1,9 +1,9 @@
-"""Search plan of a row, where its searches end as far as sums by bin tell, and the searches. In Triton, a
-program a row.
+"""Search plan of a row (the bins in which its searches can end, from sums by bin), and the searches; in
+Triton, with one program per row.
 
-Three searches follow each other. top_k ends at a count and leaves a mass; the nucleus ends at a share of
-that; the draw, at a share of what the nucleus holds. Sums by bin bound the first mass from both sides and so,
-since each goal rises with the mass before it, the bins in which the others can end.
+Three searches follow each other. top_k ends at a count and keeps a mass; the nucleus ends at a share of that
+mass; the draw ends at a share of the nucleus's mass. Sums by bin bound the first mass from both sides. Since
+each goal increases with the mass before it, they also bound the bins in which the other searches can end.
 """
 
 import triton
@@ -58,7 +58,7 @@ _ABOVE = tl.constexpr(1 << 62)
 
 @triton.jit
 def needed(kept, top_p):
-    """The mass that the nucleus has to reach."""
+    """Return the mass that the nucleus has to reach."""
     share = tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64)
     share = tl.maximum(tl.minimum(share, kept), 1)  # rounding up may pass the total
     return tl.where(top_p < 1, share, kept)
@@ -66,7 +66,7 @@ def needed(kept, top_p):
 
 @triton.jit
 def goal(total, uniform):
-    """The running sum that the drawn token is the first to reach: one more than u * total."""
+    """Return the running sum that the drawn token is the first to reach: floor(u * total) + 1."""
     mark = (uniform * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(mark, total - 1) + 1  # a product near the total may round up to it
 
@@ -78,14 +78,14 @@ def _before(values, bins, end):
 
 @triton.jit
 def _first(through, least):
-    """The first bin whose running sum reaches it."""
+    """Return the first bin whose running sum reaches `least`."""
     return tl.sum((through < least).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _bounds(mass, counts, bins, params):
-    """The bin in which top_k ends, or -1 where the mass that it leaves is known; the least and most of that
-    mass; and the first and last bin in which the nucleus and the drawn token can lie.
+    """Return the bin in which top_k ends, or -1 if the mass that it keeps is known; the largest value of that
+    mass; and the first and last bins in which the nucleus can end and the drawn token can lie.
     """
     through = tl.cumsum(mass, axis=0)
     top_k, top_p = tl.load(params + TOP_K), real(params, TOP_P)
@@ -98,14 +98,14 @@ def _bounds(mass, counts, bins, params):
     low = tl.maximum(_before(mass, bins, first), needed(least, top_p))
     high = tl.minimum(_before(mass, bins, last + 1), most)
     drawn, drawn_last = _first(through, goal(low, uniform)), _first(through, goal(high, uniform))
-    first = tl.where(top_p < 1, first, -1)  # else the nucleus is what top_k leaves
+    first = tl.where(top_p < 1, first, -1)  # else the nucleus is what top_k keeps
     last = tl.where(top_p < 1, last, -1)
     return tl.where(known, -1, cut), most, first, last, drawn, drawn_last
 
 
 @triton.jit
 def open_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.constexpr):
-    """Choose the brackets whose bins are told apart; every other is one bin, its first."""
+    """Choose the brackets that are split into bins; each other bracket counts as its first bin."""
     row = tl.program_id(0).to(tl.int64)
     scratch, params = scratch_ptr + row * scratch_stride, params_ptr + row * COLUMNS
     kind, _, _, _, _ = measures(scratch, params, vocab, SPANS_PAD)
@@ -156,7 +156,7 @@ def choose_kernel(  # D248: three searches, not a sort
     logits_ptr, params_ptr, scratch_ptr, tokens_ptr, numbers_ptr, vocab, row_stride, scratch_stride,
     SPANS_PAD: tl.constexpr, CHANGED: tl.constexpr, ALL_GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """A row's token; beside it the highest logit before and after changes, for the host."""
+    """Store a row's token and, for the host, its highest logit before and after changes."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride
     top = tl.max(of_spans(scratch, TOP, vocab, _NONE, SPANS_PAD), axis=0)
@@ -181,7 +181,7 @@ def choose_kernel(  # D248: three searches, not a sort
 
 @triton.jit
 def _draw_whole(row_ptr, params, scratch, measured, vocab, SPANS_PAD: tl.constexpr):
-    """The token at which the running sum in token order reaches its goal."""
+    """Return the token at which the running sum in token order reaches its goal."""
     mass = of_spans(scratch, MASSES, vocab, 0, SPANS_PAD)
     least = goal(tl.sum(mass, axis=0), real(params, UNIFORM))
     span = tl.sum((tl.cumsum(mass, axis=0) < least).to(tl.int32), axis=0)
@@ -195,7 +195,7 @@ def _draw_whole(row_ptr, params, scratch, measured, vocab, SPANS_PAD: tl.constex
 
 @triton.jit
 def _draw_ranked(row_ptr, params, plan, measured, vocab):
-    """The token at which the running sum in order of likelihood reaches its goal."""
+    """Return the token at which the running sum in order of likelihood reaches its goal."""
     found = place_in(plan, FOUND)
     gathered = found <= ROOM
     source = row_ptr, plan + GATHERED, gathered, tl.where(gathered, found, vocab)
@@ -216,10 +216,10 @@ def _draw_ranked(row_ptr, params, plan, measured, vocab):
 
 @triton.jit
 def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
-    """The key in bins `first` to `last` at which the running sum reaches `least`, and the mass up to it.
+    """Return the key in bins `first` to `last` where the running sum reaches `least`, and the mass up to it.
 
-    `before`: the mass of what is likelier than these bins, whose count is already taken off `least`. The
-    interval's ends are always keys that exist, so it halves until one is left.
+    `before`: the mass of all likelier bins, whose count is already subtracted from `least`. The ends of the
+    searched interval are always existing keys, so it is halved until one is left.
     """
     _, mass, low, high = _up_to(source, measured, first, last, _NONE)
     mass += before
@@ -236,9 +236,9 @@ def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def _up_to(source, measured, first, last, middle):
-    """Count and mass of the keys from `middle` up in some bins, the lowest of them, and the highest below.
+    """Return count and mass of the keys from `middle` up in some bins, their lowest, and the highest below.
 
-    Where `middle` is below all, the highest of all takes the place of the last.
+    If `middle` is below all keys, the last result is the highest key of all.
     """
     row_ptr, candidates, gathered, length = source
     _, peak, temperature, bar, steps = measured

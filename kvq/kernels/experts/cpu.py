@@ -14,9 +14,9 @@ from kvq.kernels.native.library import run
 
 
 class CpuExperts:
-    """Routed experts as the reference computes them, with the bits of `CpuLinear` for every expert.
+    """Routed experts as in the reference, with the bits of `CpuLinear` for every expert.
 
-    A row's result doesn't depend on the other rows, on their choices or on threads, bit for bit.
+    Bit for bit, a row's result doesn't depend on the other rows, on their choices or on threads.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class CpuExperts:
         """See the reference.
 
         Raises:
-            ConfigError: parts that don't fit each other, or an activation without C++.
+            ConfigError: the weights or biases don't match, or the activation has no C++ kernel.
         """
         check_activation(gating.activation)
         check_experts(gate_up, down, gate_up_bias, down_bias)
         self._linears = [[CpuLinear(weight) for weight in own] for own in (gate_up, down)]
         arrays = [(struct("KvqLinear") * len(own))(*(x.struct for x in own)) for own in self._linears]
         biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
-        self._kept = arrays, biases  # whose memory the structure names
+        self._kept = arrays, biases  # the structure points to their memory
         self._struct = struct("KvqExperts")(
             *(addressof(array) for array in arrays),
             *(None if bias is None else bias.data_ptr() for bias in biases),

@@ -1,8 +1,8 @@
-// Mixtures of experts: every row's sum of what the experts it chose give, each times its weight.
+// Mixtures of experts: every row's weighted sum of the results of the experts that it chose.
 //
-// Rows are put in the order of their experts, so that an expert's weight is read once for all of its rows, and
-// products of all experts share one team of threads. What an expert gives for a row doesn't depend on its other
-// rows, and a row's experts are added up in the order in which it chose them.
+// Rows are sorted by expert, so that an expert's weight is read once for all of its rows, and products of all
+// experts share one team of threads. An expert's result for a row doesn't depend on its other rows, and a row's
+// results are added up in the order in which it chose the experts.
 
 #include "../linear/gates.h"
 #include "../linear/groups.h"
@@ -19,14 +19,14 @@ struct Call {
     int top, code, threads;
     int64_t hidden, inner, row, inner_row;  // numbers and bytes
 
-    int64_t bytes() const { return top * (2 * row + inner_row + (int64_t)sizeof(int64_t)); }  // of a row's scratch
+    int64_t bytes() const { return top * (2 * row + inner_row + (int64_t)sizeof(int64_t)); }  // of a row's scratch memory
 };
 
-// The scratch memory of some rows and, in the order of experts, of the pairs of a row and an expert that it chose.
+// Scratch memory for some rows and, in the order of experts, for the pairs of a row and an expert that it chose.
 struct Pairs {
     KvqGroup* groups;   // of experts that were chosen
     int32_t* expert;    // [groups]
-    int64_t* place;     // [rows, top]: where a pair lies in the three that follow
+    int64_t* place;     // [rows, top]: index of a pair in the three buffers that follow
     uint8_t* x;         // [pairs, hidden]
     uint8_t* between;   // [pairs, 2 inner]
     uint8_t* out;       // [pairs, hidden]
@@ -42,7 +42,7 @@ inline Pairs take_pairs(const Call& call, int64_t rows, Memory& memory) {
             memory.take<int64_t>(experts + 1), memory.take<int64_t>(experts)};
 }
 
-// Puts the pairs of `rows` rows from `first` on into the order of their experts; how many of these there are.
+// Sort the pairs of `rows` rows from `first` on by expert; return the number of experts.
 inline int sort_pairs(const Call& call, const Pairs& p, int64_t first, int64_t rows) {
     const int64_t* chosen = call.chosen + first * call.top;
     memset(p.begin, 0, (size_t)(call.e.experts + 1) * sizeof(int64_t));
@@ -63,9 +63,9 @@ inline int multiply(const Call& call, const Pairs& p, int groups, const KvqLinea
     return KVQ_CALL(linear_groups)(p.groups, groups, x, x_row, out, out_row, call.code, call.threads);
 }
 
-inline vf cut(vf x, float limit) { return x > limit ? all(limit) : x; }  // what is no number stays none
+inline vf cut(vf x, float limit) { return x > limit ? all(limit) : x; }  // NaN stays NaN
 
-// A piece of an expert's gates, with what they gate; the results take the gates' place.
+// Apply a piece of an expert's gates to the gated values; results replace the gates.
 inline void gate_piece(const Call& call, uint8_t* row, const float* bias, int64_t first, int n) {
     const KvqExperts& e = call.e;
     float gates[PIECE], rest[PIECE], add[PIECE];
@@ -98,7 +98,7 @@ inline void gate(const Call& call, const Pairs& p, int groups, int64_t pairs) {
     });
 }
 
-// What a row's experts gave, each times its weight, from the first that it chose to the last.
+// Sum the results of a row's experts, each times its weight, from the first that it chose to the last.
 // D170: each row's experts in its own order
 inline void add_up(const Call& call, const Pairs& p, int64_t row, int64_t first_row, uint8_t* out) {
     float sum[PIECE], given[PIECE], add[PIECE];
@@ -122,7 +122,7 @@ inline void add_up(const Call& call, const Pairs& p, int64_t row, int64_t first_
 
 }  // namespace
 
-// `x` and `out` [rows, hidden] of `code`, their strides bytes; `chosen` and `weights` [rows, top].
+// `x` and `out` [rows, hidden] of `code`, strides in bytes; `chosen` and `weights` [rows, top].
 KVQ_KERNEL(experts)(const KvqExperts* experts, const uint8_t* x, int64_t x_row, const int64_t* chosen,
                     const float* weights, int top, uint8_t* out, int64_t out_row, int code, int64_t rows,
                     int threads) {

@@ -1,4 +1,4 @@
-"""The definition of correct for `experts`."""
+"""Reference `experts`: the definition of correct results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Weight = QuantizedWeight | PlainWeight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
-    """activation(gates) * (rest + shift), where gates are cut to `limit` from above, the rest on both sides.
+    """activation(gates) * (rest + shift), with gates clamped to at most `limit` and rest to [-limit, limit].
 
     `slope`: SiLU is x * sigmoid(slope * x).
     """
@@ -30,8 +30,8 @@ class Gating:
 class ReferenceExperts:
     """y = sum over a row's experts e of weight_e * (down_e(gating(gate_up_e(x) + bias_e)) + bias_e).
 
-    The sum begins with the expert that the row chose first; all of it is computed in fp32, and what an expert
-    is given, has between its products and gives is rounded to x's dtype.
+    The sum begins with the row's first choice and is computed in fp32; each expert's inputs, intermediate
+    values and outputs are rounded to x's dtype.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class ReferenceExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        """Weights by expert: gates, then what they gate. Biases: fp32 [experts, outputs].
+        """Take weights by expert: gates, then the gated rows; biases: fp32 [experts, outputs].
 
         Raises:
-            ConfigError: parts that don't fit each other.
+            ConfigError: the weights or biases don't match.
         """
         check_experts(gate_up, down, gate_up_bias, down_bias)
         self._gate_up, self._down = ([ReferenceLinear(weight) for weight in own] for own in (gate_up, down))
@@ -78,7 +78,7 @@ class ReferenceExperts:
 
 
 def gated_experts(both: Tensor, gating: Gating) -> Tensor:
-    """fp32 [rows, n] of gates and what they gate, side by side."""
+    """Apply gates to the values that follow them: [rows, 2 n] -> fp32 [rows, n]."""
     gates, rest = both.float().chunk(2, 1)
     gates, rest = gates.clamp(max=gating.limit), rest.clamp(-gating.limit, gating.limit)
     if gating.activation is Activation.SILU:
@@ -89,7 +89,7 @@ def gated_experts(both: Tensor, gating: Gating) -> Tensor:
 def check_experts(
     gate_up: Sequence[Weight], down: Sequence[Weight], gate_up_bias: Tensor | None, down_bias: Tensor | None
 ) -> None:
-    """Raise ConfigError unless all experts have one shape: compiled code reads by that of the first."""
+    """Raise ConfigError unless all experts have one shape; compiled code assumes that of the first."""
     shapes = {
         (first.out_features, first.in_features, last.out_features, last.in_features)
         for first, last in zip(gate_up, down, strict=False)

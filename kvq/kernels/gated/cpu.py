@@ -9,10 +9,10 @@ from kvq.kernels.native.library import run
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
     Raises:
-        ConfigError: another shape or dtype, or an activation without C++.
+        ConfigError: the shape or dtype is not supported, or the activation has no C++ kernel.
     """
     check_activation(activation)
     check_gated(x)

@@ -1,4 +1,4 @@
-"""The definition of correct for `gated`."""
+"""Reference `gated`: the definition of correct results."""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -11,18 +11,18 @@ from kvq.errors import ConfigError
 
 
 class Activation(IntEnum):
-    """Activation function of gates; the first are KvqActivation."""
+    """Activation function of gates; the first ones are the values of KvqActivation."""
 
     SILU = 0  # x * sigmoid(x)
     GELU_TANH = 1  # GELU by its approximation with tanh
-    GELU = 2  # x times the normal distribution up to x
+    GELU = 2  # x * Phi(x), with the normal distribution function
 
 
-COMPILED = (Activation.SILU, Activation.GELU_TANH)  # that C++ knows
+COMPILED = (Activation.SILU, Activation.GELU_TANH)  # in C++
 
 
 def check_activation(activation: Activation) -> None:
-    """Raise ConfigError for one that compiled code would take for another."""
+    """Raise ConfigError for an activation without a C++ kernel."""
     if activation not in COMPILED:
         known = ", ".join(x.name for x in COMPILED)
         raise ConfigError(f"{Activation(activation).name} has no C++ kernel, only {known}")
@@ -36,18 +36,18 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """activation(gates) * rest, in fp32, rounded once: [rows, 2 n], gates first -> [rows, n] of x's dtype."""
+    """Return activation(gates) * rest in x's dtype, rounded once: [rows, 2 n], gates first -> [rows, n]."""
     check_gated(x)
     gates, rest = x.float().chunk(2, 1)
     return (activate(gates, activation) * rest).to(x.dtype)
 
 
 def activate(gates: Tensor, activation: Activation) -> Tensor:
-    """The activation alone."""
+    """Apply the activation alone."""
     return _FUNCTIONS[activation](gates)
 
 
 def check_gated(x: Tensor) -> None:
-    """Raise ConfigError for a shape that has no halves."""
+    """Raise ConfigError unless the shape is [rows, 2 n]."""
     if x.dim() != 2 or x.shape[1] % 2:
         raise ConfigError(f"gates and what they gate must be [rows, 2 n], got {list(x.shape)}")

@@ -16,7 +16,7 @@ _SILU, _GELU_TANH = tl.constexpr(Activation.SILU.value), tl.constexpr(Activation
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """Do what the reference does; see there. Runs on the current device."""
+    """Do what the reference does; see reference.py. Runs on the current device."""
     check_gated(x)
     if not x.is_contiguous():
         x = x.contiguous()

@@ -20,11 +20,11 @@ def gather_dense(
     unrotate: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does, with the same bits; see there.
+    """Do what the reference does, with the same bits; see reference.py.
 
     Raises:
         IndexError: a table names a block outside the pool.
-        ConfigError: positions or shapes that don't fit.
+        ConfigError: positions or shapes don't fit.
     """
     tables = entries_of(tables)
     if not 0 <= start <= end:

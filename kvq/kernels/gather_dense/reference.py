@@ -16,13 +16,13 @@ def gather_dense(
     unrotate: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return K and V of the positions [start, end) of every sequence.
+    """Return K and V at positions [start, end) of every sequence.
 
     `tables`: integer [sequences, blocks], each sequence's blocks in order; entries outside the range
-    are not looked at. `unrotate`: whether rows of rotated formats are rotated back. `out`: where to
-    put them, fp32, bf16 or fp16; without it they come as fp32. Returns [sequences, kv_heads,
-    end - start, k_head_dim] and the same of v_head_dim. Slots outside [start, end) are not read into
-    the result, whatever their bytes hold.
+    are not read. `unrotate`: whether rows of rotated formats are rotated back. `out`: tensors for the
+    results, fp32, bf16 or fp16; by default new fp32 tensors. Returns [sequences, kv_heads,
+    end - start, k_head_dim] and the same with v_head_dim. The bytes of slots outside [start, end)
+    don't affect the result.
     """
     first, last = start // kv.block_size, -(-end // kv.block_size)
     skip = start - first * kv.block_size

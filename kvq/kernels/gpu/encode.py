@@ -1,4 +1,4 @@
-"""Device functions of the Triton kernels that quantize rows and store them; codec/ has what they compute."""
+"""Device functions of the Triton kernels that quantize rows and store them; codec/ defines their results."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-24)
 
 @triton.jit
 def _as_scale(x):
-    """fp32 as the nearest fp16 number within the range of scales, as fp32."""
+    """Round fp32 to the nearest fp16 number within the range of scales, as fp32."""
     return tl.minimum(tl.maximum(x.to(tl.float16).to(tl.float32), _SMALLEST_SCALE), _FP16_LARGEST)
 
 
@@ -32,13 +32,13 @@ def _as_float(x, codes):
 
 @triton.jit
 def half_minimum(low):
-    """The minimum of codes that begin at `low`, in fp16; never -0."""
+    """Return the minimum of codes that begin at `low`, in fp16; never -0."""
     return (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
 
 
 @triton.jit
 def _wide_scale(low, high, LEVELS: tl.constexpr):
-    """Scale and minimum of groups between `low` and `high`, fp32, and their words of 32 bits."""
+    """Return scale and minimum of groups between `low` and `high`, fp32, and their 32-bit words."""
     minimum = half_minimum(low)
     start = minimum.to(tl.float32)
     scale = _as_scale(tl.div_rn(high - start, LEVELS))
@@ -48,7 +48,7 @@ def _wide_scale(low, high, LEVELS: tl.constexpr):
 
 @triton.jit
 def scale_byte(wanted, UP: tl.constexpr):
-    """The byte of a scale, int32, nearest to `wanted` or, UP, the next not below; see codec/narrow.py."""
+    """Return a scale's byte, int32: nearest to `wanted` or, if UP, not below it; see codec/narrow.py."""
     bits = tl.minimum(tl.maximum(wanted, 2.0**-19), 1920.0).to(tl.int32, bitcast=True)
     more: tl.constexpr = (1 << 20) - 1 if UP else 1 << 19
     return tl.minimum(((bits + more) >> 20) - (107 << 3), 247)
@@ -56,7 +56,7 @@ def scale_byte(wanted, UP: tl.constexpr):
 
 @triton.jit
 def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
-    """Scale and minimum of groups, and words of 16 bits, as `_wide_scale`. STEP: of a minimum, in scales."""
+    """Return scale, minimum and 16-bit words, as `_wide_scale` does. STEP: unit of minimums, in scales."""
     wanted = tl.div_rn(tl.maximum(high - low, tl.abs(low)), LEVELS)
     code = scale_byte(wanted, LEVELS >= 31)
     scale = narrow_scale(code)
@@ -69,8 +69,8 @@ def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
 def quantize_groups(
     x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, CUT: tl.constexpr
 ):
-    """Asymmetric codes uint8 of rows [heads, dim], and what they stand for; stores their scales and minimums.
-    CUT: as of KvqRows."""
+    """Return asymmetric codes, uint8, of rows [heads, dim], and their values; store scales and minimums.
+    CUT: as in KvqRows."""
     levels: tl.constexpr = float((1 << BITS) - 1)
     q = tl.zeros(x.shape, tl.float32)
     values = q
@@ -97,7 +97,7 @@ def quantize_groups(
 def _store_plane(
     to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr
 ):
-    """One plane of codes uint8 [heads, PAD]; BEFORE: bits of the wider planes. See codec/reference.py."""
+    """Store one plane of codes uint8 [heads, PAD]; BEFORE: bits of the wider planes. See codec/packing.py."""
     RUN: tl.constexpr = DIM * WIDTH // 8
     plane = (q >> BEFORE) & ((1 << WIDTH) - 1)
     packed = plane
@@ -109,7 +109,7 @@ def _store_plane(
 
 @triton.jit
 def store_codes(to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.constexpr):
-    """Codes uint8 [heads, PAD] in their planes."""
+    """Store codes uint8 [heads, PAD] in their planes."""
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             _store_plane(to, q, mask, col, DIM, PAD, 8 >> i, BITS & (16 - (16 >> i)))
@@ -117,7 +117,7 @@ def store_codes(to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl
 
 @triton.jit
 def turned_rows(x, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr):
-    """Finite rows fp32 [ROWS, PAD] rotated, if they are, so that no butterfly overflows."""
+    """Rotate finite rows, fp32 [ROWS, PAD], if ROTATED is above 1, so that no butterfly overflows."""
     if ROTATED > 1:
         bound: tl.constexpr = _FP32_LARGEST / ROTATED
         x = rotate(tl.minimum(tl.maximum(x, -bound), bound), ROWS, PAD, ROTATED)
@@ -126,7 +126,7 @@ def turned_rows(x, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr)
 
 @triton.jit
 def write_rows(x, rows, codes_at, scales_at, head, col, inside):
-    """Store one token's rows fp32 [heads, dim], finite and rotated as K or V is; `rows`: the kernel's
+    """Store one token's rows fp32 [heads, dim], finite and already rotated; `rows`: the kernel's
     argument, `codes_at`, `scales_at`: offsets by head."""
     mask = inside[:, None] & (col < rows.dim)[None, :]
     at = codes_at[:, None] + col[None, :]
@@ -170,6 +170,6 @@ def write_token(x, rows, block, offset, head, col, inside, ROWS: tl.constexpr):
 
 @triton.jit
 def finite_rows(x):
-    """Rows fp32 with zero for what is not finite, and whether anything was not, 0 or 1."""
+    """Return fp32 rows with zeros for values that are not finite, and 1 if there were any, else 0."""
     finite = tl.abs(x) <= _FP32_LARGEST
     return tl.where(finite, x, 0.0), tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)

@@ -1,13 +1,13 @@
-"""Repeated launches of a Triton kernel: arguments that stay are bound once, those that change come first.
+"""Repeated launches of a Triton kernel: constant arguments are bound once, varying arguments come first.
 
-Triton's own launch looks at every argument every time, some 50 of attention's, which takes several times as
-long as a small kernel runs. Here it looks at the first launch of a kind; later ones hand their arguments to
+Triton's own launch inspects every argument every time, some 50 for attention, which takes several times as
+long as a small kernel runs. Here, it inspects the first launch of a kind; later ones pass their arguments to
 the kernel compiled for it, as Triton does: tuples stay tuples.
 
-K or V of a layer is one value. Triton specializes every field of a tuple as it does loose arguments; None
-and constants are no arguments of what is compiled. `do_not_specialize` does not reach into tuples, so numbers
-that vary stay outside of them. Device code can't assign a tuple that holds a dtype to a name: it reads
-`k.read.compute` where it needs it.
+K or V of a layer is one tuple. Triton specializes every field of a tuple like a separate argument; None and
+constants are not arguments of the compiled kernel. `do_not_specialize` does not apply inside tuples, so
+varying numbers stay outside them. Device code can't assign a tuple that contains a dtype to a name, so it
+reads `k.read.compute` where it needs it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,23 +28,23 @@ from kvq.kernels.gpu.words import plain
 from kvq.kernels.paged import PagedKV, PagedRows
 
 Grid = tuple[int, int, int]
-_DIVISOR = 16  # Triton compiles another kernel for addresses and numbers that it divides
+_DIVISOR = 16  # Triton compiles another kernel for addresses and numbers divisible by it
 _LIMIT = 1 << 31  # and for numbers of 64 bits
 _MOST_KEPT = 4096  # combinations of numbers
 _OPTIONS = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}  # of the compiler
 
 
-class Bound:  # D146: Triton's launch looks at some 50 arguments
+class Bound:  # D146: Triton's launch inspects some 50 arguments
     """A kernel whose first arguments vary, with all others bound: weights, constants, compiler options.
 
-    What varies are tensors, each of one dtype and on one device for ever, then whole numbers.
+    The varying arguments are tensors, whose dtypes and device never change, then integers.
     """
 
     def __init__(
         self, kernel: Any, tensors: Sequence[str], numbers: Sequence[str], fixed: Mapping[str, Any]
     ) -> None:
-        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: its first arguments; `fixed`: its
-        others, by their names, and the compiler's options."""
+        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: its first arguments; `fixed`: the
+        others, by name, and the compiler's options."""
         names = list(kernel.arg_names)
         self._varying = [*tensors, *numbers]
         count = len(self._varying)
@@ -54,12 +54,12 @@ class Bound:  # D146: Triton's launch looks at some 50 arguments
         self.fixed = fixed
         self._kernel = kernel
         self._rest = tuple(fixed.get(name) for name in names[count:])
-        # What launches, the machine code, its settings, and the device; by kinds of numbers, and by numbers.
+        # Launch function, machine code, its settings and the device, by kinds of numbers and by numbers.
         self._compiled: dict[tuple[int, ...], tuple[Any, Any, Any, int]] = {}
         self._known: dict[tuple[int, ...], tuple[Any, Any, Any, int]] = {}
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
-        """Launch on the current stream of the tensors' device, which is to be the current one."""
+        """Launch on the current stream of the tensors' device, which must be the current one."""
         found = self._known.get(numbers) or self._of_kind(numbers)
         unaligned = reduce(or_, map(Tensor.data_ptr, tensors)) % _DIVISOR
         if found is None or unaligned or knobs.runtime.launch_enter_hook.calls:
@@ -74,7 +74,7 @@ class Bound:  # D146: Triton's launch looks at some 50 arguments
         run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *self._rest)
 
     def look(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> Any:
-        """Launch, and let Triton look at all arguments and compile where it must; what it compiled."""
+        """Launch through Triton, which inspects all arguments and may compile; return the compiled kernel."""
         assert all(number < _LIMIT for number in numbers), "numbers have 32 bits"
         named = dict(zip(self._varying, (*tensors, *numbers), strict=True))
         return self._kernel[grid](**named, **self.fixed)
@@ -97,7 +97,7 @@ def launch(
 ) -> None:
     """Launch a kernel whose arguments are these tensors, then these numbers, then constants.
 
-    For what no object keeps bound: it costs the host some microseconds to find that again.
+    It is for launches that no object keeps bound: the host needs some microseconds to look them up.
     """
     dtypes = tuple(tensor.dtype for tensor in tensors)
     bound = _bound(kernel, tensors[0].device, dtypes, len(numbers), tuple(constants.items()))
@@ -117,7 +117,7 @@ def _bound(
 
 
 def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what Triton would compile for: 1, what 16 divides, others, and what is refused."""
+    """Return the kinds that Triton compiles for: 1, multiples of 16, others, and refused numbers."""
     return tuple(0 if n >= _LIMIT else 1 if n == 1 else 2 if n % _DIVISOR == 0 else 3 for n in numbers)
 
 
@@ -130,7 +130,7 @@ class Strides(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor | None) -> "Strides":
-        """Return those of [num_blocks, heads, slots, ...], or zeros without a tensor."""
+        """Return the strides of [num_blocks, heads, slots, ...], or zeros without a tensor."""
         return cls(0, 0, 0) if rows is None else cls(*rows.stride()[:3])
 
 
@@ -141,13 +141,13 @@ class Reading(NamedTuple):
     run: Any  # bytes of a row that are read together
     width: Any  # columns of a run's words, padded
     pairs: Any  # columns of a row's minimums, padded
-    paired: Any  # whether the scales of two neighbouring tokens are read as one word
+    paired: Any  # whether the scales of two adjacent tokens are read as one word
     compute: Any  # dtype of products
     rounded: Any = False  # whether queries are rounded to K's codes
 
     @classmethod
     def one_by_one(cls, compute: tl.dtype) -> "Reading":
-        """Return what it takes to read codes as they lie."""
+        """Return the constants for reading codes one by one."""
         return cls(words=False, run=0, width=0, pairs=0, paired=False, compute=compute)
 
 
@@ -164,7 +164,7 @@ class Rows(NamedTuple):
     kind: Any  # constants from here on
     bits: Any
     dim: Any
-    pad: Any  # the power of two from `dim` on
+    pad: Any  # the least power of two not below `dim`
     group: Any
     rotated: Any  # elements of a rotated block; 1: not rotated
     mean_group: Any  # 0 without means
@@ -172,15 +172,15 @@ class Rows(NamedTuple):
     read: Reading | None = None
 
     def with_codes(self, codes: Tensor) -> "Rows":
-        """Return them with another view of the codes."""
+        """Return the rows with another view of the codes."""
         return self._replace(codes=codes, code_strides=Strides.of(codes))
 
     def with_scales(self, scales: Tensor) -> "Rows":
-        """Return them with another view of the scales."""
+        """Return the rows with another view of the scales."""
         return self._replace(scales=scales, scale_strides=Strides.of(scales))
 
     def argument(self, *, constant_slots: bool = False) -> "Rows":
-        """Return the value that a kernel is launched with, in which Triton can tell constants.
+        """Return the argument for a kernel, in which constants are marked for Triton.
 
         `constant_slots`: strides between tokens are constants, too.
         """
@@ -230,7 +230,7 @@ def kernel_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
 
 
 def written_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
-    """Return K or V to be written; bf16 codes are integers: the interpreter can't cast to bf16."""
+    """Return K or V for writing, with bf16 codes as integers: the interpreter can't cast to bf16."""
     rows = kernel_rows(part, kv)
     if rows.codes.dtype is not torch.bfloat16:
         return rows
@@ -244,7 +244,7 @@ def dense_strides(name: str, x: Tensor) -> dict[str, int]:
 
 
 def opened(value: Any) -> Any:
-    """Return a kernel's argument with plain constants, which is how the interpreter has loose ones."""
+    """Return a kernel's argument with plain constants, as the interpreter passes separate arguments."""
     return type(value)(*map(opened, value)) if isinstance(value, tuple) else plain(value)
 
 

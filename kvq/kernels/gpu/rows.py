@@ -1,8 +1,8 @@
-"""Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes.
+"""Device functions of the Triton kernels: the rotation, and 16-bit values from packed bytes.
 
-Only NVIDIA GPUs take the inline assembly (PTX). For all others, and in Triton's interpreter, the same bits
-are put together by shifts, masks and exact conversions. Assembly is not marked as pure: else the compiler
-moves it behind the change of layout before a product, and shared memory is read byte by byte.
+Only NVIDIA GPUs run the inline assembly (PTX). On all others, and in Triton's interpreter, shifts, masks and
+exact conversions compute the same bits. Assembly is not marked as pure: else the compiler would move it after
+the conversion of layout before a product, and shared memory would be read byte by byte.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ import triton.language as tl
 from kvq.formats import Code, KVFormat
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# How a format's codes lie in memory: what the kernels are specialized by.
+# Layouts of a format's codes in memory, for which the kernels are specialized.
 FLOAT, FP8, INT8, INT4, GROUPED, INT2, INT3, INT5, INT6 = (tl.constexpr(kind) for kind in range(9))
 CHANNEL, CHANNEL_INT8 = tl.constexpr(9), tl.constexpr(10)  # with scales per channel: grouped codes, and INT8
 PACKED = {2: INT2, 3: INT3, 4: INT4, 5: INT5, 6: INT6}  # grouped codes that attention reads as words, by bits
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
-# the code, which a multiply-add takes away, and 8 with it. Exact: sums of products must not hold a bias,
-# since tensor cores round what they add.
+# the code, which a multiply-add subtracts, together with 8. This is exact: sums of products must not have a
+# bias, since tensor cores round when they add.
 _SPREAD_NIBBLES = """
 {{
 .reg .b32 low, high, factor, minus;
@@ -63,8 +63,8 @@ or.b32 $1, second, sign;
 }}
 """
 FP8_FP16 = tl.constexpr(SPREAD_E4M3.format(first="0x1404", second="0x3424"))
-# Or four bf16 numbers: exponent and mantissa at the low end of bf16's, which is the value times 2^-120, and
-# that times 2^112.
+# Or four bf16 numbers: exponent and mantissa at the low end of bf16's, which is the value times 2^-120;
+# then multiplied by 2^112.
 FP8_BF16 = tl.constexpr("""
 {
 .reg .b32 first, second, sign, factor, zero;
@@ -85,7 +85,7 @@ fma.rn.bf16x2 $1, second, factor, zero;
 }
 """)
 
-# Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, less 128 or, with the sign bit, 256.
+# Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, minus 128 or, with the sign bit, 256.
 INT8_BF16 = tl.constexpr("""
 {
 .reg .b32 low, sign, first, second, one;
@@ -100,7 +100,7 @@ prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
 fma.rn.bf16x2 $1, first, one, second;
 }
 """)
-# Or four fp16 numbers: 1024 + 128 + x, less 1152.
+# Or four fp16 numbers: 1024 + 128 + x, minus 1152.
 SPREAD_INT8 = """
 {{
 .reg .b32 moved, minus;
@@ -118,7 +118,7 @@ INT8_FP16 = tl.constexpr(SPREAD_INT8.format(first="0x4140", second="0x4342"))
 def takes_ptx(_semantic: Any = None) -> tl.constexpr:  # D147: the compilation knows, not the GPU at hand
     """Return True if the code that is being compiled is for an NVIDIA GPU; False in the interpreter.
 
-    It asks the compilation, not the device at hand: kernels are also compiled for GPUs that aren't there.
+    This depends on the compilation target, not on the device: kernels are also compiled for absent GPUs.
     """
     return tl.constexpr(not INTERPRETED.value and _semantic.builder.options.backend_name == "cuda")
 
@@ -128,8 +128,8 @@ takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 def kind_of(fmt: KVFormat) -> int:
-    """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one, but
-    where attention reads them as words: PACKED."""
+    """Return the layout of a format's codes. Grouped codes of 4 bits have their own; other widths are
+    unpacked one by one, except where attention reads them as words: PACKED."""
     code = fmt.code
     grouped = CHANNEL if fmt.is_per_channel else INT4 if code.bits == 4 else GROUPED
     byte = CHANNEL_INT8 if fmt.is_per_channel else INT8
@@ -139,7 +139,7 @@ def kind_of(fmt: KVFormat) -> int:
 
 @triton.jit
 def _exactly(x, COMPUTE: tl.constexpr):
-    """fp32 numbers that need no rounding as COMPUTE; AMD GPUs take five instructions to round to bf16."""
+    """Convert fp32 to COMPUTE if no rounding is needed; AMD GPUs take five instructions to round to bf16."""
     if COMPUTE == tl.bfloat16:
         values = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -149,7 +149,7 @@ def _exactly(x, COMPUTE: tl.constexpr):
 
 @triton.jit
 def nibbles(packed, COMPUTE: tl.constexpr):  # D119: nibbles become subnormal fp16; 2^24 goes to scales
-    """Packed bytes uint8 -> low and high nibbles less 8 as COMPUTE numbers."""
+    """Packed bytes uint8 -> low and high nibbles minus 8 as COMPUTE numbers."""
     if COMPUTE == tl.float32 or not takes_ptx():
         low = _exactly((packed & 15).to(tl.float32) - 8.0, COMPUTE)
         high = _exactly((packed >> 4).to(tl.float32) - 8.0, COMPUTE)
@@ -167,7 +167,7 @@ def nibbles(packed, COMPUTE: tl.constexpr):  # D119: nibbles become subnormal fp
 
 @triton.jit
 def int8_codes(codes, COMPUTE: tl.constexpr):
-    """INT8 codes, or their bytes, as COMPUTE numbers."""
+    """Convert INT8 codes, or their bytes, to COMPUTE numbers."""
     if COMPUTE == tl.float32 or not takes_ptx():
         values = _exactly(codes.to(tl.int8, bitcast=True).to(tl.float32), COMPUTE)
     else:
@@ -184,7 +184,7 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
 
 @triton.jit
 def narrow_scale(code):
-    """The scale that a byte of 8 bits stands for, fp32; `code`: int32. See codec/narrow.py."""
+    """Return the scale that a byte stands for, fp32; `code`: int32. See codec/narrow.py."""
     return ((code << 20) + (107 << 23)).to(tl.float32, bitcast=True)
 
 
@@ -222,7 +222,7 @@ def fp8_codes(codes, COMPUTE: tl.constexpr):  # D121: FP8 in fp16 whatever Q is
 
 @triton.jit
 def e4m3(x):
-    """fp32 in [-448, 448] rounded to E4M3 values, and their bytes; see codec/e4m3.py."""
+    """Round fp32 in [-448, 448] to E4M3; return values and their bytes; see codec/e4m3.py."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -237,7 +237,7 @@ def e4m3(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """fp32 rounded to the nearest number of a dtype, as fp32; the interpreter cuts off what bf16 lacks."""
+    """Round fp32 to the nearest number of a dtype, as fp32; the interpreter itself truncates to bf16."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         cut = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
@@ -257,7 +257,7 @@ def _butterfly(x, ROWS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D128
-    """fp32 [ROWS, DIM], DIM a power of two, rotated in blocks; the butterflies of codec/hadamard.py."""
+    """Rotate fp32 [ROWS, DIM], DIM a power of two, in blocks, by the butterflies of codec/hadamard.py."""
     for stage in tl.static_range(12):
         if (1 << stage) < BLOCK:
             x = _butterfly(x, ROWS, DIM, 1 << stage)
@@ -267,7 +267,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D1
 
 @triton.jit
 def _signs(MASK: tl.constexpr):
-    """16 x 16, Hadamard's matrix of MASK + 1 along the diagonal: -1 to the bits that two indices share."""
+    """Return 16 x 16 with Hadamard matrices of size MASK + 1 on the diagonal: (-1) ** common bits."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j & MASK
     both = both ^ (both >> 2)
@@ -277,9 +277,9 @@ def _signs(MASK: tl.constexpr):
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate as `rotate` does, to fp32 rounding, by products of 16 columns (three of TF32 for one on GPUs).
+    """Rotate as `rotate` does, to fp32 rounding, by products of 16 columns (each three of TF32 on GPUs).
 
-    Behind products of attention the compiler gives butterflies a layout with all columns in every thread.
+    After products of attention, the compiler gives butterflies a layout with all columns in every thread.
     """
     PRECISION: tl.constexpr = "tf32x3" if takes_ptx() else "ieee"
     LOW: tl.constexpr = min(BLOCK, 16)

@@ -21,27 +21,27 @@ from kvq.kernels.spec import Device
 DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")  # D133: tiles as timed on an H200, also elsewhere
-_MOST_BLOCK = 64  # tokens: larger blocks are as these
+_MOST_BLOCK = 64  # tokens: larger blocks are treated like these
 _LEAST_WORDS = 16  # of two bytes that a product sums over
 _LEAST_KEYS = 16  # of a tile: what V's product sums over
-_MOST_RUN = 32  # bytes of codes in two planes: words of two, as many as a product sums over
-ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
+_MOST_RUN = 32  # bytes of codes in two planes: the two-byte words that a product sums over
+ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in code compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
-# Warps of all programs of a step per multiprocessor: 12 fit at once with so many registers, and one round was
-# the fastest on an H200. Of others 8 fit; they were timed in three rounds only.
+# Warps of all programs of a step per multiprocessor: 12 fit at once with _REGISTERS, and one round was the
+# fastest on an H200. With more registers, 8 fit; they were timed in three rounds only.
 _WARPS, _REGISTERS, _OTHER_WARPS = 12, 168, 24
 _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
-    """Tile of one kernel."""
+    """Sizes of a kernel's tile, and launch options."""
 
     rows: int  # query rows: (new token, query head of the KV head)
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # of a thread at most; None: as many as the compiler takes
+    registers: int | None = None  # most of a thread; None: as many as the compiler takes
 
     def options(self) -> dict[str, int]:
         """Return the options of a launch."""
@@ -50,8 +50,8 @@ class TileShape:
 
 
 def shape_of(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
-    """Return the shape to "decode" with, tiles of at most `DECODE_ROWS` rows, or to "extend", of more; or the
-    same of "latent decode" and "latent extend"."""
+    """Return the shape for "decode", tiles of at most `DECODE_ROWS` rows, or for "extend", of more rows; or
+    the same for "latent decode" and "latent extend"."""
     name = TileShape, kind, target(q), changes()
     if name not in kv.kept:
         kv.kept[name] = shape_for(kind, kv.formats, target(q), kv.block_size)
@@ -60,41 +60,41 @@ def shape_of(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
 
 
 def folded_keys(shape: TileShape) -> int:
-    """Keys whose sums no two threads of a row share: products have 8 columns, decode's warps side by side."""
+    """Return the number of keys with separate sums per thread: products have 8 columns per decode warp."""
     return min(8 * (shape.warps if shape.rows == DECODE_ROWS else 1), shape.keys)
 
 
 def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D136
-    """Pieces of work for one KV head, so that every multiprocessor has several programs."""
+    """Return the pieces of work for one KV head, so that every multiprocessor has several programs."""
     fits = shape.registers is not None and shape.registers <= _REGISTERS
     warps = multiprocessors(device) * (_WARPS if fits else _OTHER_WARPS)
     return -(-warps // (shape.warps * kv_heads))
 
 
 def least_split(shape: TileShape) -> int:
-    """The fewest keys worth a program, in whole tiles: beside them a part's rows cost little."""
+    """Return the fewest keys worth a program, in whole tiles; a part's rows then cost little."""
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
 def table_key(kind: str, fmt: str, size: int, device: str, block_size: int | None = None) -> str:
-    """Return the name of an entry of the table; `size`: the head dimension, or of "linear" the class of rows.
+    """Return the name of an entry of the table; `size`: head dimension, or for "linear" the class of rows.
 
-    Attention's have the block size that they are for, or none if they are for any; 64 stands for its
-    multiples, and other sizes for the power of two that divides them.
+    Entries for attention name the block size that they are for, or none if they are for any; 64 stands for
+    its multiples, and other sizes for the power of two that divides them.
     """
     blocks = "" if block_size is None else f" blocks {gcd(block_size, _MOST_BLOCK)}"
     return f"{kind} {fmt} {size} {device}{blocks}"
 
 
 def entries() -> dict[str, dict[str, int]]:
-    """All of the table."""
+    """Return the whole table."""
     return _table().entries
 
 
 def sizes_for(
     kind: str, fmt: str, size: int, device: str, block_size: int | None = None
 ) -> dict[str, int] | None:
-    """The table's entry for this device and block size, else for all block sizes, else for any device."""
+    """Return the table's entry for this device and block size, else all block sizes, else any device."""
     keys = (
         *([] if block_size is None else [table_key(kind, fmt, size, device, block_size)]),
         *(table_key(kind, fmt, size, name) for name in (device, "any")),
@@ -104,7 +104,7 @@ def sizes_for(
 
 @contextmanager
 def using(key: str, shape: Any) -> Iterator[None]:
-    """Let one entry of the table be another (a dataclass of a kernel's sizes), for tuning."""
+    """Replace one entry of the table (by a dataclass of a kernel's sizes) temporarily, for tuning."""
     table = _table()
     before = table.entries
     table.entries, table.changes = {**before, key: asdict(shape)}, table.changes + 1
@@ -115,12 +115,12 @@ def using(key: str, shape: Any) -> Iterator[None]:
 
 
 def changes() -> int:
-    """Return how often entries were replaced: a shape is kept for one such number."""
+    """Return the number of times that entries were replaced; cached shapes are valid for one such number."""
     return _table().changes
 
 
 def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) -> TileShape:
-    """The shape to "decode" or "extend" with on a device by that name."""
+    """Return the shape for "decode" or "extend" on a device of that name."""
     if kind == "decode" and (formats.k.mean or formats.v.mean):
         shape = shape_for(kind, _without_means(formats), device, block_size)
         if takes_means_apart(formats, shape, block_size):
@@ -130,12 +130,12 @@ def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) ->
     dim, run = max(formats.k_head_dim, formats.v_head_dim), _shortest_run(formats, block_size)
     shape = _shape(kind, format_name(formats), dim, device, run, block_size)
     keys = gcd(block_size, shape.keys)
-    # Scales per channel go to the queries, so that a tile is to lie in one block.
+    # Per-channel scales are folded into the queries, so a tile should lie in one block.
     return replace(shape, keys=keys) if formats.k.is_per_channel and keys >= _LEAST_KEYS else shape
 
 
 def tiled_as(kind: str, formats: LayerFormats, device: str, block_size: int) -> str:
-    """The formats under whose name the table has their tiles."""
+    """Return the name of formats under which the table has the tiles of `formats`."""
     shape = shape_for(kind, formats, device, block_size)
     is_apart = kind == "decode" and takes_means_apart(formats, shape, block_size)
     return format_name(_without_means(formats) if is_apart else formats)
@@ -146,9 +146,9 @@ def _without_means(formats: LayerFormats) -> LayerFormats:
 
 
 def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) -> bool:
-    """Return True if a tile to decode with takes the means of all blocks in before and after its loop.
+    """Return True if a decode tile adds the means of all blocks before and after its loop.
 
-    It lies in one block, and rows with means are read as words, as are the means, in runs that fill columns.
+    It must lie in one block; rows with means, and the means, are read as words, in runs that fill columns.
     """
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     found = [(fmt, dim) for fmt, dim in parts if fmt.mean]
@@ -159,16 +159,16 @@ def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) 
 
 
 def _extends_wrongly(formats: LayerFormats) -> bool:  # D140: wrong on Hopper, not understood: refused
-    """Return True if tiles of 64 rows may give NaN, as they did on an H200 with Triton 3.6.0.
+    """Return True if tiles of 64 rows may return NaN, as they did on an H200 with Triton 3.6.0.
 
-    Those of 16 rows are right; why is not known. V of INT4 beside K of INT8 and FP8 was seen; all grouped V
-    is read as INT4 is.
+    Tiles of 16 rows are right; the cause is unknown. NaN occurred for V in INT4 with K in INT8 and FP8; all
+    grouped V is read like INT4.
     """
     return formats.v.code.is_grouped and formats.k.code is not formats.v.code
 
 
 def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size: int) -> TileShape:
-    """The table's entry for this device, else for any, else for the format on any device."""
+    """Return the table's entry for this device, else for any device, else a shape computed for the format."""
     if (sizes := sizes_for(kind, fmt, head_dim, device, block_size)) is not None:
         return TileShape(**sizes)
     decodes = kind.endswith("decode")
@@ -190,15 +190,15 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
 
 
 def _fills_registers(fmt: str) -> bool:
-    """Return True if products of means, words of two planes or scales per channel take so many registers that
-    in 168 some would be spilled."""
+    """Return True if products of means, words of two planes or per-channel scales need so many registers that
+    a limit of 168 would spill some."""
     codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
     return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:  # D135
-    """Return the shape of the fewest instructions a key without spilling; to decode with heads of 128, the
-    one that was the fastest on an H200. Counts are in benchmarks/results/gpu-counted.md.
+    """Return the shape with the fewest instructions per key without spilling; for decode with heads of 128,
+    the fastest one on an H200. Counts are in benchmarks/results/gpu-counted.md.
 
     `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
     shared memory, since a table's entry is read two stages before the rows that it names.
@@ -210,17 +210,17 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
         return TileShape(rows=64, keys=64 if head_dim <= 128 and run > 32 else 32, warps=4, stages=5)
     if head_dim > 192:
         return TileShape(rows=DECODE_ROWS, keys=32, warps=2, stages=5)
-    # Products of short runs have too few columns for two warps; runs of 64 bytes are faster so, too. Blocks
-    # of 32 tokens hold a tile of one warp whole, which pays if rows fill it.
+    # Products of short runs have too few columns for two warps; runs of 64 bytes are faster with one, too.
+    # Blocks of 32 tokens contain a whole tile of one warp, which pays if rows fill it.
     whole = block_size % 64 != 0 and block_size % 32 == 0 and head_dim in (32, 64, 128)
     keys, warps = (32, 1) if run <= 32 or whole or (run <= 64 and head_dim == 128) else (64, 2)
-    # Conversions keep a multiprocessor busy with 12 warps rather than 8, for half an instruction a key more.
+    # Conversions keep a multiprocessor busy with 12 warps instead of 8, for half an instruction more per key.
     registers = 168 if run <= 64 and head_dim <= 128 else None
     return TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=5, registers=registers)
 
 
 def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> TileShape:
-    """Counted, not timed. A latent's sums fill the registers that more rows or programs would need."""
+    """Return a shape (counted, not timed). Sums of latents fill the registers that more rows would need."""
     if device == FP32:
         return TileShape(rows=DECODE_ROWS, keys=16, warps=4, stages=2 if run else 1)
     if run == 0 or device.startswith("gfx"):
@@ -234,7 +234,7 @@ def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> Tile
 
 def _amd_shape(kind: str, device: str) -> TileShape:
     """Return the shape that spills no registers, or the fewest: nothing is copied asynchronously, so more
-    stages are more of them. gfx9 has 64 lanes a warp, others 32."""
+    stages take more registers. gfx9 has 64 lanes per warp, others 32."""
     keys = 32 if device.startswith("gfx9") else 16
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=2, stages=1)
@@ -254,7 +254,7 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """K and V codes, groups and kinds of scales, as `int4_g32_s8/int8`; rotation changes no tile's cost."""
+    """Return K and V codes, groups and kinds of scales, as `int4_g32_s8/int8`; rotation changes no cost."""
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
@@ -264,29 +264,29 @@ def format_name(formats: LayerFormats) -> str:
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
-    """Bytes of K's or V's rows of one scale, whichever are fewer; 0 if they aren't read as they lie."""
+    """Return the bytes of K's or V's rows with one scale, whichever are fewer; 0 if not read as words."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
 
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
-    # Tiles of rows with means are read so if they are INT4 and each lies in one block.
+    # Tiles of rows with means are read as words if they are INT4 and each lies in one block.
     is_read = not fmt.mean or (fmt.code.bits == 4 and block_size % _MOST_BLOCK == 0)
     is_read = is_read and not (fmt.is_per_channel and block_size % _LEAST_KEYS)
     return _scaled_bytes(fmt, dim) if is_read and run_bytes(fmt, dim) else 0
 
 
 def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
-    """Return the bytes of a row, or of its first plane, of one scale in every part."""
+    """Return the bytes of a row, or of its first plane, that have one scale in every part."""
     row = dim * fmt.code.planes[0] // 8
     return min(fmt.scale.group_size, row) if isinstance(fmt.scale, Grouped) else row
 
 
 def run_bytes(fmt: KVFormat, dim: int) -> int:
-    """Bytes of a row that attention reads together as words: all, or of grouped codes those of one group in
-    every part of the first plane, if there are two some of these; 0: they can't be read so.
+    """Return the bytes of a row that attention reads together as words: all, or for grouped codes those of
+    one group in every part of the first plane, or fewer if there are two planes; 0 if words don't fit.
 
-    A place in the second plane's bytes has bits of as many bytes of the first: `piece`.
+    A place in the second plane's bytes has the bits of `piece` bytes of the first plane.
     """
     scaled = _scaled_bytes(fmt, dim)
     if fmt.is_per_channel:
@@ -303,7 +303,7 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
 
 
 def _channel_run(fmt: KVFormat, dim: int) -> int:
-    """Return `run_bytes` of rows with scales per channel, where what shares its bits is one code."""
+    """Return `run_bytes` of rows with per-channel scales, where channels that share bits are one code."""
     planes = (fmt.code.doubled if fmt.is_paired else fmt.code).planes
     row = dim * fmt.code.bits // 8 * planes[0] // sum(planes)
     run = row if len(planes) == 1 else min(row, _MOST_RUN)
@@ -312,7 +312,7 @@ def _channel_run(fmt: KVFormat, dim: int) -> int:
 
 
 def target(x: Tensor) -> str:
-    """The device, or that what is multiplied is fp32."""
+    """Return the device's name, or FP32 if fp32 is multiplied on a GPU."""
     is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
     return FP32 if is_fp32 else device_name(x.device)
 
@@ -325,7 +325,7 @@ def device_name(device: torch.device) -> str:
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; the interpreter is one."""
+    """Return the number of multiprocessors of a GPU; 1 for the interpreter."""
     if device.type == "cpu":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

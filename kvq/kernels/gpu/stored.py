@@ -22,7 +22,7 @@ _MOST_SHIFTED = tl.constexpr(channel.MOST_SHIFTED)
 
 @triton.jit
 def _plane(codes, at, mask, col, DIM: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
-    """One plane's bits of codes, where they belong; BEFORE: bits of the wider planes."""
+    """Return one plane's bits of codes, shifted to their place; BEFORE: bits of the wider planes."""
     RUN: tl.constexpr = DIM * WIDTH // 8
     packed = tl.load(codes + at + (DIM * BEFORE // 8 + col % RUN)[None, :], mask=mask, other=0).to(tl.int32)
     return ((packed >> (col // RUN * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BEFORE
@@ -30,7 +30,7 @@ def _plane(codes, at, mask, col, DIM: tl.constexpr, WIDTH: tl.constexpr, BEFORE:
 
 @triton.jit
 def _packed_codes(codes, at, mask, col, DIM: tl.constexpr, BITS: tl.constexpr):
-    """Columns `col` of rows of DIM codes, int32 [rows, columns]; see codec/packing.py."""
+    """Return columns `col` of rows of DIM codes, int32 [rows, columns]; see codec/packing.py."""
     code = tl.zeros(mask.shape, tl.int32)
     for i in tl.static_range(4):
         if BITS & (8 >> i):
@@ -40,10 +40,10 @@ def _packed_codes(codes, at, mask, col, DIM: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def shared_bits(code, other, BITS: tl.constexpr):
-    """Bits of channels by their scale bytes and those of the channels that they share them with, int32."""
+    """Return the bits of channels, int32, from their scale bytes and those of their partners."""
     if BITS <= MOST_PAIRED:
         more = code - other
-        more = (more + 8 + (more >> 31)) >> 4  # to nearest, halves away from zero
+        more = (more + 8 + (more >> 31)) >> 4  # to nearest, ties away from zero
         own = BITS + tl.minimum(tl.maximum(more, -min(_MOST_SHIFTED, BITS - 1)), min(_MOST_SHIFTED, BITS - 1))
     else:
         own = code * 0 + BITS
@@ -52,7 +52,7 @@ def shared_bits(code, other, BITS: tl.constexpr):
 
 @triton.jit
 def channel_scale(code, own, BITS: tl.constexpr):
-    """The scale of a channel of `own` bits by its byte, fp32: see codec/channel.py."""
+    """Return the scale of a channel of `own` bits from its byte, fp32; see codec/channel.py."""
     factor = tl.full(own.shape, 1.0, tl.float32)
     if BITS <= MOST_PAIRED:
         for bits in tl.static_range(1, BITS + _MOST_SHIFTED + 1):
@@ -64,7 +64,7 @@ def channel_scale(code, own, BITS: tl.constexpr):
 def channel_rows(
     codes, scales, codes_at, scales_at, inside, col, KIND: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Rows with scales per channel, fp32 [rows, columns]; `scales_at`: bytes before those of their blocks."""
+    """Return rows with per-channel scales, fp32 [rows, columns]; `scales_at`: offsets of blocks in bytes."""
     mask = inside[:, None] & (col < DIM)[None, :]
     at, bytes_at = codes_at[:, None], scales + scales_at[:, None]
     byte = tl.load(bytes_at + col[None, :], mask=mask, other=0).to(tl.int32)
@@ -93,7 +93,7 @@ def grouped_rows(
     codes, scales, codes_at, scales_at, inside, col,
     DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/reference.py for their planes."""
+    """Return rows of grouped codes of any width, fp32 [rows, columns]; see codec/packing.py for planes."""
     mask = inside[:, None] & (col < DIM)[None, :]
     code = _packed_codes(codes, codes_at[:, None], mask, col, DIM, BITS)
     words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
@@ -103,14 +103,14 @@ def grouped_rows(
 
 @triton.jit
 def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Means of blocks, fp32 [rows, columns]; `at`: bytes before each. See mean_format."""
+    """Return block means, fp32 [rows, columns]; `at`: offsets in bytes. See mean_format."""
     scales = (means + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
     return grouped_rows(means, scales, at, at // 2, inside, col, DIM, GROUP, 4)
 
 
 @triton.jit
 def stored_rows(rows, codes, scales, codes_at, scales_at, head, inside, col):
-    """Rows of K or V of any format, fp32 [rows, columns], still rotated; `rows`: the kernel's argument."""
+    """Return rows of K or V of any format, fp32 [rows, columns], still rotated; `rows`: kernel argument."""
     mask = inside[:, None] & (col < rows.dim)[None, :]
     if rows.kind >= CHANNEL:
         x = channel_rows(codes, scales, codes_at, scales_at, inside, col, rows.kind, rows.dim, rows.bits)

@@ -1,4 +1,4 @@
-"""Support of the Triton kernels: the formats and devices they take, and imports when one is first called."""
+"""Support of the Triton kernels: the formats and devices they take, and their import at the first call."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +17,12 @@ LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
 # AMD's GPUs with products of bf16 matrices, for which tests compile the kernels: Instinct, and Radeon.
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")  # D148
 MOST_DIM = 256  # elements of a token row that is read by attention
-MOST_STORED_DIM = 512  # or of one that is written and gathered, and of a latent
+MOST_STORED_DIM = 512  # or of a row that is written and gathered, and of a latent
 _AS_IT_IS = nullcontext()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one for a while, if it isn't: Triton launches on that, and that is captured."""
+    """Make a GPU the current one in a context, if it isn't: Triton launches on it, and graphs capture it."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _AS_IT_IS
     return torch.cuda.device(device)
@@ -47,7 +47,7 @@ def lazy(module: str, operation: str) -> Callable[..., Any]:
 
 
 def supports(spec: KernelSpec, device: Device, most_dim: int = MOST_DIM) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
+    """Return yes for all formats on NVIDIA GPUs from SM80 on and on `AMD`, if Triton is installed."""
     runs, fmt = supports_linear(spec, device), spec.formats
     parts = (fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim)
     if runs.yes and any((x.mean or x.is_per_channel) and dim % 4 for x, dim in parts):
@@ -70,7 +70,7 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
-    """Return `supports` where NVIDIA's tensor cores multiply K's 8-bit codes, if it has such, as they are."""
+    """Return `supports` if K has no 8-bit codes, or NVIDIA's tensor cores can multiply them directly."""
     runs = supports(spec, device)
     if not runs.yes:
         return runs
@@ -90,7 +90,7 @@ def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:
-    """Return `supports` of the device alone: every format and shape fits, and so does what has none."""
+    """Return `supports` of the device alone: every format and shape fits, and `spec` may be None."""
     if device.capability is None and device.gfx is None:
         return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():

@@ -1,12 +1,12 @@
 """Device functions for codes that are read two bytes at a time, as 16-bit words.
 
-Tensor cores take 16-bit numbers, and `ldmatrix` brings 16-bit elements from shared memory straight to the
-registers where a product wants them. So packed bytes travel as words, and become numbers behind it, in
-registers: a word's even byte gives one operand, its odd byte another, of products that are summed or that
-make every other column of the output. The assembly is pure, so that the compiler may move it there.
+Tensor cores take 16-bit numbers, and `ldmatrix` loads 16-bit elements from shared memory directly into the
+registers that a product reads. Packed bytes are therefore loaded as words and decoded in registers: a word's
+even byte yields one operand, its odd byte another, of products that are summed or that form alternate columns
+of the output. The assembly is pure, so that the compiler may move it there.
 
-Packed codes lie in planes (see codec/reference.py). Words are those of the first one; codes of 3, 5 and 6
-bits take their high bits from words of a second one, where they lie at a place that all words of a run share.
+Packed codes are stored in planes (see codec/packing.py). Words are read from the first plane; codes of 3, 5
+and 6 bits take their high bits from words of a second plane, at a place that all words of a run share.
 """
 
 import math
@@ -30,8 +30,8 @@ from kvq.kernels.gpu.rows import (
     takes_ptx,
 )
 
-# Powers of two by which probabilities are enlarged where they are fp16, before V's scales multiply them:
-# these are small numbers, but nothing may overflow with the largest that rows of fp16 have.
+# Powers of two by which fp16 probabilities are enlarged before they are multiplied by V's scales: scales are
+# small numbers, but the largest scales of fp16 rows must not cause an overflow.
 _ENLARGEMENT = {
     **{INT2.value: 1.0, INT3.value: 2.0, INT4.value: 4.0, INT5.value: 5.0, INT6.value: 6.0},
     **{INT8.value: 7.0, FP8.value: 8.0},
@@ -43,7 +43,7 @@ _PLANES = {
 }
 _LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
 
-# Inputs are two neighbouring words, of bytes 0 to 3; outputs are fp16 numbers of both words.
+# Inputs are two adjacent words, of bytes 0 to 3; outputs are fp16 numbers of both words.
 _INT8 = tl.constexpr(SPREAD_INT8.format(first="0x4240", second="0x4341"))
 _E4M3 = tl.constexpr("""
 {
@@ -74,7 +74,7 @@ def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
 
 
 def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the factor that makes the numbers of `word_parts` the values of codes."""
+    """Return the factor that converts the numbers of `word_parts` to the values of codes."""
     by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
     if plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
@@ -82,14 +82,14 @@ def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.constexpr:  # D117
-    """Return that factor for codes at a place in their bytes, 0 for the lowest bits."""
+    """Return the factor of `low_unit` for codes at a place in their bytes; place 0 has the lowest bits."""
     lowest = low_unit(kind, compute, _semantic=_semantic).value
     bits = 8 // codes_a_byte(kind).value
     return tl.constexpr(lowest / 2 ** (bits * plain(place)) if lowest > 256 else lowest)
 
 
 def codes_a_byte(kind: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the codes of a byte, in the first plane of rows that are read as words."""
+    """Return the number of codes per byte in the first plane of rows that are read as words."""
     return tl.constexpr(8 // _PLANES[plain(kind)][0] if plain(kind) in _PLANES else 1)
 
 
@@ -109,22 +109,23 @@ def high_bytes(kind: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def high_start(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Bytes of a row before those with the bits for byte `start` of the first plane."""
+    """Return the offset in a row of the bytes with the high bits for byte `start` of the first plane."""
     return tl.constexpr(plain(dim) // codes_a_byte(kind).value + plain(start) % high_bytes(kind, dim).value)
 
 
 def high_place(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the place of the bits for that byte's lowest code; 0 without a second plane."""
+    """Return the place of the high bits for that byte's lowest code; 0 without a second plane."""
     high = high_bits(kind).value
     return tl.constexpr(high * (plain(start) // high_bytes(kind, dim).value) if high else 0)
 
 
 def parts_assembly(kind: Any, place: Any, pieces: Any, _semantic: Any = None) -> tl.constexpr:
-    """Two neighbouring words of packed codes, and words with their high bits, as fp16 numbers at every place.
+    """Return assembly for two adjacent words of packed codes, and their high bits, as fp16 numbers by place.
 
-    A code at the low end of fp16's mantissa is the subnormal number code * 2^-24, one further up a power of
-    two times that; all ten bits are 1,023 at most. Tensor cores multiply subnormal fp16 numbers exactly (Fasi
-    et al., "Numerical behavior of NVIDIA tensor cores", 2021, section 4). `place`, `pieces`: of `word_parts`.
+    A code at the low end of fp16's mantissa is the subnormal number code * 2^-24; a code further up is this
+    times a power of two; all ten bits are 1,023 at most. Tensor cores multiply subnormal fp16 numbers exactly
+    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, section 4). `place`, `pieces`: as for
+    `word_parts`.
     """
     low, high = _PLANES[plain(kind)]
     places = 8 // low
@@ -149,12 +150,12 @@ def parts_assembly(kind: Any, place: Any, pieces: Any, _semantic: Any = None) ->
 
 
 def parts_constraints(kind: Any, pieces: Any, _semantic: Any = None) -> tl.constexpr:
-    """Registers of `parts_assembly`."""
+    """Return the registers of `parts_assembly`."""
     return tl.constexpr("=&r," * (2 * codes_a_byte(kind).value) + ",".join(["r"] * (1 + plain(pieces))))
 
 
 def _in_both(half: int) -> str:
-    """A mask of 16 bits for both halves of a register."""
+    """Return a mask of 16 bits for both halves of a register."""
     return f"0x{half:04x}{half:04x}"
 
 
@@ -164,12 +165,12 @@ def exponent(unit: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:  # D120
-    """Return what is added to the exponents of probabilities that V's codes are multiplied by."""
+    """Return the number added to the exponents of probabilities that multiply V's codes."""
     return tl.constexpr(_ENLARGEMENT[plain(kind)] if plain(compute) == tl.float16 else 0.0)
 
 
 def plain(x: Any) -> Any:
-    """A constant of device code as the compilation's host has it."""
+    """Return the plain value of a constant of device code."""
     return x.value if isinstance(x, tl.constexpr) else x
 
 
@@ -193,7 +194,7 @@ for _function in (
 
 @triton.jit
 def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Even and odd bytes of words int16 of FP8 or INT8 as numbers, by shifts and exact conversions."""
+    """Convert even and odd bytes of FP8 or INT8 words, int16, to numbers, by shifts and exact conversions."""
     wide = words.to(tl.int32)
     even, odd = (wide & 255).to(tl.uint8), ((wide >> 8) & 255).to(tl.uint8)
     if KIND == FP8:
@@ -206,7 +207,7 @@ def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _codes_apart(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
-    """Packed codes of words as numbers, by shifts and exact conversions; arguments as of `word_parts`."""
+    """Convert packed codes of words to numbers, by shifts and exact conversions; see `word_parts`."""
     HIGH: tl.constexpr = high_bits(KIND)
     PER: tl.constexpr = codes_a_byte(KIND)
     LOW: tl.constexpr = 8 // PER
@@ -225,11 +226,11 @@ def _codes_apart(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: 
 
 @triton.jit
 def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
-    """Words int16 of FP8, INT8 or packed codes -> COMPUTE numbers times `unit`, of each word: its even and
-    its odd byte; of packed codes the even byte's, the lowest first, then the odd one's.
+    """Convert int16 words of FP8, INT8 or packed codes to COMPUTE numbers, which `unit` scales to values:
+    each word's even and odd byte; for packed codes, the even byte's codes, lowest first, then the odd byte's.
 
-    high: words int16 of the second plane, a tuple that is empty where there is none. The lowest codes' bits
-    lie from PLACE on in the first of them, a place further up in every other; a word is zero in all but one.
+    high: tuple of int16 words of the second plane, empty without one. The lowest codes' bits begin at PLACE
+    in the first of them, one place higher in each following one; only one of them is nonzero for a word.
     """
     if KIND < INT4:
         if COMPUTE == tl.float32 or not takes_ptx():
@@ -255,7 +256,7 @@ def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl
 
 @triton.jit
 def fp8_numbers(codes, COMPUTE: tl.constexpr):
-    """E4M3 bytes uint8 -> COMPUTE numbers times `low_unit`, in their order."""
+    """Convert E4M3 bytes uint8 to COMPUTE numbers, which `low_unit` scales to values, in order."""
     if COMPUTE == tl.float16 and converts_e4m3():
         values = tl.inline_asm_elementwise(
             _E4M3_IN_ORDER, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
@@ -267,7 +268,7 @@ def fp8_numbers(codes, COMPUTE: tl.constexpr):
 
 @triton.jit
 def settled(x):
-    """x in 16 bits, computed once: the compiler looks for what it can move no further back than here."""
+    """Return 16-bit x, computed once: the compiler moves no computation of x past this point."""
     if takes_ptx() and x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x

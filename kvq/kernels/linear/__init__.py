@@ -8,7 +8,7 @@ from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.native import library
 from kvq.kernels.spec import LINEAR_OPERATIONS, Kernel, Run, Supports, supported_everywhere
 
-_TRITON = "kvq.kernels.linear.triton"  # which is imported when a weight is packed for it
+_TRITON = "kvq.kernels.linear.triton"  # imported when a weight is packed for it
 _backends: dict[str, tuple[Run, Supports]] = {
     "reference": (ReferenceLinear, supported_everywhere),
     "cpu": (CpuLinear, library.supports_linear),

@@ -1,4 +1,4 @@
-// What a layer does with a product's rows before and after it, by the task that has them at hand.
+// A layer's operations on a product's rows before and after it, by the task that has them in its cache.
 #pragma once
 
 #include "../rms_norm/normalize.h"
@@ -8,8 +8,8 @@ namespace {
 
 inline bool makes_rows(const KvqAround& a) { return a.norm || a.gated; }
 
-// `rows` of `n` inputs each, from `x`: where they lie, or made in `room`. `x_row`, the bytes from row to row, becomes
-// that of what is returned.
+// Return `rows` of `n` inputs each, from `x`: in place, or computed in `room`. `x_row`, the bytes from row to row, is
+// set to that of the result.
 inline const uint8_t* inputs_of(const KvqAround& a, uint8_t* room, const uint8_t* x, int64_t& x_row, int64_t n,
                                 int code, int rows) {
     if (!makes_rows(a)) return x;
@@ -25,7 +25,7 @@ inline const uint8_t* inputs_of(const KvqAround& a, uint8_t* room, const uint8_t
     return room;
 }
 
-// To `n` results of row `row`, which lie at `out`, from number `first` on.
+// Add to `n` results of row `row` at `out`, from number `first` on.
 // D166: norms, gates, residuals in the product's tasks
 inline void add_after(const KvqAround& a, uint8_t* out, int64_t row, int64_t first, int64_t n, int code) {
     int64_t begin = first * bytes_of(code);
@@ -33,7 +33,7 @@ inline void add_after(const KvqAround& a, uint8_t* out, int64_t row, int64_t fir
     if (a.added) add_to(out, a.added + row * a.added_row + begin, n, code);
 }
 
-// The same of a register of fp32.
+// The same for a register of fp32.
 inline vf with_added(const KvqAround& a, vf x, int64_t row, int64_t first) {
     if (a.bias) x += load((const float*)a.bias + first);
     if (a.added) x += load((const float*)(a.added + row * a.added_row) + first);

@@ -1,7 +1,7 @@
-// Products of bf16 rows with weights in bf16, by instructions that multiply pairs of neighbouring columns (native/amx.h).
+// Products of bf16 rows with weights in bf16, by instructions that multiply pairs of adjacent columns (native/amx.h).
 //
-// Every row of a CPU goes through one and the same of them, few or many, as they don't sum alike: tiles take 32 columns
-// as a chain of even and one of odd products, and add both; pairs are one chain. Neither knows denormal numbers.
+// On one CPU, all rows use the same instructions, for few rows or many, as these differ in their sums: tiles sum 32
+// columns as a chain of even and one of odd products, and add both; pairs are one chain. Both flush denormal numbers.
 #pragma once
 
 #include "tiles.h"
@@ -27,7 +27,7 @@ inline void pair_rows(const Tile& tile, const KvqLinear& l, const uint8_t* x, in
     }
 }
 
-// The same as matrices: [k / 32][2][16 rows][32 columns], zeros where there are no rows.
+// The same as matrices: [k / 32][2][16 rows][32 columns], with zeros for missing rows.
 inline void matrix_rows(const Tile& tile, const KvqLinear& l, const uint8_t* x, int64_t x_row) {
     constexpr int BYTES = TILE_PAIRS * 2;
     int rows = tile.rows <= TILE_ROWS ? TILE_ROWS : MATRIX_ROWS;  // that are read
@@ -77,14 +77,14 @@ KVQ_TILE_TARGET void pair_tile(const KvqLinear& l, const Cut& cut, const Tile& t
         }
 }
 
-// What a few panels are multiplied with: `x` at the block's first column, `kept` [panels][rows][16].
+// The factors of a few panels: `x` at the block's first column, `kept` [panels][rows][16].
 struct MatrixStep {
     const uint8_t *x, *codes[FEW_MATRIX_PANELS];
     float* kept[FEW_MATRIX_PANELS];
     int columns;
 };
 
-// The next tile of a panel that is read once; what is further on is asked for.
+// Load the next tile of a panel that is read once, and prefetch further tiles.
 KVQ_PREFETCHES const uint8_t* passed(const uint8_t* codes) {
     for (int i = 0; i < 1024; i += 64) __builtin_prefetch(codes + AHEAD + i);
     return codes + 1024;
@@ -130,7 +130,7 @@ KVQ_TILE_TARGET inline void write_two(const Output& out, int64_t row, int64_t pa
         _mm512_storeu_si512(to, (reg)_mm512_cvtne2ps_pbh((__m512)load(b), (__m512)load(a)));
 }
 
-// Panels [panel, last) times one tile of rows; sums are kept between blocks, and at the end on their way out.
+// Panels [panel, last) times one tile of rows; sums are kept between blocks, and until they are stored at the end.
 // D158: AMX for one row as for many
 inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, int64_t last,
                         const Output& out, int64_t row, const Block& block) {
@@ -143,7 +143,7 @@ inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, in
         MatrixStep s = {(const uint8_t*)tile.words + (int64_t)block.begin / TILE_PAIRS * MATRIX_BLOCK * 2, {}, {},
                         block.end - block.begin};
         int count = last - panel < step ? (int)(last - panel) : step;
-        for (int p = 0; p < FEW_MATRIX_PANELS; p++) {  // what is not there is multiplied as the last one
+        for (int p = 0; p < FEW_MATRIX_PANELS; p++) {  // missing panels are multiplied like the last one
             int own = p < count ? p : count - 1;
             s.codes[p] = l.codes + (panel + own) * bytes + (int64_t)block.begin * OUTPUTS * 2;
             s.kept[p] = kept + own * KEPT;

@@ -1,6 +1,6 @@
 // Products of many rows with weights in integer codes by tiles of bytes (native/amx.h).
 //
-// Sums of a segment are exact, and what follows is what integer_tile does in floats: a row has the same bits either way.
+// Sums of a segment are exact, and float arithmetic is that of integer_tile: a row has the same bits either way.
 #pragma once
 
 #include "tiles.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int few_byte_rows(int code) { return code == KVQ_INT4 ? 10 : 6; }  // up to so many are as fast without
+constexpr int few_byte_rows(int code) { return code == KVQ_INT4 ? 10 : 6; }  // up to this many are as fast without
 
 }  // namespace
 
@@ -21,12 +21,12 @@ constexpr int BYTE_PANELS = 2;    // multiplied at a time
 constexpr int BYTE_TILE = 1024;
 static_assert(BYTE_ROWS == TILE_ROWS && BYTE_TILE == TILE_ROWS * BYTE_COLUMNS, "a tile's rows and bytes");
 
-// Whether every segment is whole tiles.
+// Return whether every segment is whole tiles.
 inline bool has_byte_tiles(const Cut& cut) {
     return cut.k % BYTE_COLUMNS == 0 && cut.group % BYTE_COLUMNS == 0;
 }
 
-// Where codes are tiles: in the panel, nibbles in `made`, [panels][columns / 64][16][64].
+// Return the codes as tiles: in the panel, or for nibbles in `made`, [panels][columns / 64][16][64].
 struct BytePanels {
     const uint8_t* tiles[BYTE_PANELS];
     int count;
@@ -48,7 +48,7 @@ BytePanels byte_panels(const KvqLinear& l, const Cut& cut, int64_t panel, int64_
     return b;
 }
 
-// Up to 16 rows times two panels: while a segment's sums become floats, the next one's products are made.
+// Up to 16 rows times two panels: while a segment's sums are converted to floats, the next products are computed.
 template <int PLANES>
 void byte_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, const BytePanels& panels, int64_t panel,
                const Output& out, int64_t row) {

@@ -7,12 +7,12 @@
 
 namespace {
 
-constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while tiles pass
+constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay in the cache for all tiles
 constexpr int64_t STREAMED = 128 << 10;  // bytes of a task's weights that are read once
 constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
-constexpr int64_t FEW_TILES = 8;         // that pass one after the other while two panels of codes stay in the first cache
-constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
-constexpr int WHOLE = 32;                // columns that blocks are multiples of
+constexpr int64_t FEW_TILES = 8;         // tiles in sequence while two panels of codes stay in the first-level cache
+constexpr int BLOCK = 384;             // columns multiplied per pass of tiles, if panels are long
+constexpr int WHOLE = 32;                // blocks are a multiple of this many columns
 constexpr int64_t WORTH_SHARING = 1 << 17;  // products
 constexpr KvqAround NOTHING_AROUND = {};
 
@@ -29,8 +29,8 @@ struct Call {
     int tile_rows;
     uint8_t* tiles;
     int64_t tile_bytes;
-    int block;       // columns multiplied while tiles pass; all of them, or as many as BLOCK
-    float* columns;  // [threads, columns_size]: a row's columns, and rows that are made
+    int block;       // columns multiplied per pass of tiles; all of them, or BLOCK
+    float* columns;  // [threads, columns_size]: a row's columns, and computed rows
     int64_t columns_size;
     float* kept;     // [threads, kept_size]: sums of a task's outputs between blocks
     int64_t kept_size;
@@ -42,7 +42,7 @@ struct Call {
     }
 };
 
-// Of `rows` of inputs of `code`.
+// For `rows` of inputs of `code`.
 inline int products_of(const KvqLinear& l, int code, int64_t rows) {
 #if defined(KVQ_TILES)
     if (l.code == KVQ_BF16 && code == KVQ_BF16) return l.products;
@@ -63,7 +63,7 @@ inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
     return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
 }
 
-// Few rows are shared out evenly: two sums of 8 rows take less time than one of 12 and one of 4.
+// Few rows are divided evenly: two sums of 8 rows take less time than one of 12 and one of 4.
 inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
     int most = most_rows_of(l, products);
     bool is_matrix = products != KVQ_PRODUCTS_FP32 && products != KVQ_PRODUCTS_PAIRS;
@@ -71,10 +71,10 @@ inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
     return rows > most ? (int)divided(rows, divided(rows, most)) : most;
 }
 
-// Floats that a row takes while it is rounded, whole registers of 64 bytes.
+// Floats that rounding a row takes, in whole registers of 64 bytes.
 inline int64_t row_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPUTS + OUTPUTS; }
 
-// What rounding a tile takes of every thread.
+// Memory that rounding a tile takes per thread.
 inline int64_t columns_size(const Call& call) {
     int64_t rows = call.rows < call.tile_rows ? call.rows : call.tile_rows;
     int64_t made = makes_rows(call.around) ? rows * call.l.in_features * bytes_of(call.out.code) : 0;
@@ -107,8 +107,8 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
     }
 }
 
-// Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache, where the CPU multiplies in
-// tiles in the first one. Of split products two panels' parts and all inputs' stay in the second one.
+// Columns of a block for `tiles` of rows: a few panels of them stay in the cache, in the first-level cache if the CPU
+// multiplies in tiles. For split products, the parts of two panels and of all inputs stay in the second-level cache.
 inline int block_length(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)FEW_PANELS * call.cut.k * OUTPUTS * bytes_of(call.l.code);
     int most = call.products == KVQ_PRODUCTS_SPLIT ? SPLIT_BLOCK : BLOCK;

@@ -1,4 +1,4 @@
-"""`linear_w4` and `linear_w8` in C++ for CPUs, products with weights that are no codes, and gated MLPs."""
+"""`linear_w4` and `linear_w8` in C++ for CPUs, products with unquantized weights, and gated MLPs."""
 
 import ctypes
 
@@ -15,12 +15,12 @@ from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
 def _code_of(code: WeightCode) -> int:
-    """KvqCode: three bits lie in four."""
+    """Return a code's KvqCode; codes of three bits are stored in four."""
     return NUMBERS["KVQ_INT4" if code is WeightCode.INT3 else f"KVQ_{code.name}"]
 
 
 def best_products() -> int:
-    """KvqProducts: how this CPU multiplies bf16 rows with weights in bf16 the fastest."""
+    """Return the KvqProducts with which this CPU multiplies bf16 rows and bf16 weights the fastest."""
     found = ctypes.c_int(0)
     run("linear_products", ctypes.addressof(found))
     return found.value
@@ -29,17 +29,17 @@ def best_products() -> int:
 class CpuLinear:
     """y = x W^T over a weight in panels.
 
-    Integer codes are multiplied with integers. Inputs that the format leaves as they are become 16-bit
-    numbers for every 128 of them: results agree with fp32 products to about 1e-5 of the largest. Scales are
-    not rounded into the weight, so 16-bit ones give results closer to the codes than the reference's.
-    Products with weights in floats are as exact as fp32's, on CPUs with AMX as sums of bf16 ones; there
+    Integer codes are multiplied as integers. Inputs that the format doesn't round are converted to 16-bit
+    integers, 128 at a time: results agree with fp32 products to about 1e-5 of the largest. Scales are not
+    rounded into the weight, so with 16-bit scales results are closer to the codes than the reference's.
+    Products with float weights are as exact as fp32's; on CPUs with AMX, they are sums of bf16 products, and
     inputs, weights or products below 1e-31 in magnitude lose digits (split.h).
-    A row's result doesn't depend on the other rows or on threads, bit for bit; one with a NaN or an infinity
-    gives NaN alone, of a weight in floats what such products give or NaN.
+    Bit for bit, a row's result doesn't depend on the other rows or on threads. For a row with a NaN or an
+    infinity, it is NaN; with float weights, it is NaN or the result of such products.
     """
 
     def __init__(self, *weights: QuantizedWeight | PlainWeight) -> None:
-        """One weight, or several of the same inputs as one, outputs one after the other.
+        """Take one weight, or join several for the same inputs, with their outputs one after the other.
 
         Raises:
             ConfigError: formats, inputs or their order differ.
@@ -70,10 +70,10 @@ class CpuLinear:
         )
 
     def values(self) -> Tensor:
-        """A copy of a weight in floats, [out, in].
+        """Return a copy of a float weight, [out, in].
 
         Raises:
-            ConfigError: it is in codes.
+            ConfigError: the weight is in codes.
         """
         self._check_floats()
         return unpack_plain(self._panels, self.out_features, self.in_features)
@@ -83,11 +83,11 @@ class CpuLinear:
             raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
 
     def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of a weight in floats: int64 [...] -> [..., in] of `dtype`.
+        """Look up rows of a float weight: int64 [...] -> [..., in] of `dtype`.
 
         Raises:
-            ConfigError: the weight is in codes; numbers or `dtype` of another type.
-            IndexError: a row beyond the last one.
+            ConfigError: the weight is in codes, or `rows` or `dtype` is of another type.
+            IndexError: a row number is too large.
         """
         self._check_floats()
         if rows.dtype is not torch.int64 or dtype not in DTYPES:
@@ -110,10 +110,10 @@ class CpuLinear:
 
 
 class CpuLinears:
-    """y[:, i] = x[:, i] W[i]^T, each over a weight in panels of its own, with `CpuLinear`'s bits."""
+    """y[:, i] = x[:, i] W[i]^T, each with its own weight in panels, with the bits of `CpuLinear`."""
 
     def __init__(self, values: Tensor) -> None:
-        """`values`: [count, out, in], fp32 ones kept in the 16 bits that hold every value, if they do."""
+        """`values`: [count, out, in]; fp32 values are stored in 16 bits if that is exact."""
         self._dtype = values.dtype
         narrow = PlainWeight.narrowest(values.flatten(0, 1)).values.unflatten(0, values.shape[:2])
         self._each = [CpuLinear(PlainWeight(values=weight)) for weight in narrow]
@@ -122,14 +122,14 @@ class CpuLinears:
         self.nbytes = sum(linear.nbytes for linear in self._each)
 
     def values(self) -> Tensor:
-        """A copy of the weights, [count, out, in]."""
+        """Return a copy of the weights, [count, out, in]."""
         return torch.stack([linear.values().to(self._dtype) for linear in self._each])
 
     def __call__(self, x: Tensor, *, room: int = 0) -> Tensor:
         """[rows, count, in] -> [rows, count, out + room] of x's dtype, the last `room` for others to fill.
 
         Raises:
-            ConfigError: another shape or dtype.
+            ConfigError: the shape or dtype is not supported.
         """
         if x.dim() != 3 or x.shape[1:] != (len(self._each), self.in_features) or x.dtype not in DTYPES:
             shape = f"[rows, {len(self._each)}, {self.in_features}]"
@@ -146,13 +146,13 @@ def _each_of(x: Tensor) -> tuple[int, int, int]:
 
 
 class CpuMLP:
-    """y = down(activation(gate(x)) * up(x)) in one call, with the bits of three one after the other."""
+    """y = down(activation(gate(x)) * up(x)) in one call, with the bits of three separate calls."""
 
     def __init__(self, gate_up: CpuLinear, down: CpuLinear, activation: Activation) -> None:
         """`gate_up`: gate and up joined, in this order.
 
         Raises:
-            ConfigError: `down` does not take what the two others give, or an activation without C++.
+            ConfigError: `down` does not take the others' outputs, or the activation has no C++ kernel.
         """
         check_activation(activation)
         if gate_up.out_features != 2 * down.in_features:

@@ -1,13 +1,13 @@
-// Several products in one call of C++: each of its own weight and its own rows.
+// Several products in one call of C++, each with its own weight and its own rows.
 #pragma once
 
 #include "../native/abi.h"
 
 struct KvqGroup {
-    const KvqLinear* linear;  // all with as many inputs and outputs
-    int64_t rows;             // at least one; those of a group follow the ones of the group before
+    const KvqLinear* linear;  // all with the same numbers of inputs and outputs
+    int64_t rows;             // at least one; groups' rows follow each other
 };
 
-// `x` [rows of all, in_features] and `out` [rows of all, out_features] of `code`, with the bits of `linear` for each.
+// `x` [rows of all, in_features] and `out` [rows of all, out_features] of `code`, with the bits of `linear`.
 KVQ_KERNEL(linear_groups)(const KvqGroup* groups, int count, const uint8_t* x, int64_t x_row, uint8_t* out,
                           int64_t out_row, int code, int threads);

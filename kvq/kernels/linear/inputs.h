@@ -1,9 +1,9 @@
-// Rows of inputs, made ready for a tile of rows: rounded to signed bytes, or as floats for weights in floats or FP8.
+// Rows of inputs, prepared for a tile of rows: rounded to signed bytes, or as floats for weights in floats or FP8.
 //
-// Where the format leaves inputs as they are, they become 16-bit numbers in two bytes: over at most 128
+// If the format does not round inputs, they become 16-bit numbers in two bytes: over at most 128
 // columns of one group, with step = largest / 127, x is step * (high + low / 254) to 1 / 64,000 of the largest.
-// Two integer products then take the place of one in floats. Where it rounds them to INT8, `high` is
-// the code, and its step is the whole row's, as in inputs.py. Rows with a NaN or an infinity have a NaN as step.
+// Two integer products then replace one in floats. If the format rounds inputs to INT8, `high` is the
+// code, with the whole row's step, as in linear/reference.py. The step of rows with a NaN or an infinity is NaN.
 #pragma once
 
 #include "lanes.h"
@@ -12,15 +12,15 @@
 namespace {
 
 constexpr int MOST_TILE_ROWS = 12;
-constexpr int PAIR_ROWS = 12, MATRIX_ROWS = 32, BYTE_ROWS = 16;  // of a tile, where products are of bf16, of bytes
-constexpr int SPLIT_WORDS = 768;  // int32 that all parts of 32 columns of 16 rows take: split.h
+constexpr int PAIR_ROWS = 12, MATRIX_ROWS = 32, BYTE_ROWS = 16;  // of a tile, for products of bf16, of bytes
+constexpr int SPLIT_WORDS = 768;  // int32 of all parts of 32 columns of 16 rows: split.h
 constexpr float LOW_STEP = 1.0f / 254.0f;
 constexpr int PRECISE = 128;    // columns of a segment: 128 * 255 * 127 < 2^24 is exact as a float
 constexpr int MOST_SUMMED = 1 << 15;  // 2^15 * 255 * 127 < 2^31: sums of INT8 inputs can't overflow
 
-// How the columns are cut into segments: pieces of a group whose products are summed as integers.
+// Division of the columns into segments: pieces of a group whose products are summed as integers.
 struct Cut {
-    int k, group, most;  // columns in all, of a group, of a segment
+    int k, group, most;  // columns in total, of a group, of a segment
     int per_group, segments;
 };
 
@@ -40,11 +40,11 @@ inline int length_of(const Cut& c, int segment) {
     return left < c.most ? left : c.most;
 }
 
-// A few rows of inputs. `planes`: 2 if there are low bytes too.
+// A few rows of inputs. `planes`: 2 if there are low bytes, too.
 struct Tile {
     int rows;
     // D156: integers; inputs keep 16 bits: decode has time
-    int32_t* words;   // four columns each, where Words says; for products of bf16 see bf16.h and split.h
+    int32_t* words;   // four columns each, in the layout of Words; for bf16 products see bf16.h and split.h
     int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
     float* sums;      // [segments, rows]: of high + low / 254
     float* steps;     // [segments, rows]
@@ -81,7 +81,7 @@ inline float element(const uint8_t* x, int64_t i, int code) {
     return code == KVQ_BF16 ? from_bf16(half) : from_fp16(half);
 }
 
-// `n` columns from `begin` on in the order of groups, then zeros: where they lie, or read into `row`.
+// Return `n` columns from `begin` on in the order of groups, then zeros: in place, or read into `row`.
 inline const float* read_columns(float* row, const KvqLinear& l, const uint8_t* x, int code, int begin, int n) {
     int left = (int)l.in_features - begin, given = left < n ? left : n;
     if (!l.order && code == KVQ_FP32 && given == n) return (const float*)x + begin;
@@ -93,17 +93,17 @@ inline const float* read_columns(float* row, const KvqLinear& l, const uint8_t* 
     return row;
 }
 
-inline vf load_some(const float* p, int n) {  // the first `n`, then zeros
+inline vf load_some(const float* p, int n) {  // load the first `n`, then zeros
     vf x = {};
     if (n >= W) return load(p);
     memcpy(&x, p, (size_t)n * 4);
     return x;
 }
 
-// The largest magnitude over `most`; NaN if anything is infinite or no number.
+// Return the largest magnitude above `most`; NaN if a value is infinite or NaN.
 inline float step_of(const float* x, int n, float most) {
     vi most_bits = {};
-    for (int i = 0; i < n; i += W) {  // as integers: a NaN is larger than all else, and not lost
+    for (int i = 0; i < n; i += W) {  // as integers: a NaN is larger than all other values, and not lost
         vi bits = (vi)load_some(x + i, n - i) & 0x7fffffff;
         most_bits = bits > most_bits ? bits : most_bits;
     }
@@ -118,7 +118,7 @@ struct Sums {
     int32_t high, low;
 };
 
-// Where a row's words lie: [k / 4, rows, planes], or [k / 64, planes, 16 rows, 16] for products of bytes.
+// Layout of a row's words: [k / 4, rows, planes], or [k / 64, planes, 16 rows, 16] for products of bytes.
 struct Words {
     int32_t* first;
     int64_t next, plane, block;  // from a word to the next one of its 16, to the low one, to the next 16
@@ -131,7 +131,7 @@ inline Words words_of(const Tile& tile, int r, int planes, bool in_bytes) {
     return {tile.words + r * planes, next, 1, 16 * next};
 }
 
-// Bytes of `n` columns from `begin` on.
+// Write the bytes of `n` columns from `begin` on.
 template <int PLANES>
 inline Sums round_columns(const Words& words, int begin, const float* x, int n, float step) {
     vi high_sum = {}, low_sum = {};
@@ -161,7 +161,7 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
                 continue;
             }
             __m128i pairs[2] = {_mm_unpacklo_epi32((__m128i)h, (__m128i)l), _mm_unpackhi_epi32((__m128i)h, (__m128i)l)};
-            for (int j = 0; j < 4; j++, to += words.next) memcpy(to, (uint8_t*)pairs + 8 * j, 8);  // low behind high
+            for (int j = 0; j < 4; j++, to += words.next) memcpy(to, (uint8_t*)pairs + 8 * j, 8);  // low after high
             continue;
         }
 #endif
@@ -171,7 +171,7 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
     return {sum(high_sum), sum(low_sum)};
 }
 
-// `offset`: of the codes that the row is multiplied with.
+// `offset`: offset of the codes by which the row is multiplied.
 template <int PLANES>
 // D167: sums and maxima by registers, no division
 inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset, bool in_bytes) {
@@ -194,7 +194,7 @@ inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut,
     }
 }
 
-// Nearest E4M3 value, ties to even.
+// Return the nearest E4M3 value, ties to even.
 inline float rounded_fp8(float x) {
     float magnitude = __builtin_fabsf(x);
     if (magnitude > 448.0f) magnitude = 448.0f;
@@ -211,7 +211,7 @@ inline void round_row_to_fp8(const Tile& tile, int r, const float* row, int k) {
         values[(int64_t)i * tile.rows] = step == 0 ? row[i] : rounded_fp8(row[i] / step) * step;
 }
 
-// Rows as they are, a piece of each at a time: their columns lie next to each other in the tile.
+// Copy rows unchanged, a piece of each at a time: in the tile, the rows of a column are adjacent.
 inline void transpose_rows(const Tile& tile, const KvqLinear& l, const uint8_t* x, int64_t x_row, int code) {
     constexpr int PIECE = 64;  // columns
     float room[MOST_TILE_ROWS][PIECE];
@@ -222,7 +222,7 @@ inline void transpose_rows(const Tile& tile, const KvqLinear& l, const uint8_t* 
         float* values = tile.values + (int64_t)begin * tile.rows;
         int i = 0;
 #if defined(__AVX512F__)
-        for (; i + W <= n; i += W) {  // whole registers: what is too much is written over by the next
+        for (; i + W <= n; i += W) {  // whole registers: the excess is overwritten by the next
             vf x[W] = {};
             for (int r = 0; r < tile.rows; r++) x[r] = load(piece[r] + i);
             transpose(x);

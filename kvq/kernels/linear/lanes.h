@@ -1,8 +1,8 @@
-// Sixteen outputs in registers: codes of a panel times inputs, and what follows in floats.
+// Sixteen outputs in registers: codes of a panel times inputs, and the float arithmetic after them.
 //
-// A register of codes holds W outputs x 4 neighbouring inputs, one byte each and never negative: INT8 as
-// q + 128, INT4 as q + 8. Four signed bytes of inputs are multiplied with each output's four, and the sums
-// added to W 32-bit numbers: what one VNNI instruction does, and nothing is ever summed across lanes.
+// A register of codes contains W outputs x 4 adjacent inputs, one byte each and never negative: INT8 as
+// q + 128, INT4 as q + 8. Four signed bytes of inputs are multiplied by each output's four, and the sums
+// added to W 32-bit numbers, as one VNNI instruction does; nothing is ever summed across lanes.
 #pragma once
 
 #include "../native/rows.h"
@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int OUTPUTS = 16;         // of a panel
-constexpr int PARTS = OUTPUTS / W;  // registers that hold one number of each
+constexpr int PARTS = OUTPUTS / W;  // registers with one number of each
 
 struct Floats {
     vf part[PARTS];
@@ -28,11 +28,11 @@ inline vf multiply_add(vf a, vf b, vf c) {
 // A register of codes, four inputs of W outputs.
 typedef uint8_t Codes __attribute__((vector_size(4 * W)));
 
-// `Weights` is a register of codes made ready for `dot`, which adds four products to each of W sums.
-// `offset`: what the codes in it are larger by than q.
+// `Weights` is a register of codes prepared for `dot`, which adds four products to each of W sums.
+// `offset`: the difference between its codes and q.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
-// Pairs of products are summed in 16 bits: 2 * 15 * 127 fits, 2 * 255 * 127 does not. So INT8 is multiplied
-// as magnitudes of up to 128 with inputs that take the sign: 2 * 128 * 127 fits.
+// Pairs of products are summed in 16 bits: 2 * 15 * 127 fits, 2 * 255 * 127 does not. INT8 is therefore
+// multiplied as magnitudes of up to 128, by inputs that get the sign: 2 * 128 * 127 fits.
 #if defined(__AVX512F__)
 typedef __mmask64 Signs;
 inline Signs signs_of(reg q) { return _mm512_movepi8_mask(q); }
@@ -106,7 +106,7 @@ inline Floats load_floats(const uint8_t* p, int code) {
     return x;
 }
 
-// A panel's zero points of one group, negative.
+// A panel's zero points of one group, negated.
 inline Floats load_minus_zeros(const int8_t* p) {
     Floats x;
     for (int i = 0; i < PARTS; i++)
@@ -115,7 +115,7 @@ inline Floats load_minus_zeros(const int8_t* p) {
 }
 
 // E4M3 codes as floats: 64 bytes of four inputs, where byte 2 (16 h + o) + b is output o of input h + 2 b.
-// So the bytes of a 16-bit lane belong to two inputs, and shifts alone give fp16 numbers, which have the
+// The bytes of a 16-bit lane thus belong to two inputs, and shifts alone yield fp16 numbers, which have the
 // same mantissa bits further up and a larger exponent offset: they are 2^-8 of the value.
 #if defined(__AVX2__)
 constexpr float FP8_FACTOR = 256.0f;
@@ -153,7 +153,7 @@ inline void decode_fp8(Floats out[4], const uint8_t* p) {
 #endif
 }
 
-// Two columns of bf16, which lie as pairs of one output each.
+// Two columns of bf16, stored as pairs for one output each.
 inline void decode_pairs(Floats out[2], const uint8_t* p) {
     for (int i = 0; i < PARTS; i++) {
         vi both = load_as<vi>(p + i * W * 4);

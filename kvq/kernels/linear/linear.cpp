@@ -12,7 +12,7 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
     return KVQ_CALL(linear_around)(linear, &NOTHING_AROUND, x, x_row, out, out_row, code, rows, threads);
 }
 
-// The same between what a layer does before and after it, with the bits of one after the other.
+// The same with a layer's operations before and after it, with the bits of separate calls.
 KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
                           int64_t out_row, int code, int64_t rows, int threads) {
     int products = products_of(*linear, code, rows);
@@ -20,7 +20,7 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
                  divided(linear->out_features, OUTPUTS), threads, products, rows_of(*linear, products, rows)};
     if (around->bias || around->added) call.out.around = &call.around;
     if (call.panels == 0) return KVQ_OK;
-    if (linear->k == 0) {  // a sum of nothing
+    if (linear->k == 0) {  // an empty sum
         for (int64_t r = 0; r < rows; r++, out += out_row) {
             memset(out, 0, (size_t)(linear->out_features * bytes_of(code)));
             add_after(*around, out, r, 0, linear->out_features, code);
@@ -55,7 +55,7 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
     return KVQ_OK;
 }
 
-// The products of bf16 that this CPU has, the fastest of them.
+// Return the fastest products of bf16 that this CPU has.
 KVQ_KERNEL(linear_products)(int* best) {
     *best = KVQ_PRODUCTS_FP32;
 #if defined(KVQ_TILES)
@@ -78,7 +78,7 @@ KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, i
 
 namespace {
 
-// One of several products that share a team of threads, and where its tiles and tasks begin among those of all.
+// One of several products that share a team of threads, and the offsets of its tiles and tasks among all of them.
 struct Part {
     Call call;
     Split split;
@@ -104,7 +104,7 @@ struct Parts {
     }
 };
 
-// The call's products in `memory`; without any only what they take of it is counted.
+// Prepare the call's products in `memory`; without memory, only count its size.
 inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_t x_row, Output out, int threads,
                      Memory& memory) {
     Parts all = {memory.take<Part>(count), count, threads, 0, 0, nullptr, nullptr, 0, 0};
@@ -120,7 +120,7 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         call.tiles = memory.take<uint8_t>(tiles * call.tile_bytes);
         call.block = block_length(call, tiles);
         int64_t columns = columns_size(call);
-        call.kept_size = kept_size(call, tiles);  // a task's panels have to fit
+        call.kept_size = kept_size(call, tiles);  // a task's panels must fit
         if (call.kept_size > all.kept_size) all.kept_size = call.kept_size;
         if (columns > all.columns_size) all.columns_size = columns;
         Split s = split(call, tiles);

@@ -2,7 +2,7 @@
 
 #include "gates.h"
 
-// `x` [rows, 2 n]: gates, then what they gate; `out` [rows, n], which may be the same memory as the gates.
+// `x` [rows, 2 n]: gates, then gated values; `out` [rows, n], which may be the same memory as the gates.
 KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n, int code,
                   int activation, int64_t rows, int threads) {
     int64_t pieces = (n + PIECE - 1) / PIECE, size = bytes_of(code);
@@ -15,7 +15,7 @@ KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row
     return KVQ_OK;
 }
 
-// Bit for bit what the three calls give one after the other.
+// Bit for bit the same as three calls one after the other.
 KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,
                        uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads) {
     int64_t hidden_row = gate_up->out_features * bytes_of(code);

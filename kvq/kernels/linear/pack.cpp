@@ -1,14 +1,14 @@
-// Weights that are no codes, put into panels: pack.py says what these are.
+// Packing of unquantized weights into panels, which pack.py describes.
 
 #include "../native/pool.h"
 #include "lanes.h"
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;             // of a piece: its rows and what they become stay in the first cache
+constexpr int64_t COLUMNS = 64;             // of a piece: its rows and packed columns stay in the first-level cache
 constexpr int64_t WORTH_THREADS = 1 << 18;  // bytes
 
-// The bytes of a number, wherever they lie: tensors of a file start at any byte.
+// Load a number at any address: tensors of a file start at any byte.
 template <class T>
 inline T number(const uint8_t* at) {
     T x;
@@ -16,7 +16,7 @@ inline T number(const uint8_t* at) {
     return x;
 }
 
-// `rows`: one of each output, null behind the last. `out` [k, 16], written 8 bytes of a column at a time.
+// `rows`: one per output, null past the last. `out` [k, 16], written 8 bytes of a column at a time.
 template <class T>
 void pack_panel(const uint8_t* const* rows, int64_t columns, int64_t k, T* out) {
     constexpr int SIZE = sizeof(T), TOGETHER = 8 / SIZE;
@@ -37,7 +37,7 @@ void pack_panel(const uint8_t* const* rows, int64_t columns, int64_t k, T* out) 
     memset(out + columns * OUTPUTS, 0, (size_t)((k - columns) * OUTPUTS) * SIZE);
 }
 
-// The same of bf16: pairs of columns side by side, [k / 2, 16, 2].
+// The same for bf16: pairs of columns side by side, [k / 2, 16, 2].
 inline void pack_pairs(const uint8_t* const* rows, int64_t columns, int64_t k, uint16_t* out) {
     pack_panel<uint32_t>(rows, columns / 2, k / 2, (uint32_t*)out);
     for (int o = 0; columns % 2 && o < OUTPUTS; o++)
@@ -46,8 +46,8 @@ inline void pack_pairs(const uint8_t* const* rows, int64_t columns, int64_t k, u
 
 }  // namespace
 
-// The outputs of `parts` [rows, columns] one below the other; `panels` [panels, k, 16], of bf16
-// [panels, k / 2, 16, 2]. Both of `code`: KVQ_FP32,
+// Pack the outputs of `parts` [rows, columns], one part after the other; `panels` [panels, k, 16], for
+// bf16 [panels, k / 2, 16, 2]. Both of `code`: KVQ_FP32,
 // KVQ_BF16 or KVQ_FP16.
 KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int code, uint8_t* panels, int64_t k,
                        int threads) {

@@ -1,4 +1,4 @@
-"""A weight in the order that the CPU kernels read: panels of 16 outputs."""
+"""Weights in the order in which CPU kernels read them: panels of 16 outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kvq.kernels.native.pages import empty
 from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 OUTPUTS = 16  # of a panel
-COLUMNS = 8  # which their number is padded to
+COLUMNS = 8  # the number of columns is padded to a multiple
 _BF16_COLUMNS = 32  # of weights in bf16, which tiles multiply 32 at a time
 _E4M3_NAN = 0x7F
 _Matrix = struct("KvqMatrix")
@@ -24,12 +24,12 @@ _Matrix = struct("KvqMatrix")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Panels:
-    """Memory that KvqLinear points at.
+    """Memory that KvqLinear points to.
 
-    `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
-    is no code fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16
+    `codes`: uint8 [panels, bytes]: q + 128 for INT8, q + 8 for INT4 and INT3, E4M3FN bytes; for unquantized
+    weights, fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16
     or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the
-    same shape, None if symmetric. `order`: int32 [in], None if inputs lie in their own order.
+    same shape, None if symmetric. `order`: int32 [in], None if inputs keep their order.
     """
 
     codes: Tensor
@@ -45,10 +45,10 @@ class _Panels:
 
 
 def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
-    """Put the outputs of one or several weights of the same input one below the other, and pack them.
+    """Concatenate the outputs of one or several weights for the same inputs, and pack them.
 
     Raises:
-        ConfigError: formats, inputs or their order differ, or parts of a weight don't fit each other.
+        ConfigError: formats, inputs or their order differ, or parts of a weight don't match.
     """
     first = weights[0]
     for weight in weights:
@@ -61,7 +61,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
             )
     whole = QuantizedWeight.joined(weights)
     scale, bytes_ = whole.scale, _bytes(whole)
-    if first.fmt.code is WeightCode.FP8:  # a code that is no number makes every output with it none
+    if first.fmt.code is WeightCode.FP8:  # a NaN code makes its whole output NaN
         broken = ((bytes_ & _E4M3_NAN) == _E4M3_NAN).any(1, keepdim=True)
         scale = scale.masked_fill(broken, float("nan"))
     return _Panels(
@@ -74,10 +74,10 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
 
 
 def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
-    """Pack weights that are no codes as `pack_panels` does, in the narrowest type that holds them all.
+    """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that holds them all.
 
     Raises:
-        ConfigError: they have different inputs.
+        ConfigError: the weights have different numbers of inputs.
     """
     inputs = {weight.in_features for weight in weights}
     if len(inputs) > 1:
@@ -97,12 +97,12 @@ def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
 
 
 def unpack_plain(panels: _Panels, out_features: int, in_features: int) -> Tensor:
-    """The weight [out, in] of `pack_plain`'s panels, in the type that they are in."""
+    """Return the weight [out, in] of `pack_plain`'s panels, in their dtype."""
     return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 
 
 def _check(weight: QuantizedWeight) -> None:
-    """Compiled code reads by these shapes and by the order's numbers."""
+    """Raise ConfigError unless shapes and order are valid, as compiled code relies on them."""
     outputs, inputs = weight.out_features, weight.in_features
     scales = (outputs, weight.fmt.groups(inputs))
     if weight.scale.shape != scales or (weight.zero is not None and weight.zero.shape != scales):
@@ -112,7 +112,7 @@ def _check(weight: QuantizedWeight) -> None:
 
 
 def _bytes(weight: QuantizedWeight) -> Tensor:
-    """Codes that are never negative, uint8 [out, in]."""
+    """Return codes as nonnegative numbers, uint8 [out, in]."""
     codes = weight.codes
     if weight.fmt.code is WeightCode.FP8:
         return codes
@@ -122,7 +122,7 @@ def _bytes(weight: QuantizedWeight) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """[out, in] with zeros up to whole panels, and to a multiple of `COLUMNS`."""
+    """Pad [out, in] with zeros to whole panels, and to a multiple of `COLUMNS`."""
     if x.shape[0] % OUTPUTS == x.shape[1] % COLUMNS == 0:
         return x
     return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
@@ -131,7 +131,7 @@ def _padded(x: Tensor) -> Tensor:
 def _blocked(x: Tensor, code: WeightCode) -> Tensor:
     """[out, in] -> [panels, bytes], see lanes.h: four inputs of every output in a row of 64 bytes.
 
-    Of nibbles, the low ones are one such row and the high ones the next. Of FP8, byte 2 (16 h + o) + b
+    For nibbles, the low ones are one such row and the high ones the next. For FP8, byte 2 (16 h + o) + b
     is output o of input h + 2 b.
     """
     panels, columns = x.shape[0] // OUTPUTS, x.shape[1]

@@ -1,5 +1,5 @@
-"""The definition of correct for `linear_w4` and `linear_w8`: dequantize, round inputs where the format asks
-for it, token by token, and multiply in fp32.
+"""Reference `linear_w4` and `linear_w8`, the definition of correct results: dequantize, round inputs token by
+token if the format requires it, and multiply in fp32.
 """
 
 import torch
@@ -12,7 +12,7 @@ from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
 def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:  # D179: amax / 127, as vLLM
-    """Codes as fp32 whole numbers (or E4M3 values) and scales fp32 [rows, 1]; x: fp32 [rows, in].
+    """Return codes as fp32 integers (or E4M3 values), and scales fp32 [rows, 1]; x: fp32 [rows, in].
 
     The scale is the row's largest magnitude over the largest code; a row of zeros has scale 1.
     """
@@ -34,7 +34,7 @@ def rounded_inputs(x: Tensor, inputs: Inputs) -> Tensor:
 
 
 class ReferenceLinear:
-    """y = x W^T over a weight that stays in its codes, if it is in some, and is dequantized at every call."""
+    """y = x W^T; a quantized weight stays in its codes and is dequantized at every call."""
 
     def __init__(self, weight: QuantizedWeight | PlainWeight) -> None:
         self.weight = weight

@@ -1,4 +1,4 @@
-// Rows of a weight in floats, looked up in the panels that products read: an embedding that serves for the head.
+// Rows of a float weight, looked up in the panels that products read: an embedding that also serves as the head.
 
 #include "../native/pool.h"
 #include "lanes.h"
@@ -7,13 +7,13 @@ namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 15;  // numbers
 
-// A row lies in its panel as every 16th number.
+// A row is every 16th number of its panel.
 template <class T>
 inline void read_lane(T* to, const T* from, int n) {
     for (int i = 0; i < n; i++) to[i] = from[(int64_t)i * OUTPUTS];
 }
 
-// Of bf16 every 16th pair.
+// For bf16, every 16th pair.
 inline void read_pairs(uint8_t* out, const uint8_t* from, int n, int code) {
     for (int i = 0; i < n; i += 2, from += OUTPUTS * 4) {
         int count = n - i < 2 ? 1 : 2;

@@ -1,21 +1,21 @@
 // Products of fp32 rows with weights in floats by tiles of bf16 (native/amx.h), as exact as fp32's own.
 //
 // An fp32 number is the sum of three bf16 numbers: its upper bits, the upper bits of what these leave, and the rest.
-// Of the nine products of two numbers' parts the six largest are summed in fp32; those left out are less than 2^-23
-// of the product together. (Henry, Tang, Heinecke: Leveraging the bfloat16 artificial intelligence datatype for
+// Of the nine products of two numbers' parts, the six largest are summed in fp32; the omitted ones are together less
+// than 2^-23 of the product. (Henry, Tang, Heinecke: Leveraging the bfloat16 artificial intelligence datatype for
 // higher-precision computations, ARITH 2019.) Weights in fp16 have two parts, in bf16 one: products with a part
 // that is zero change no bit, so a weight's sums are the same in each dtype that holds it.
 //
-// Every row takes the same products in the same order, few or many. A row with an infinity or a NaN gives NaN.
-// Tiles know no denormal numbers: parts and products below 2^-126 are zero, so inputs and weights should lie above some
-// 1e-31 in magnitude, and their products above 1e-31, to keep all digits.
+// Every row uses the same products in the same order, for few rows or many. A row with an infinity or a NaN yields NaN.
+// Tiles flush denormal numbers: parts and products below 2^-126 are zero, so inputs, weights and their products should
+// be above about 1e-31 in magnitude to keep all digits.
 #pragma once
 
 #include "bf16.h"
 
 namespace {
 
-constexpr int SPLIT_BLOCK = 768;     // columns whose parts are made at a time, where many rows pass
+constexpr int SPLIT_BLOCK = 768;     // columns whose parts are made at a time, for many rows
 
 }  // namespace
 
@@ -34,7 +34,7 @@ constexpr int parts_of(int code) { return code == KVQ_FP32 ? 3 : code == KVQ_FP1
 
 inline int split_columns(const Cut& cut) { return (cut.k + TILE_PAIRS - 1) / TILE_PAIRS * TILE_PAIRS; }
 
-// Floats that the parts of a block of two panels take.
+// Floats of the parts of a block of two panels.
 inline int64_t split_size(const Cut& cut) {
     int64_t blocks = (split_columns(cut) < SPLIT_BLOCK ? split_columns(cut) : SPLIT_BLOCK) / TILE_PAIRS;
     return 2 * blocks * SPLIT_BYTES / (int64_t)sizeof(float);
@@ -42,7 +42,7 @@ inline int64_t split_size(const Cut& cut) {
 
 inline int split_halves(int rows) { return rows <= TILE_ROWS ? 1 : 2; }  // of a tile of inputs
 
-// The upper half of a number's bits, which is a bf16 number, and what it leaves, which is exact.
+// Split a number into the upper half of its bits, which is a bf16 number, and the exact remainder.
 inline reg upper(vf x) { return _mm512_and_si512((reg)x, _mm512_set1_epi32((int)0xffff0000)); }
 inline vf rest(vf x) { return x - (vf)upper(x); }
 
@@ -67,7 +67,7 @@ inline void split_rows(const Tile& tile, const KvqLinear& l, const Cut& cut, con
     }
 }
 
-// Up to 32 columns of a panel, an even number, as tiles, one for each part. What lies FURTHER bytes further is asked for.
+// Up to 32 columns of a panel, an even number, as tiles, one per part. Prefetch FURTHER bytes ahead.
 template <int CODE, int FURTHER>
 inline __attribute__((always_inline)) void split_pairs(uint8_t* to, const uint8_t* codes, int columns) {
     constexpr int BYTES = OUTPUTS * bytes_of(CODE);
@@ -82,7 +82,7 @@ inline __attribute__((always_inline)) void split_pairs(uint8_t* to, const uint8_
     }
 }
 
-// Tile SUM of 16 outputs plus the products of rows' parts at `x` with weights' parts at `w`; takes tiles 4 to 7.
+// Tile SUM of 16 outputs plus the products of rows' parts at `x` with weights' parts at `w`; uses tiles 4 to 7.
 // D164: fp32 as three bf16 parts, six of nine products
 #define KVQ_SPLIT_ADD(SUM, PARTS, x, w)                                \
     do {                                                              \
@@ -145,8 +145,8 @@ inline __attribute__((always_inline)) void add_pair(const uint8_t* x, const uint
     KVQ_SPLIT_PRODUCTS;
 }
 
-// One tile of rows times panels [panel, last), four at a time, of more than 16 rows two. Their parts are made on the
-// way: those of the next columns, or of the next panels' first ones, before these are read.
+// One tile of rows times panels [panel, last), four at a time, or two for more than 16 rows. Parts are made meanwhile:
+// those of the next columns, or of the next panels' first columns, before they are read.
 template <int CODE, int HALVES>
 void split_once(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, int64_t last, const Output& out) {
     constexpr int BYTES = OUTPUTS * bytes_of(CODE), PARTS = parts_of(CODE), PANELS = SPLIT_PANELS / HALVES;
@@ -156,17 +156,17 @@ void split_once(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
     int64_t making = panel;  // and at which column
     int at = 0, half = 0;
     auto begin_panels = [&]() __attribute__((always_inline)) {
-        for (int p = 0; p < PANELS; p++)  // what is not there is multiplied as the last one
+        for (int p = 0; p < PANELS; p++)  // missing panels are multiplied like the last one
             from[p] = l.codes + (making + p < last ? making + p : last - 1) * (int64_t)cut.k * BYTES;
     };
-    // A panel's 32 columns, read at a stretch while what follows is asked for: so memory gives most.
+    // A panel's 32 columns are read in one run while the next ones are prefetched, for the most memory bandwidth.
     auto make = [&](int p) __attribute__((always_inline)) {
         if (CODE == KVQ_BF16 || p >= PANELS || making >= last) return;
         if (__builtin_expect(cut.k - at < TILE_PAIRS, 0))
             return split_pairs<CODE, 0>(made[half][p], from[p], cut.k - at);
         split_pairs<CODE, SPLIT_AHEAD>(made[half][p], from[p], TILE_PAIRS);
     };
-    // What was made is multiplied, and the next is made.
+    // Multiply the parts that were made, and make the next ones.
     auto pass_on = [&]() __attribute__((always_inline)) {
         for (int p = 0; p < PANELS; p++) {
             w[p] = CODE == KVQ_BF16 ? from[p] : made[half][p];
@@ -209,11 +209,11 @@ void split_once(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
     }
 }
 
-// The parts of a block of two panels, [columns / 32][parts][16][32] each; of bf16 they are where the weights are.
+// The parts of a block of two panels, [columns / 32][parts][16][32] each; for bf16, they are the weights themselves.
 struct SplitPair {
     const uint8_t* panels[2];
-    int count;             // panels that are there
-    const uint8_t* next;   // weights of the block of the next two, which are asked for meanwhile; or null
+    int count;             // panels that exist
+    const uint8_t* next;   // weights of the next two panels' block, which are prefetched; or null
     int64_t next_panel;    // bytes
     int lines;             // of each, for 32 columns of a tile of rows
 };

@@ -1,7 +1,7 @@
-// A call's tasks: some neighbouring panels times some tiles of rows.
+// A call's tasks: some adjacent panels times some tiles of rows.
 //
-// A task's weights stay in the second-level cache while the tiles pass, and each tile's inputs, rounded once for all
-// panels, in the first. Panels that are too long for that are cut into blocks of columns, and sums kept between them.
+// A task's weights stay in the second-level cache for all tiles, and each tile's inputs, rounded once for all panels,
+// in the first-level cache. Panels too long for that are split into blocks of columns, with sums kept between them.
 #pragma once
 
 #include "call.h"
@@ -47,17 +47,17 @@ inline void multiply_pairs(const Call& call, const Tile& tile, int64_t row, int6
 }
 #endif
 
-// For every block of columns, a few panels at a time: prepare(panel, begin, end), then for the tiles of rows
-// multiply(tile, row, panel, last, block). Sums of a block that is the last one, too, are not kept.
+// For every block of columns, a few panels at a time, call prepare(panel, begin, end), then for the tiles of rows
+// multiply(tile, row, panel, last, block). Sums of the last block are not kept.
 template <class Multiply, class Prepare>
 inline void for_blocks(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept,
                        Multiply multiply, Prepare prepare) {
     int64_t rows = call.tile_rows, kept_panel = call.block < call.cut.k ? rows * OUTPUTS : 0;
     bool pairs = last_tile - tile > 1 || call.products == KVQ_PRODUCTS_SPLIT;
-    int64_t together = pairs ? 2 : last - panel;  // panels: two stay in the first cache
+    int64_t together = pairs ? 2 : last - panel;  // panels: two stay in the first-level cache
     bool passes = call.products == KVQ_PRODUCTS_FP32 && last_tile - tile > 1 && last_tile - tile <= FEW_TILES;
     int64_t bytes = (int64_t)call.cut.k * OUTPUTS * bytes_of(call.l.code);  // of a panel
-    auto following = [&](int64_t p, int64_t begin) -> const uint8_t* {  // the weights behind panels before `p`
+    auto following = [&](int64_t p, int64_t begin) -> const uint8_t* {  // the weights after the panels before `p`
         if (p >= last) p = panel, begin += call.block;
         return begin < call.cut.k ? call.l.codes + p * bytes + begin * bytes / call.cut.k : nullptr;
     };
@@ -196,7 +196,7 @@ inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile
         }
 }
 
-// How many panels and tiles a task has: as many as caches hold, if that leaves every thread a few tasks.
+// Numbers of panels and tiles per task: as many as fit in the caches, if that leaves every thread a few tasks.
 struct Split {
     int64_t panels, tiles, tasks_across, tasks;
 };

@@ -1,7 +1,7 @@
 // A few rows times one or two panels of 16 outputs.
 //
-// A row's result is the same bit for bit in every tile: its integer sums are exact, and what follows in
-// floats is one chain over segments (or over inputs, for FP8) that the other rows have no part in.
+// A row's result is bit for bit the same in every tile: its integer sums are exact, and its float arithmetic
+// is one chain over segments (or over inputs, for FP8), independent of other rows.
 #pragma once
 
 #include "around.h"
@@ -11,7 +11,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int CODE_ROWS = 6, CODE_PANELS = 2;  // 24 of 32 registers are sums
-constexpr int FP8_ROWS = 12, FP8_CHAINS = 12;  // an output has one sum: others fill the time it takes
+constexpr int FP8_ROWS = 12, FP8_CHAINS = 12;  // an output has one sum: others hide its latency
 constexpr int FLOAT_ROWS = 12, FLOAT_CHAINS = 24;
 #elif defined(__AVX2__)
 constexpr int CODE_ROWS = 2, CODE_PANELS = 1;  // 8 of 16
@@ -56,8 +56,8 @@ inline int64_t panel_bytes(const Cut& cut) {
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// One segment's integer sums: eight columns at a time, two registers of codes a panel's part. Few rows
-// take two sums each, or every sum would wait for the one before.
+// One segment's integer sums: eight columns at a time, two registers of codes per panel's part. Few rows
+// use two sums each, or every sum would wait for the previous one.
 template <bool NIBBLES, int R, int P, int PLANES>
 struct SegmentSums {
     static constexpr int CHAINS = R * P * PLANES * PARTS >= 8 ? 1 : 2;
@@ -73,7 +73,7 @@ struct SegmentSums {
                     }
     }
 
-    // Four columns of all panels.
+    // Multiply four columns of all panels.
     inline __attribute__((always_inline)) void add(const Weights w[P][PARTS], const int32_t* words, int chain) {
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int plane = 0; plane < PLANES; plane++)
@@ -91,8 +91,8 @@ struct SegmentSums {
     }
 };
 
-// A tile's share of the weights that follow, which comes from memory while few rows are multiplied: two panels', so
-// many bytes of each for every few columns.
+// A tile's share of the next weights, which are prefetched from memory while few rows are multiplied: of two panels,
+// some bytes of each for every few columns.
 // D115: weights of the next step are not read ahead
 struct Ahead {
     const uint8_t* next;  // or null
@@ -105,7 +105,7 @@ struct Ahead {
     }
 };
 
-// The share of tile `index` of `tiles`, of `bytes` of each panel from `next` on, asked for `times` times.
+// The share of tile `index` of `tiles`, of `bytes` of each panel from `next` on, prefetched in `times` pieces.
 // D162: weights come from memory while tiles multiply
 inline Ahead share_of(const uint8_t* next, int64_t panel, int64_t bytes, int64_t times, int64_t index, int64_t tiles) {
     int64_t step = (bytes / (times * tiles) + 63) / 64 * 64, begin = index * times * step;
@@ -124,7 +124,7 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
         SegmentSums<NIBBLES, R, P, PLANES> sums;
         sums.start(tile.starts + (int64_t)s * R * PLANES);
         for (int n = length_of(cut, s) / 8; n > 0; n--, codes += STEP, words += 2 * R * PLANES) {
-            if (R > 3) ahead.ask();  // with few rows the question alone costs one row 8%, and most are one tile
+            if (R > 3) ahead.ask();  // with few rows, the test alone costs one row 8%, and most are one tile
             Weights even[P][PARTS], odd[P][PARTS];
             UNROLL for (int p = 0; p < P; p++) {
                 const uint8_t* from = codes + p * panel_bytes<NIBBLES>(cut);
@@ -157,17 +157,17 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
         for (int r = 0; r < R; r++) write_panel(out, row + r, panel + p, l.out_features, totals[p][r]);
 }
 
-// Columns that are multiplied at a time, of a panel's weights that stay in the second-level cache meanwhile.
+// Columns that are multiplied at a time; their weights stay in the second-level cache meanwhile.
 struct Block {
     int begin, end;
     float* kept;  // [panels, rows, 16] of a tile: sums up to `begin`, or up to `end`
-    int64_t next;  // bytes from a tile's inputs to those of the tile that follows
+    int64_t next;  // bytes from a tile's inputs to those of the next tile
     Ahead ahead;
 };
 
-// One sum per output, over the columns in their order, whatever the block.
+// One sum per output, over the columns in their order, for any block.
 template <int CODE, int R, int P>
-// D161: asks for the next tile's inputs
+// D161: prefetch the next tile's inputs
 void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
                 const Block& block) {
     constexpr int STEP = columns_of(CODE), BYTES = OUTPUTS * bytes_of(CODE);
@@ -182,7 +182,7 @@ void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
                 totals[p][r].part[i] = block.begin ? load(block.kept + ((p * R + r) * PARTS + i) * W) : vf{};
     for (int k = block.begin; k < block.end; k += 4) {
         ahead.ask();
-        if (R == FLOAT_ROWS)  // of few rows inputs stay where they are
+        if (R == FLOAT_ROWS)  // with few rows, inputs stay in the cache
             for (int i = 0; i < 4 * R; i += 16) __builtin_prefetch((const uint8_t*)(x + i) + block.next, 0, 2);
         UNROLL for (int part = 0; part < 4; part += STEP, codes += STEP * BYTES, x += STEP * R) {
             Floats w[P][STEP];

@@ -7,8 +7,8 @@ import torch
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear.triton_pack import OUTPUTS, Kind, PackedWeight
 
-ROW_CLASSES = (16, 32, 64)  # steps of up to so many rows are one tile high and split their inputs
-MANY_ROWS = 128  # how the class of larger steps is called
+ROW_CLASSES = (16, 32, 64)  # most rows; such steps are one tile high and split their inputs
+MANY_ROWS = 128  # name of the class of larger steps
 _LEAST_SPLIT = 512  # inputs of one part
 _LARGE_SHARED = ("sm80", "sm90", "sm100", "sm103")  # more than 99 KB of shared memory for one program
 
@@ -21,11 +21,11 @@ class LinearTile:
     outputs: int
     warps: int
     stages: int
-    programs: int  # of one multiprocessor, that the inputs are split for
+    programs: int  # per multiprocessor, for which the inputs are split
 
 
 def row_class(rows: int) -> int:
-    """The class of a step: its results for a row don't depend on the step's other rows within a class."""
+    """Return the class of a step; within a class, a row's results don't depend on the step's other rows."""
     return next((most for most in ROW_CLASSES if rows <= most), MANY_ROWS)
 
 
@@ -41,9 +41,9 @@ def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTil
 
 
 def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.device) -> tuple[int, int]:
-    """Parts of the inputs, and blocks of each part: of few rows so many that every multiprocessor has work.
+    """Return the parts of the inputs, and blocks per part: for few rows, enough for all multiprocessors.
 
-    They depend on the class of rows only, so that a row's sums do.
+    They depend only on the class of rows, and therefore so do a row's sums.
     """
     if row_class(rows) == MANY_ROWS:
         return 1, weight.blocks
@@ -55,7 +55,7 @@ def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.devi
 
 
 def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
-    """Return the tile thought out for Hopper (of AMD: compiled and counted) and not yet measured."""
+    """Return a tile that was designed for Hopper (for AMD: compiled and counted), but not yet measured."""
     if device == "interpreter":
         return LinearTile(rows=rows, outputs=64, warps=1, stages=1, programs=8)
     if device == shapes.FP32:  # products in fp32 take registers and memory

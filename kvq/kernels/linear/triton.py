@@ -25,14 +25,14 @@ from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack
 from kvq.kernels.spec import Device
 from kvq.kernels.weight import QuantizedWeight
 
-# From so many rows on the weight is dequantized and multiplied by torch. On an H200 that adds 12 to 45 us to
-# torch's product of an 8B model's layer, and at 256 rows tiles take 30 to 150 us more than it; see
+# From this many rows on, the weight is dequantized and multiplied by torch. On an H200, that adds 12 to 45 us
+# to torch's product of an 8B model's layer, and at 256 rows, tiles take 30 to 150 us more than torch; see
 # benchmarks/results/gpu-h200.md.
 DENSE_ROWS = 192
 DENSE_BYTES = 128 << 20  # of dequantized weight at a time
 _SUMMED = 1024  # elements of one program that adds parts up
 _QUANTIZED = 4096  # elements of a row that one step of quantizing takes
-_UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # what decoded codes are to be multiplied by
+_UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # factors of decoded codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class _Plan:
 
 
 class TritonLinear:
-    """y = x W^T over packed codes: ReferenceLinear's results but for rounding.
+    """y = x W^T over packed codes: ReferenceLinear's results except for rounding.
 
     Inputs of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 inputs in fp32. A row's result
     doesn't depend on the step's other rows among steps of up to 16, of 17 to 32, of 33 to 64 and of 65 rows
     to `DENSE_ROWS`; between these classes, and above, sums are ordered differently.
 
-    No call synchronizes or lets sizes depend on data, so calls can be captured in a CUDA graph.
+    No call synchronizes, and no size depends on data, so calls can be captured in a CUDA graph.
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
@@ -65,12 +65,12 @@ class TritonLinear:
 
     @property
     def in_features(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.weight.in_features
 
     @property
     def out_features(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return self.weight.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -144,14 +144,14 @@ class TritonLinear:
         )
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and zero points, if there are any; bytes of ROWS are of the rounded inputs' type."""
+        """Return codes, scales, and zero points or None; bytes of ROWS have the rounded inputs' dtype."""
         weight = self.weight
         rounded = torch.int8 if self.fmt.inputs is Inputs.INT8 else torch.float8_e4m3fn
         codes = weight.codes.view(rounded) if weight.kind is Kind.ROWS else weight.codes
         return codes, weight.scale, weight.zero
 
     def _dense(self, x: Tensor, out: Tensor) -> Tensor:
-        """Dequantize so many outputs that they fit into the workspace, multiply, and so on."""
+        """Dequantize and multiply as many outputs at a time as fit into the workspace."""
         weight = self.weight
         tile = LinearTile(rows=16, outputs=64, warps=4, stages=1, programs=1)
         whole = tile.outputs * weight.in_features * x.element_size()
@@ -174,7 +174,7 @@ class TritonLinear:
 
 
 def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Tensor]:
-    """Codes [rows, in] and scales fp32 [rows]: int8; of FP8 E4M3FN, or as bf16 (fp32) unless `as_bytes`."""
+    """Return codes [rows, in] and fp32 scales [rows]; FP8 codes are bytes with `as_bytes`, else floats."""
     rows, count = x.shape
     dtype = torch.int8
     if inputs is Inputs.FP8:
@@ -198,7 +198,7 @@ def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Ten
 
 
 def compute_dtype(weight: PackedWeight, inputs: Inputs, x: Tensor) -> tl.dtype:
-    """In what numbers decoded codes are multiplied."""
+    """Return the dtype in which decoded codes are multiplied."""
     if weight.kind in (Kind.ROWS, Kind.SIGNED_NIBBLES):
         return tl.int8  # not read
     if x.device.type == "cpu" or x.dtype is torch.float32:
@@ -207,7 +207,7 @@ def compute_dtype(weight: PackedWeight, inputs: Inputs, x: Tensor) -> tl.dtype:
 
 
 def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
-    """Return the arguments that the kernels that read weights have in common."""
+    """Return the arguments that all kernels that read weights share."""
     warps = max(1, min(tile.warps, tile.outputs // (8 * weight.runs)))
     return {
         "w_rows": weight.codes.shape[1],

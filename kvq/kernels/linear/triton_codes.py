@@ -1,9 +1,9 @@
-"""Device code: a tile of packed weights as numbers that a matrix product takes.
+"""Device code that decodes a tile of packed weights to numbers for a matrix product.
 
-The host packs weights so that the 16 bytes that one thread loads are the codes which the tensor cores want
-from that very thread (see triton_pack.py): codes go from memory to the product without a change of layout.
+The host packs weights so that the 16 bytes that one thread loads are the codes that tensor cores read from
+that thread (see triton_pack.py): codes need no conversion of layout between memory and product.
 
-Only NVIDIA GPUs take the inline assembly: elsewhere the same values are put together by shifts and masks.
+Only NVIDIA GPUs run the inline assembly; elsewhere, shifts and masks compute the same values.
 """
 
 import triton
@@ -46,7 +46,7 @@ def nibble_integers(packed):
 def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
     """Return the output of each column of a tile, [BN]; tiles of weights begin at output `first`.
 
-    Of a thread's 16 bytes RUNS parts belong to outputs 8 apart, and warps stand between them in the tile.
+    A thread's 16 bytes have RUNS parts for outputs 8 apart; in the tile, warps lie between them.
     """
     column = tl.arange(0, BN)
     if RUNS > 1:
@@ -65,7 +65,7 @@ def _operand(
     RUNS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Codes [BN / RUNS, 64] as a product's second factor [WIDTH, BN], each in the thread that has it."""
+    """Return codes [BN / RUNS, 64] as a product's second factor [WIDTH, BN], each in its present thread."""
     REPEATS: tl.constexpr = BN // (8 * RUNS * WARPS)
     if COMPUTE == tl.int8:  # bits of a place: [repeat, warp, 8 outputs, thread of 4, run, word, byte]
         bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 4))
@@ -82,10 +82,10 @@ def weight_tile(
     KIND: tl.constexpr, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
     RUNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [WIDTH, BN] of one block of inputs and one tile of outputs, as `columns` orders them; twice.
+    """Return codes [WIDTH, BN] of one block of inputs and one tile of outputs, ordered by `columns`, twice.
 
-    Of nibbles the first are those of the block's first half, and the second those of the other; of bytes
-    both are the same.
+    With nibbles, the first are those of the block's first half, and the second those of the other half; with
+    bytes, both are the same.
     """
     if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte a code
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Weights in the order in which a GPU's threads want them: packed once, read at every step."""
+"""Weights in the order in which a GPU's threads read them: packed once, read at every step."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,28 +10,28 @@ from torch.nn import functional
 from kvq.formats.weights import Inputs, WeightCode
 from kvq.kernels.weight import QuantizedWeight
 
-OUTPUTS = 64  # rows of output are padded to a multiple of so many
+OUTPUTS = 64  # rows of output are padded to a multiple of this
 
 
 class Kind(Enum):
-    """Layout of codes in memory, and what they become before the product."""
+    """Layout of codes in memory, and the numbers to which they are converted before the product."""
 
     NIBBLES = 0  # q + 8, to floats
     SIGNED_NIBBLES = 1  # two's complement, to INT8
     INT8 = 2  # to floats
     FP8 = 3  # to floats
-    ROWS = 4  # bytes in rows of inputs, multiplied as they are
+    ROWS = 4  # bytes in rows of inputs, multiplied directly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight in blocks of `block` inputs; a group is filled up with zeros to whole blocks.
+    """A weight in blocks of `block` inputs; a group is padded with zeros to whole blocks.
 
-    `codes`: [blocks, outputs / runs, 64 bytes], or of ROWS [outputs, blocks * block]. `scale`
-    [groups, outputs], and `zero` likewise, as they were given.
+    `codes`: [blocks, outputs / runs, 64 bytes], or for ROWS [outputs, blocks * block]. `scale`:
+    [groups, outputs], and `zero` likewise, with unchanged values.
 
-    The 64 bytes of a row are 16 for each of 4 neighbouring threads, whose products take the outputs 8u + g
-    of 8 such rows g. The bits of a byte's place in them, and which nibble, say which input it is: `_tiles`.
+    The 64 bytes of a row are 16 for each of 4 adjacent threads, whose products take the outputs 8u + g
+    of 8 such rows g. The bits of a byte's place in them, and its nibble, determine its input; see `_tiles`.
     """
 
     kind: Kind
@@ -48,22 +48,22 @@ class PackedWeight:
 
     @property
     def width(self) -> int:
-        """Inputs that are multiplied at a time: nibbles are the two halves of a block."""
+        """Number of inputs that are multiplied at a time: nibbles are the two halves of a block."""
         return self.block // 2 if self.kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else self.block
 
     @property
     def groups(self) -> int:
-        """Scales of one output."""
+        """Number of scales of one output."""
         return self.scale.shape[0]
 
     @property
     def blocks(self) -> int:
-        """Blocks of inputs of one output, those that only fill up included."""
+        """Number of blocks of inputs of one output, including padding."""
         return self.groups * self.blocks_per_group
 
     @property
     def padded_outputs(self) -> int:
-        """Outputs, those that only fill up included."""
+        """Number of outputs, including padding."""
         return self.scale.shape[1]
 
     @property
@@ -73,7 +73,7 @@ class PackedWeight:
 
 
 def kind_of(weight: QuantizedWeight, *, has_fp8: bool) -> Kind:
-    """The layout for a weight's format; `has_fp8`: the device multiplies FP8."""
+    """Return the layout for a weight's format; `has_fp8`: the device multiplies FP8."""
     inputs = weight.fmt.inputs
     if weight.fmt.code in (WeightCode.INT4, WeightCode.INT3):
         return Kind.SIGNED_NIBBLES if inputs is Inputs.INT8 else Kind.NIBBLES
@@ -111,12 +111,12 @@ def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:  # D143
 
 
 def _widest(kind: Kind) -> int:
-    """Inputs of a block whose threads hold one output each."""
+    """Return the inputs of a block whose threads have one output each."""
     return 64 if kind in (Kind.INT8, Kind.FP8) else 128
 
 
 def _block(group: int, kind: Kind) -> int:
-    """The block that fills a group up the least, and of such the widest; products take 32 INT8 codes."""
+    """Return the widest block size with the least padding of a group; products take 32 INT8 codes."""
     widest = _widest(kind)
     fits = (widest, widest // 2) if kind is Kind.SIGNED_NIBBLES else (widest, widest // 2, widest // 4)
     return min(fits, key=lambda block: (-(-group // block) * block, -block))
@@ -125,8 +125,8 @@ def _block(group: int, kind: Kind) -> int:
 def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
     """[outputs, blocks, block] -> [blocks, outputs / runs, 64].
 
-    One code a byte, or two: low nibbles hold a block's first half of inputs, high ones the other. Thread t
-    of 4 gets what a tensor core's second factor has there: of 16 inputs 2t, 2t + 1, 2t + 8 and 2t + 9 as
+    A byte has one code, or two: low nibbles have a block's first half of inputs, high ones the other. Thread
+    t of 4 gets its elements of a tensor core's second factor: of 16 inputs, 2t, 2t + 1, 2t + 8 and 2t + 9 as
     16-bit floats, 4t to 4t + 3 as INT8. (A compiler with another order moves values between threads first.)
     """
     if kind in (Kind.INT8, Kind.FP8):

@@ -9,10 +9,10 @@ from kvq.kernels.native.library import run
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there.
+    """Do what the reference does; see reference.py.
 
     Raises:
-        ConfigError: shapes that don't fit each other.
+        ConfigError: the shapes don't match.
     """
     if lses.shape != outs.shape[:3] or (sinks is not None and sinks.shape != outs.shape[2:3]):
         raise ConfigError(

@@ -12,7 +12,7 @@ inline void merge_row(const float* outs, const float* lses, const float* sink, f
     const float nothing = -__builtin_inff();
     float top = sink ? *sink : nothing;
     for (int p = 0; p < parts; p++) top = !(lses[p * rows + row] <= top) ? lses[p * rows + row] : top;
-    // NaN and infinity stay what they are: only an empty part counts for nothing.
+    // NaN and infinity stay unchanged: only an empty part is ignored.
     float total = sink && top != nothing ? __builtin_expf(*sink - top) : 0.0f;
     for (int p = 0; p < parts && top != nothing; p++) total += __builtin_expf(lses[p * rows + row] - top);
     lse[row] = total == 0 ? nothing : top == -nothing ? top : top + __builtin_logf(total);
@@ -20,7 +20,7 @@ inline void merge_row(const float* outs, const float* lses, const float* sink, f
     for (int p = 0; p < parts; p++) {
         float weight = total == 0 ? 0.0f : __builtin_expf(lses[p * rows + row] - top) / total;
         const float* from = outs + (p * rows + row) * dim;
-        if (weight != 0)  // an empty part may hold anything
+        if (weight != 0)  // an empty part may contain anything
             for (int i = 0; i < dim; i++) to[i] += weight * from[i];
     }
 }

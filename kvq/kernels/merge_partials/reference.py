@@ -9,8 +9,8 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
 
     `outs`: [parts, tokens, heads, dim]; `lses`: fp32 [parts, tokens, heads], natural log; an empty
     part is (0, -inf). `sinks`: fp32 [heads], a logit that joins the softmax once, without a value.
-    Returns out [tokens, heads, dim] fp32 and lse [tokens, heads]; merging only empty parts is
-    empty again.
+    Returns out [tokens, heads, dim] fp32 and lse [tokens, heads]; merging only empty parts
+    returns an empty part.
 
     Source: Dao, "FlashAttention-2", 2023, section 3.1; Xiao et al., "StreamingLLM", 2023, for sinks.
     """

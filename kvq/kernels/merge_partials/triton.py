@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there."""
+    """Do what the reference does; see reference.py."""
     outs, lses = outs.contiguous(), lses.contiguous()
     out = torch.empty(outs.shape[1:], device=outs.device)
     lse = torch.empty(lses.shape[1:], device=outs.device)
@@ -18,9 +18,9 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
 def merge_into(
     results: tuple[Tensor, Tensor], outs: Tensor, lses: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Merge contiguous parts into given memory, fp32 and contiguous, too.
+    """Merge contiguous parts into given tensors, contiguous and fp32.
 
-    It may be that of a part: a program reads its row of all parts before it writes it.
+    These may share memory with a part: a program reads its row of all parts before it writes the result.
     """
     parts, tokens, heads, dim = outs.shape
     if tokens:
@@ -61,7 +61,7 @@ def _merge_kernel(
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         decay, weight = tl.exp(top - safe), tl.exp(part_lse - safe)
         total = total * decay + weight
-        # An empty part may hold anything.
+        # An empty part may contain anything.
         merged = merged * decay + tl.where(weight == 0, 0.0, part) * weight
         top = higher
         at += part_rows

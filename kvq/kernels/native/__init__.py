@@ -1,1 +1,1 @@
-"""The C++ kernels for CPUs: one library, loaded once, and what it is called with."""
+"""The C++ kernels for CPUs: one library, loaded once, and its arguments."""

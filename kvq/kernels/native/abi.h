@@ -1,10 +1,10 @@
-// What Python hands to the CPU kernels: `abi.py` reads numbers, structures and kernels from this text, so
+// Interface between Python and the CPU kernels: `abi.py` reads numbers, structures and kernels from this text, so
 // that nothing is declared twice. Plain C types only.
 #pragma once
 
 #include <stdint.h>
 
-// A kernel's name in its variant.
+// Name of a kernel in its variant.
 #define KVQ_NAME_(variant, name) kvq_##variant##_##name
 #define KVQ_NAME(variant, name) KVQ_NAME_(variant, name)
 #define KVQ_CALL(name) KVQ_NAME(KVQ_VARIANT, name)
@@ -29,8 +29,8 @@ struct KvqRows {
     int32_t rotated;
     float cut;       // part of a group's range that codes leave out at each end
     int32_t narrow;  // a group's scale and minimum are a byte each; see codec/narrow.py
-    int32_t channels;  // scales are a block's, of every channel; see codec/channel.py
-    const KvqRows* means;  // what was taken from a block's rows, as the only row of its blocks; or null
+    int32_t channels;  // scales are per block and channel; see codec/channel.py
+    const KvqRows* means;  // block means, each as the only row of its block; or null
 };
 
 struct KvqLayer {
@@ -69,33 +69,33 @@ struct KvqPositions {
     int32_t sequences, start, end, block_size;
 };
 
-// A dense tensor [sequences, heads, tokens, dim], as KvqDense otherwise.
+// A dense tensor [sequences, heads, tokens, dim], otherwise like KvqDense.
 struct KvqGathered {
     uint8_t* data;
     int64_t sequence, head, token;
     int32_t code;
 };
 
-// Which keys an attention takes, where others are held elsewhere: see attend/options.py.
+// The part of the keys that an attention reads, if others are stored elsewhere: see attend/options.py.
 enum KvqPart { KVQ_ALL, KVQ_OLD, KVQ_YOUNG };
 
 struct KvqAttention {
     float scale;
     float softcap;       // 0: none
     int32_t window;      // tokens, the query's own included; 0: none
-    int32_t chunk;       // tokens; keys of others than the query's own are hidden; 0: none
+    int32_t chunk;       // tokens; keys outside the query's own chunk are hidden; 0: none
     int32_t q_heads;
     const float* sinks;  // [q_heads], or null
     int32_t threads;
     int32_t exact;  // fp32 arithmetic for every format
     int32_t part;   // KvqPart
-    int32_t recent, edge_size, first, last;  // tokens; of a part, edge_size being its blocks'
+    int32_t recent, edge_size, first, last;  // tokens; of a part, whose blocks have edge_size
 };
 
 enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8 };
 
-// Of bf16 rows with weights in bf16: in fp32, or by the CPU's instructions for pairs or for tiles of them. Where there
-// are tiles, all others with weights in floats are split into products of bf16, and many rows' with codes are of bytes.
+// Products of bf16 rows with bf16 weights: in fp32, or by the CPU's instructions for pairs or tiles. If there are
+// tiles, all other products with float weights are split into bf16 products, and with codes, many rows use bytes.
 enum KvqProducts {
     KVQ_PRODUCTS_FP32,
     KVQ_PRODUCTS_PAIRS,
@@ -109,11 +109,11 @@ enum KvqActivation { KVQ_SILU, KVQ_GELU_TANH };
 // A Linear layer's weight in panels of 16 outputs; kvq/kernels/linear/pack.py makes them.
 struct KvqLinear {
     const uint8_t* codes;   // [panels, k, 16] codes or floats, bf16 [panels, k / 2, 16, 2]; nibbles in half the bytes
-    const uint8_t* scales;  // [panels, groups, 16] of scale_code; of floats null
+    const uint8_t* scales;  // [panels, groups, 16] of scale_code; null for floats
     const int8_t* zeros;    // [panels, groups, 16], or null
     const int32_t* order;   // [in_features]: the input that each column multiplies; or null
     int64_t in_features, out_features;
-    int32_t k;       // in_features, padded to a multiple of 8, of bf16 of 32
+    int32_t k;       // in_features, padded to a multiple of 8, or of 32 for bf16
     int32_t groups;  // of k columns
     int32_t code;    // KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8 or KVQ_INT4
     int32_t scale_code;
@@ -121,7 +121,7 @@ struct KvqLinear {
     int32_t products;  // KvqProducts
 };
 
-// Gated MLPs that rows choose among: down(activation(gates) * rest), gates and rest being what gate_up gives.
+// Gated MLPs among which rows choose: down(activation(gates) * rest), with gates and rest from gate_up.
 struct KvqExperts {
     const KvqLinear* gate_up;   // [experts]: [hidden] -> gates, then as many others
     const KvqLinear* down;      // [experts]: their number -> [hidden]
@@ -130,11 +130,11 @@ struct KvqExperts {
     int32_t experts;
     int32_t activation;  // KvqActivation
     float slope;         // of SiLU's logistic function
-    float limit;         // gates are cut to it from above, the rest from both sides; infinity: not at all
+    float limit;         // gates are clamped to at most `limit`, the rest to [-limit, limit]; infinity: none
     float shift;         // added to the rest
 };
 
-// A matrix as it is stored: rows contiguous, from row to row `row` bytes.
+// A stored matrix: rows are contiguous, and `row` bytes apart.
 struct KvqMatrix {
     const uint8_t* data;
     int64_t rows, row;
@@ -147,8 +147,8 @@ struct KvqNorm {
     int32_t code;
 };
 
-// What a layer does around a product, row by row while it is at hand. Inputs are normalized, or they are gates and what
-// they gate, [rows, 2 in_features]; to results a bias is added, then every row's own numbers, of the rows' code both.
+// Operations around a product, row by row while rows are in the cache. Inputs are normalized, or are gates and gated
+// values, [rows, 2 in_features]. A bias is added to results, then numbers for every row, both of the rows' code.
 struct KvqAround {
     const KvqNorm* norm;   // or null
     int32_t gated;
@@ -169,24 +169,25 @@ struct KvqDecoder {
     int32_t activation;              // KvqActivation
 };
 
-// One of a step's decoder layers, over its own blocks. Of a staged one new tokens go to `recent`; see kvq/cache/stores/staged.py.
+// One of a step's decoder layers, over its own blocks. A staged layer stores new tokens in `recent`; see
+// kvq/cache/stores/staged.py.
 struct KvqStackLayer {
     const KvqDecoder* decoder;
     const KvqLayer* kv;
     const KvqLayer *recent, *sinks;  // or null
-    KvqAttention attention;          // of a staged layer all of OLD, but for `last`
-    int32_t group, angles;           // which of the step's tables, and which of its angles
+    KvqAttention attention;          // of a staged layer, all of OLD except `last`
+    int32_t group, angles;           // indices of the step's tables, and of its angles
     int32_t recent_group, sinks_group;
     int32_t sees_old;  // 0: a window ends within the recent tokens
 };
 
-// What the layers of a step share, and memory for what goes from one operation to the next.
+// Data that the layers of a step share, and buffers between operations.
 struct KvqStackStep {
     const KvqBatch* batches;      // [groups]
     const int64_t** slots;        // [groups][rows]
-    const int64_t** moves;        // [groups][count, 3] of the groups of staged layers: see seal.cpp
+    const int64_t** moves;        // [groups][count, 3] for the groups of staged layers: see seal.cpp
     const int64_t* num_moves;     // [groups]
-    float *parts, *part_lse;      // [3, rows, q_heads dim] and [3, rows, q_heads] of staged layers; or null
+    float *parts, *part_lse;      // [3, rows, q_heads dim] and [3, rows, q_heads] for staged layers; or null
     const uint8_t **cos, **sin;   // [kinds of angles][rows, dim]
     uint8_t* heads;               // [rows, queries, keys and values]
     uint8_t* attended;            // [rows, q_heads dim]
@@ -194,7 +195,7 @@ struct KvqStackStep {
     uint8_t* bad;                 // [rows]
 };
 
-// What lies around a model's layers, and a step's numbers and memory.
+// Parts around a model's layers, and a step's numbers and buffers.
 struct KvqPass {
     const uint8_t* embedding;        // [vocab, hidden] of the step's type, or null:
     const KvqLinear* looked_up;      // the head's own weight, in which rows are looked up
@@ -213,18 +214,18 @@ struct KvqPass {
 };
 
 // A whole step: `logits` [wanted, vocab] of `code` from token ids and positions. Tokens whose keys or values were not
-// finite are flagged in `bad` [rows]; `seconds`: those in write_kv and attend are added to it; `took`: those of it all.
+// finite are flagged in `bad` [rows]. The time in write_kv and attend is added to `seconds`; `took`: the total time.
 struct KvqWholeStep {
     const KvqStackLayer* layers;
     const KvqStackStep* step;
     const KvqPass* pass;
     uint8_t *logits, *bad;
-    int64_t rows, number;  // number: of what runs, if it was begun; or 0
+    int64_t rows, number;  // number: of the running pass, if it was begun; or 0
     double seconds, took;
     int32_t count, code, threads, status;
 };
 
-// The kernels, each with a KvqStatus; what is read and written is said where they are defined.
+// The kernels, each of which returns a KvqStatus; their arguments are documented where they are defined.
 KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v, const int64_t* slots,
                      int64_t tokens, uint8_t* bad, int threads);
 KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,

@@ -1,6 +1,6 @@
 """Declarations of `abi.h` in ctypes: numbers, structures, and the arguments of each kernel.
 
-Structures that several kernels are called with are filled from tensors here.
+Structures that several kernels take are filled from tensors here.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _type(declared: str) -> Any:
-    """Return the type of a field or an argument; of any pointer, an address."""
+    """Return the type of a field or an argument; any pointer is an address."""
     return ctypes.c_void_p if "*" in declared else _TYPES[declared.split()[0]]
 
 
@@ -50,12 +50,12 @@ for _name, _fields in re.findall(r"struct (\w+) \{(.*?)\};", _TEXT, re.DOTALL):
 
 
 def struct(name: str) -> Any:
-    """The ctypes class of a structure; `struct(...)(field=...)` makes one."""
+    """Return the ctypes class of a structure; `struct(...)(field=...)` makes one."""
     return _TYPES[name]
 
 
 def _argument(declared: str) -> Any:
-    """A structure is given as itself, any other memory as its address."""
+    """Return an argument's type: a structure is passed as itself, other memory as its address."""
     pointed = re.search(r"Kvq\w+(?=\*)", declared)
     return ctypes.POINTER(_TYPES[pointed[0]]) if pointed else _type(declared)
 
@@ -75,7 +75,7 @@ DTYPES = {
 
 
 def layer_of(kv: PagedKV) -> Any:
-    """The layer's blocks; kept for as long as `kv` lives."""
+    """Return the layer's blocks, cached for as long as `kv` lives."""
     if Layer not in kv.kept:
         num_blocks, kv_heads = kv.k.codes.shape[:2]
         dims = kv.formats.k_head_dim, kv.formats.v_head_dim
@@ -97,7 +97,7 @@ def check_shape(name: str, x: Tensor, heads: int, dim: int) -> None:
 
 
 def dense_of(x: Tensor) -> tuple[Any, Tensor]:
-    """A tensor [tokens, heads, dim] and what keeps its memory: `x`, or a copy with contiguous rows."""
+    """Return `x` [tokens, heads, dim] as a KvqDense, and its memory: `x`, or a copy with contiguous rows."""
     if x.stride(2) != 1 or x.dtype not in DTYPES:
         x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
     size = x.element_size()
@@ -105,15 +105,15 @@ def dense_of(x: Tensor) -> tuple[Any, Tensor]:
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
-    """Address and bytes from row to row, as kernels take a matrix."""
+    """Return a matrix as kernels take it: its address and the bytes from row to row."""
     return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 def checked_rows(x: Tensor, features: int) -> Tensor:
-    """`x` or a copy with contiguous rows; [rows, features].
+    """Return `x` [rows, features], or a copy with contiguous rows.
 
     Raises:
-        ConfigError: another shape or dtype: compiled code would read past its end.
+        ConfigError: the shape or dtype is not supported: compiled code would read past its end.
     """
     if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES:
         raise ConfigError(
@@ -123,7 +123,7 @@ def checked_rows(x: Tensor, features: int) -> Tensor:
 
 
 def batch_of(batch: SequenceBatch) -> tuple[Any, Tensor]:
-    """The sequences of a step, and the table tensor whose memory it names."""
+    """Return the sequences of a step as a KvqBatch, and the tables to whose memory it points."""
     lens = batch.kept.get(Batch)
     if lens is None:
         array = c_int32 * len(batch.query_lens)
@@ -135,9 +135,9 @@ def batch_of(batch: SequenceBatch) -> tuple[Any, Tensor]:
 
 
 def entries_of(tables: Tensor) -> Tensor:
-    """`tables` [sequences, blocks] as int32 with contiguous rows, copied only if it must be.
+    """Return `tables` [sequences, blocks] as int32 with contiguous rows, copied only if necessary.
 
-    Numbers too large for int32 stay too large for any pool.
+    Numbers that are too large for int32 stay too large for any pool.
     """
     if tables.dtype is not torch.int32:
         tables = tables.clamp(-1, torch.iinfo(torch.int32).max).int()
@@ -145,7 +145,7 @@ def entries_of(tables: Tensor) -> Tensor:
 
 
 def _number_of(code: Code) -> int:
-    """KvqCode."""
+    """Return a code's KvqCode."""
     name = code.name if not code.is_grouped else "int4" if code.bits == 4 else "grouped"
     return NUMBERS[f"KVQ_{name.upper()}"]
 
@@ -178,7 +178,7 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float = 1.0, means: An
 
 
 def _means(rows: PagedRows, dim: int) -> Any:
-    """Block means as KvqRows of blocks of one row."""
+    """Return block means as KvqRows of blocks of one row."""
     if rows.means is None:
         return None
     fmt = mean_format(dim)

@@ -1,5 +1,5 @@
-// Products of bf16 numbers and of bytes in the CPU's own instructions: tiles (Intel's AMX) and pairs (AVX512-BF16). Whether a CPU
-// has them is found out when it runs, so that one variant serves those with and without.
+// Products of bf16 numbers and of bytes by the CPU's instructions: tiles (Intel's AMX) and pairs (AVX512-BF16). Their
+// presence is tested at run time, so that one variant serves CPUs with and without them.
 #pragma once
 
 #include "vectors.h"
@@ -35,7 +35,7 @@ inline bool has_pairs() {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);  // AVX512-BF16
 }
 
-// Whether this CPU has tiles and the kernel lets this process use their registers, for which it has to be asked.
+// Return whether this CPU has tiles and the kernel lets this process use their registers, which must be requested.
 inline bool has_tiles() {
     static int found = -1;
     if (found >= 0) return found;
@@ -51,7 +51,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16];
 };
 
-// `few`: rows of tiles 0 to 4, which sums and inputs lie in; products of fewer rows take less time.
+// `few`: rows of tiles 0 to 4, for sums and inputs; products of fewer rows take less time.
 inline void begin_tiles(int few = TILE_ROWS) {
     TileConfig config = {};
     config.palette = 1;
@@ -59,7 +59,7 @@ inline void begin_tiles(int few = TILE_ROWS) {
     __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
 }
 
-// Zeros into tiles 0 to 3, in which sums are.
+// Set tiles 0 to 3, which contain sums, to zero.
 inline void zero_sums() {
     KVQ_TILE_ZERO(0);
     KVQ_TILE_ZERO(1);

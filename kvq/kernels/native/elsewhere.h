@@ -1,4 +1,4 @@
-// Which core a thread is on, and off which it stays.
+// The core on which a thread runs, and the core that it avoids.
 #pragma once
 
 #include <sched.h>
@@ -13,8 +13,8 @@ inline int current_cpu() {
 #endif
 }
 
-// Keep the calling thread off its caller's core, if it finds itself there: two that always have work would share it
-// for as long as the scheduler counts a busy process on another core as much as both of them.
+// Move the calling thread off its caller's core, if it runs there: two busy threads would share that core for as long
+// as the scheduler gives a busy process on another core the same weight as both of them.
 // D103: a thread leaves its caller's core
 struct Elsewhere {
 #if defined(__linux__)
@@ -24,7 +24,7 @@ struct Elsewhere {
     void leave(int cpu) {
         cpu_set_t now;
         if (cpu < 0 || cpu != sched_getcpu() || sched_getaffinity(0, sizeof now, &now)) return;
-        if (!has_chosen || !CPU_EQUAL(&now, &chosen)) allowed = now;  // somebody else's choice is the frame
+        if (!has_chosen || !CPU_EQUAL(&now, &chosen)) allowed = now;  // a choice made elsewhere is the limit
         if (!CPU_ISSET(cpu, &allowed) || CPU_COUNT(&allowed) < 2) return;
         chosen = allowed;
         CPU_CLR(cpu, &chosen);

@@ -1,4 +1,4 @@
-// Writing rows into blocks: the codes and scales of codec/reference.py, bit for bit. Who includes this is
+// Writing rows into blocks: the codes and scales of codec/reference.py, bit for bit. Files that include this are
 // compiled without contraction of a * b + c into one rounding, for the same reason.
 #pragma once
 
@@ -22,7 +22,7 @@ inline uint8_t to_fp8(float x) {
     return (uint8_t)((magnitude < 0.015625f ? subnormal : normal) | sign);
 }
 
-// Replace what is not finite by zero; true if there was any.
+// Replace values that are not finite by zero; return true if there were any.
 inline bool zero_not_finite(float* x, int n) {
     uint32_t found = 0;
     for (int i = 0; i < n; i++) {
@@ -34,7 +34,7 @@ inline bool zero_not_finite(float* x, int n) {
 }
 
 inline float largest_magnitude(const float* x, int n) {
-    uint32_t top = 0;  // of finite floats the magnitude's bits are ordered as they are
+    uint32_t top = 0;  // the magnitude bits of finite floats are ordered like their values
     for (int i = 0; i < n; i++) {
         uint32_t bits = bits_of(x[i]) & 0x7fffffff;
         top = bits > top ? bits : top;
@@ -42,7 +42,7 @@ inline float largest_magnitude(const float* x, int n) {
     return float_of_bits(top);
 }
 
-// Pack one plane of codes `q`, 8 / WIDTH elements to a byte; returns where the next one begins.
+// Pack one plane of codes `q`, 8 / WIDTH elements per byte; return where the next plane begins.
 template <int WIDTH>
 inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift) {
     int run = dim * WIDTH / 8;
@@ -55,7 +55,7 @@ inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift)
     return codes + run;
 }
 
-// The byte of a scale of codes of `bits` bits: the nearest one, or from 5 bits on the next not below it.
+// Return a scale's byte for codes of `bits` bits: the nearest one, or from 5 bits on the next not below it.
 inline uint8_t narrow_code(float wanted, int bits) {
     wanted = clamped(wanted, narrow_scale(LEAST_NARROW), narrow_scale(MOST_NARROW));
     uint32_t code = ((bits_of(wanted) + (bits >= 5 ? (1u << 20) - 1 : 1u << 19)) >> 20) - (107u << 3);
@@ -129,7 +129,7 @@ inline void encode_channel_scales(uint8_t* scales, const float* low, const float
     }
 }
 
-// A finite row of such a block.
+// Encode a finite row of such a block.
 inline void encode_channel_row(uint8_t* codes, const float* x, const Channels& c, const KvqRows& rows) {
     int dim = rows.dim;
     if (rows.code == KVQ_INT8) {
@@ -158,7 +158,7 @@ inline void encode_symmetric(uint8_t* codes, const float* x, int dim, int code, 
                 (int8_t)(int)clamped(__builtin_floorf(x[i] / scale + 0.5f), -127.0f, 127.0f);
 }
 
-// Rotate a finite row, if rows are; no butterfly overflows.
+// Rotate a finite row, if the format rotates; no butterfly overflows.
 inline void rotate_row(float* x, const KvqRows& rows) {
     if (!rows.rotated) return;
     float bound = FP32_LARGEST / (float)hadamard_block(rows.dim);
@@ -166,7 +166,7 @@ inline void rotate_row(float* x, const KvqRows& rows) {
     rotate(x, rows.dim);
 }
 
-// Store the finite row `x`, rotated already if rows are; it is overwritten.
+// Store the finite row `x`, already rotated if the format rotates; it is overwritten.
 inline void write_row(float* x, const KvqRows& rows, int64_t block, int head, int64_t offset) {
     int dim = rows.dim;
     uint8_t* codes = row_codes(rows, block, head, offset);

@@ -1,5 +1,5 @@
-// Code with a stack of its own, which one thread leaves off and another goes on with. Where the C library has not what
-// it takes none begins.
+// Code with its own stack, which one thread suspends and another resumes. If the C library lacks the functions for
+// this, no fiber begins.
 #pragma once
 
 #include <stddef.h>
@@ -19,20 +19,20 @@
 
 namespace {
 
-// D105: a step goes on in whichever thread has a core
+// D105: a step continues in whichever thread has a core
 class Fiber {
 public:
-    // Make ready to run body(data); false if there is no memory for the stack, which is kept from run to run.
+    // Prepare to run body(data); return false if there is no memory for the stack, which is kept from run to run.
     bool begin(void (*body)(const void*), const void* data) {
         if (!is_made_ && !make()) return false;
         body_ = body, data_ = data, has_ended_ = false;
         return true;
     }
 
-    // In a forked process it may be left off in a thread that is none here.
+    // In a forked process, it may be suspended in a thread that does not exist here.
     void forget() { is_made_ = false; }
 
-    // On the calling thread until it leaves off or ends; true if it has ended.
+    // Run on the calling thread until it is suspended or ends; return true if it has ended.
     bool resume() {
 #if defined(__SANITIZE_THREAD__)
         outside_.thread = __tsan_get_current_fiber();
@@ -41,11 +41,11 @@ public:
         return has_ended_;
     }
 
-    // From inside; returns in the thread that resumes it.
+    // Suspend from inside; returns in the thread that resumes it.
     void leave_off() { change(inside_, outside_); }
 
 private:
-    static constexpr size_t SIZE = 8 << 20, GUARD = 64 << 10;  // as much as a thread has; what runs over it faults
+    static constexpr size_t SIZE = 8 << 20, GUARD = 64 << 10;  // as much as a thread has; an overflow faults
 
     struct Side {
         ucontext_t context;
@@ -64,11 +64,11 @@ private:
         inside_.context.uc_stack.ss_sp = stack_, inside_.context.uc_stack.ss_size = SIZE;
         inside_.context.uc_link = nullptr;
         inside_.context.uc_sigmask = others_signals();
-        uint64_t self = (uintptr_t)this;  // in halves: ints are all that is handed on
+        uint64_t self = (uintptr_t)this;  // in halves: only ints are passed on
         makecontext(&inside_.context, (void (*)())run, 2, (unsigned)(self >> 32), (unsigned)self);
 #if defined(__SANITIZE_ADDRESS__)
         inside_.bottom = stack_, inside_.size = SIZE;
-        __asan_unpoison_memory_region(stack_, SIZE);  // which a process forked in a body has as it was
+        __asan_unpoison_memory_region(stack_, SIZE);  // which a process that was forked in a body inherits
 #elif defined(__SANITIZE_THREAD__)
         inside_.thread = __tsan_create_fiber(0);
 #endif
@@ -96,7 +96,7 @@ private:
 #endif
     }
 
-    // Of one body after the other.
+    // For one body after the other.
     static void run(unsigned high, unsigned low) {
         Fiber& self = *(Fiber*)(uintptr_t)((uint64_t)high << 32 | low);
 #if defined(__SANITIZE_ADDRESS__)
@@ -109,7 +109,7 @@ private:
         }
     }
 
-    Side inside_, outside_;  // of whoever resumed it last
+    Side inside_, outside_;  // of the thread that resumed it last
     uint8_t* stack_ = nullptr;
     void (*body_)(const void*) = nullptr;
     const void* data_ = nullptr;

@@ -1,4 +1,4 @@
-"""Finds and loads the compiled kernels, picks the variant for this CPU, and says what they take."""
+"""Library of compiled kernels: search, loading, the variant for this CPU, and the supported formats."""
 
 import ctypes
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _FAILURES: dict[int, tuple[type[Exception], str]] = {  # by KvqStatus
     NUMBERS["KVQ_BAD_EXPERT"]: (IndexError, "a row chose an expert that isn't there"),
     NUMBERS["KVQ_BAD_ROW"]: (IndexError, "a row was looked up that the weight does not have"),
 }
-VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
+VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # best first, chosen by the CPU; Arm runs the last
 MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 
 
@@ -35,14 +35,14 @@ class Library:
 
 @lru_cache(maxsize=1)
 def load() -> Library | str:
-    """Return the library in the best variant that this CPU runs, or why there is none."""
+    """Return the library in the best variant that this CPU runs, or the reason why there is none."""
     found = variants()
     return found if isinstance(found, str) else found[0]
 
 
 @lru_cache(maxsize=1)
 def variants() -> list[Library] | str:
-    """Every variant that was built and runs on this CPU, the best first, or why there is none."""
+    """Return every variant that was built and runs on this CPU, the best first, or the reason for none."""
     path = _path()
     if path is None:
         note = Path(__file__).with_name("not_built.txt")  # of setup.py
@@ -79,7 +79,7 @@ def loaded() -> Library:
     """Return the library.
 
     Raises:
-        UnsupportedKernel: there is none.
+        UnsupportedKernel: the library is not available.
     """
     library = load()
     if isinstance(library, str):
@@ -91,10 +91,10 @@ def run(kernel: str, *arguments: Any) -> None:
     """Call a kernel of the library.
 
     Raises:
-        IndexError: a table, a slot, a lookup or a choice of experts names what does not exist; nothing was
-            written.
-        MemoryError: no room for scratch memory.
-        UnsupportedKernel: there is no library.
+        IndexError: a table, a slot, a lookup or a choice of experts names something that does not exist;
+            nothing was written.
+        MemoryError: there is no room for scratch memory.
+        UnsupportedKernel: the library is not available.
     """
     if status := loaded().kernels[kernel](*arguments):
         kind, message = _FAILURES[status]
@@ -108,7 +108,7 @@ def _path() -> Path | None:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for memory of a CPU, if the library is there, and every format of `CODES`."""
+    """Return yes for every format of `CODES` in CPU memory, if the library is available."""
     runs = supports_linear(spec, device)
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 

@@ -6,7 +6,7 @@
 
 namespace {
 
-// Hands out pieces of memory, whole cache lines each; without memory it only counts.
+// Allocator of pieces of memory, in whole cache lines; without memory it only counts.
 struct Memory {
     uint8_t* begin;
     int64_t used;
@@ -19,8 +19,8 @@ struct Memory {
     }
 };
 
-// Scratch memory is kept from call to call, so that its pages need not be mapped every time: by
-// whoever takes it first, others bring their own.
+// Scratch memory is kept from call to call, so that its pages need not be mapped every time. The
+// first thread to take it uses it; others allocate their own.
 constexpr int64_t MOST_KEPT = 64 << 20;
 
 struct Kept {

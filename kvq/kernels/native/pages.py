@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB: of small ones nearly all that a step reads costs it walks through page tables."""
+"""Memory in pages of 2 MiB: with small pages, nearly every read of a step needs a walk of the page tables."""
 
 import contextlib
 import ctypes
@@ -14,9 +14,9 @@ from torch import Tensor
 
 _HUGE_PAGE = 2 << 20  # bytes
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
-_MAPPED = 64 << 20  # bytes of addresses at a time; what nobody writes takes no memory
-_LEAST = 64 << 10  # bytes; smaller tensors lie anywhere
-_LINE = 64  # bytes, which every tensor begins at a multiple of
+_MAPPED = 64 << 20  # bytes of addresses at a time; pages that are never written take no memory
+_LEAST = 64 << 10  # bytes; smaller tensors are allocated by torch
+_LINE = 64  # bytes; alignment of every tensor
 
 
 def prefer_huge_pages(memory: Tensor) -> None:  # D56: advice only, for the pool
@@ -28,7 +28,7 @@ def prefer_huge_pages(memory: Tensor) -> None:  # D56: advice only, for the pool
 
 
 class _Pages:
-    """Addresses in such pages, which tensors of any size are cut from; they go with the last of these."""
+    """Allocator of tensors of any size in such pages, which are freed with their last tensor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class _Pages:
         self._at = self._end = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of `count` numbers, which nobody has written."""
+        """Return an uninitialized tensor of `count` numbers."""
         nbytes = -(-count * dtype.itemsize // _LINE) * _LINE
         with self._lock:
             mapped = self._mapped()
@@ -61,7 +61,7 @@ _pages = _Pages()
 
 
 def _renew() -> None:
-    """In a child process, whose parent's threads may have held the lock."""
+    """Start afresh in a child process, as the parent's threads may have held the lock."""
     global _pages
     _pages = _Pages()
 
@@ -73,7 +73,7 @@ if hasattr(os, "register_at_fork"):
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # D165
     """Return `torch.empty` on a CPU, with large tensors side by side in pages of 2 MiB.
 
-    For what goes together, as a model's weights do: one tensor keeps the 64 MiB that it was cut from.
+    For tensors that are freed together, such as a model's weights: one tensor keeps all 64 MiB around it.
     """
     count = math.prod(shape)
     if _ADVICE is None or count * dtype.itemsize < _LEAST:

@@ -1,13 +1,13 @@
 // The threads behind pool.h: one pool for the process, made as calls ask for threads. Compiled once, without any
 // instruction-set flag.
 //
-// A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
-// caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
-// running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
-// scheduler takes it off, and enters again. In a course, a call of many jobs, the caller does the same, if as many of
-// the pool's threads share theirs as a job takes: who has a core then goes on in its place. As many more threads take
-// part then, which sleep else. Who waits spins for four times as long as waking a sleeping thread takes, measured when
-// the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread it waits for may need.
+// A job is open while its caller works on it. Free threads enter it, work until no task is left, and leave; when the
+// caller finds no task left, it closes the job and waits for the threads inside. It does not wait for a thread that
+// the scheduler keeps from running, which never entered. A thread that shares its core leaves between two tasks, before
+// the scheduler preempts it, and enters again. In a course, a call of many jobs, the caller does the same if as many of
+// the pool's threads share their cores as a job takes: a thread with a core continues in its place, and as many spare
+// threads, which otherwise sleep, take part. A waiting thread spins for four times the time it takes to wake a thread,
+// measured when the pool is made, then sleeps: if other processes are busy, it may spin on a core that is needed.
 
 #include "pool.h"
 
@@ -18,15 +18,15 @@
 
 namespace {
 
-// A call of jobs one after the other, with what lies between them; a thread after the other goes on with it.
+// A call of jobs one after the other, with the code between them; threads continue it one after the other.
 struct Course {
     alignas(64) int is_taken;  // by a caller
-    int waits;                 // for a thread that goes on
+    int waits;                 // for a thread that continues
     int has_ended;
     int64_t number;         // of the body that is or was run
-    int64_t unclaimed;      // the same, until its caller comes back for it, or a next one for the course, if it has ended
-    int64_t times_carried;  // that a thread which is not its caller went on
-    struct Member* caller;  // null while it is elsewhere
+    int64_t unclaimed;      // the same, until its caller returns for it or, once it has ended, until the next call
+    int64_t times_carried;  // that a thread other than its caller continued
+    struct Member* caller;  // null while it is away
     Fiber fiber;
 };
 Course course = {};
@@ -37,10 +37,10 @@ struct Member {
     Stretch stretch;
     Elsewhere elsewhere;
     uint32_t last_job = 0;    // that it took part in
-    int number = 0;           // its own there
-    bool leaves = false;      // the job it is in, between two tasks, because its stretch is over
-    bool comes_back = false;  // it left the last one so
-    bool drives = false;      // it goes on with the course, and is thread 0 of its jobs
+    int number = 0;           // its number there
+    bool leaves = false;      // its job, between two tasks, because its stretch is over
+    bool comes_back = false;  // it left the last job that way
+    bool drives = false;      // it continues the course, and is thread 0 of its jobs
     bool is_counted = false;  // in pool.sharing
 
     bool may_enter(uint64_t state) const { return (state & OPEN) && (number_of(state) != last_job || comes_back); }
@@ -67,7 +67,7 @@ struct Member {
         return false;
     }
 
-    // Go on with the course until it ends, or this thread leaves it to another.
+    // Continue the course until it ends, or this thread leaves it to another.
     void drive() {
         drives = true;
         if (this != seen(course.caller)) __atomic_fetch_add(&course.times_carried, 1, __ATOMIC_RELAXED);
@@ -99,15 +99,15 @@ struct Member {
 };
 
 thread_local Member* own_member = nullptr;
-thread_local Member calling_member;  // of who has courses of his own: one knows what the last one found
+thread_local Member calling_member;  // of a thread that calls courses: each course knows the last one's state
 
-// A call of its own: code that goes on in another thread must not remember where the first one's was.
+// A separate function: code that continues in another thread must not cache the first one's address.
 __attribute__((noinline)) Member* this_member() {
     __asm__ volatile("" : : : "memory");
     return own_member;
 }
 
-// What a list of a process's threads calls the calling one.
+// Name of the calling thread in a list of the process's threads.
 inline void set_name(const char* name) {
 #if defined(__linux__)
     pthread_setname_np(pthread_self(), name);
@@ -124,8 +124,8 @@ void* serve(void*) {
     return nullptr;
 }
 
-// The same of threads that take part only where cores are shared: the more of a process's threads have work there, the
-// more of a core the scheduler gives it.
+// Name of threads that take part only if cores are shared: the more of a process's threads have work on a core, the
+// more of the core the scheduler gives it.
 void* serve_at_need(void*) {
     set_name("kvq-spare");
     Member member;
@@ -141,7 +141,7 @@ void* serve_at_need(void*) {
     return nullptr;
 }
 
-// A job's work as its thread 0, which in a course is one thread after the other.
+// A job's work as its thread 0, which in a course may be one thread after the other.
 inline void do_work(void (*work)(const void*, int), const void* data) {
     for (;;) {
         work(data, 0);
@@ -169,7 +169,7 @@ inline void run_job(int others, void (*work)(const void*, int), const void* data
     if ((member = this_member()) && slept) member->stretch.begin_after(since);
 }
 
-// How long it takes to wake a thread that sleeps, at best: what spinning may cost.
+// The least time that it takes to wake a sleeping thread: what spinning may cost.
 inline int64_t wake_ns() {
     int64_t best = PATIENCE_NS;
     for (int i = 0; i < WAKES; i++) {
@@ -188,7 +188,7 @@ inline int64_t wake_ns() {
     return best;
 }
 
-void forget_threads() {  // a forked process has none but its caller's, which had no time yet
+void forget_threads() {  // a forked process has only its caller's thread, without any time yet
     pool.state = 0, pool.is_taken = pool.threads = pool.sharing = pool.spares = pool.spares_work = 0;
     pool.sleeping = pool.caller_sleeps = 0;
     course.is_taken = course.waits = 0, course.unclaimed = 0, course.caller = nullptr;
@@ -203,10 +203,10 @@ void prepare_for_forks() {
     pthread_once(&once, [] { pthread_atfork(nullptr, nullptr, forget_threads); });
 }
 
-// Of the threads that a caller asks for, those beside it.
+// Threads that a caller requests, without itself.
 inline int others_of(int threads) { return (threads < MOST_THREADS ? threads : MOST_THREADS) - 1; }
 
-// Make threads until there are so many, or the system has no more. They leave signals to others.
+// Make threads up to this number, or until the system has no more. They leave signals to others.
 inline void make_threads(int& there, int count, void* (*code)(void*)) {
     sigset_t others = others_signals(), before;
     pthread_sigmask(SIG_SETMASK, &others, &before);
@@ -239,7 +239,7 @@ extern "C" int kvq_has_to_rest(int thread) {
 }
 
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data) {
-    // Beside another caller's job there are no cores to be had.
+    // While another caller has a job, there are no free cores.
     if (threads <= 1 || __atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) return do_work(work, data);
     add_threads(others_of(threads));
     run_job(others_of(threads), work, data);
@@ -254,7 +254,7 @@ inline bool claim(int64_t number) {
     return number && __atomic_compare_exchange_n(&course.unclaimed, &number, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-// Whether the calling thread has a course for `body`, which nobody has begun yet.
+// Return whether the calling thread has a course for `body`, which no thread has begun yet.
 inline bool takes_course(int threads, void (*body)(const void*), const void* data) {
     if (threads <= 1 || this_member()) return false;
     if (__atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) {
@@ -274,7 +274,7 @@ inline void set_caller(Member* member) {
     __atomic_store_n(&course.caller, member, __ATOMIC_SEQ_CST);
 }
 
-// At a course's end: have spare threads work as long as they are needed.
+// At a course's end: let spare threads work as long as they are needed.
 // D106: a spare thread where every core is shared
 inline void see_to_spares() {
     int threads = seen(pool.threads), all_share = threads && calling_member.stretch.shares_core() &&
@@ -287,7 +287,7 @@ inline void see_to_spares() {
     pthread_mutex_unlock(&pool.mutex);
 }
 
-// As the course's caller, who `begins` it or comes to one that others began, until it has ended.
+// Act as the course's caller, which `begins` it or joins one that others began, until it has ended.
 inline void end_course(bool begins) {
     set_caller(&calling_member);
     calling_member.stretch.look_once_a_while(now_ns());
@@ -309,7 +309,7 @@ extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const 
 
 extern "C" int64_t kvq_set_off(int threads, void (*body)(const void* data), const void* data) {
     if (!takes_course(threads, body, data)) return body(data), 0;
-    if (!__atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) {  // who has it made some
+    if (!__atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) {  // its owner made some
         add_threads(others_of(threads));
         __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
     }

@@ -1,28 +1,28 @@
-// Work for several threads: small tasks that whoever is there takes from a shared counter. Nobody waits for a thread
-// that has no core, unless it lost it in the middle of a task. Results depend on no number of threads: tasks are cut
-// by what they compute, never by who computes.
+// Work for several threads: small tasks that any free thread takes from a shared counter. No thread waits for one that
+// has no core, unless it lost the core in the middle of a task. Results don't depend on the number of threads: tasks
+// are split by their content, never by thread.
 #pragma once
 
 #include <stdint.h>
 
-// work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, or twice that
-// many where all cores are shared with other processes, each with a number below `most_threads` of its own; returns
-// when all that began have ended. A thread that rests ends early; work may begin again under its number, that of thread
-// 0 in another thread. Defined in pool.cpp, once for all variants.
+// Run work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 other free threads, or twice
+// that many if all cores are shared with other processes; each has its own number below `most_threads`. Return when all
+// that began have ended. A thread that rests ends early; work may begin again with its number, with number 0 in another
+// thread. Defined in pool.cpp, once for all variants.
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
 
-// body(data), which has jobs done one after the other. Before the calling thread would lose its core, between two tasks,
-// another may go on with it, jobs and what lies between them, and end it; threads' own variables are then another's.
+// Run body(data), which runs jobs one after the other. Before the calling thread would lose its core, between two
+// tasks, another thread may continue the body and end it; thread-local variables are then those of that thread.
 extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data);
 
-// The same, but the calling thread goes away meanwhile and the pool's threads begin. Returns the body's number, with
-// which it has to come back, once; 0 if the body has ended already, there being no threads for it.
+// The same, but the calling thread leaves meanwhile and the pool's threads begin. Return the body's number, with which
+// the caller must come back, once; 0 if the body has already ended, because there were no threads for it.
 extern "C" int64_t kvq_set_off(int threads, void (*body)(const void* data), const void* data);
 
-// Help that body until it has ended.
+// Help with the body of that number until it has ended.
 extern "C" void kvq_see_through(int64_t number);
 
-// How often another thread went on so, since the process began.
+// Return how often another thread has continued a body since the process began.
 extern "C" int64_t kvq_times_carried();
 
 // True if the calling thread, which has number `thread` in a job, should leave it between two tasks.
@@ -32,7 +32,7 @@ namespace {
 
 inline int64_t most_threads(int threads) { return 2 * (int64_t)threads - 1; }
 
-// Tasks that threads take, `chunk` neighbouring ones at a time.
+// Tasks that threads take, `chunk` adjacent ones at a time.
 struct Tasks {
     alignas(64) int64_t next;
     alignas(64) int64_t count;
@@ -47,10 +47,10 @@ struct Tasks {
     }
 };
 
-// work(thread, tasks) on every thread that comes, until none is left for it; it may come again, under its number.
+// Run work(thread, tasks) on every thread that joins, until no task is left for it; it may join again, with its number.
 template <class Work>
 inline void share_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
-    // D102: nobody waits for a thread that did not come
+    // D102: nobody waits for a thread that did not join
     struct Shared {
         Tasks tasks;
         const Work& work;
@@ -63,7 +63,7 @@ inline void share_tasks(int threads, int64_t count, int64_t chunk, const Work& w
     if (count > 0) kvq_on_threads(threads < most ? threads : (int)most, run, &shared);
 }
 
-// work(thread, task) for every task.
+// Run work(thread, task) for every task.
 template <class Work>
 inline void run_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
     share_tasks(threads, count, chunk, [&](int thread, Tasks& tasks) {
@@ -72,14 +72,14 @@ inline void run_tasks(int threads, int64_t count, int64_t chunk, const Work& wor
     });
 }
 
-// work(task) for tasks of equal work that are too small to be taken one by one.
+// Run work(task) for tasks of equal work that are too small to be taken one by one.
 template <class Work>
 inline void run_even(int threads, int64_t count, const Work& work) {
     int64_t chunk = count / (4 * (int64_t)(threads < 1 ? 1 : threads));
     run_tasks(threads, count, chunk < 1 ? 1 : chunk, [&](int, int64_t i) { work(i); });
 }
 
-// body(), as kvq_carry_on says; returns what it returns.
+// Run body() through kvq_carry_on; return its result.
 template <class Body>
 inline int carry_on(int threads, const Body& body) {
     struct Run {

@@ -1,4 +1,4 @@
-// What the pool's threads and its callers share, and how they wait for each other; see pool.cpp.
+// State that the pool's threads and its callers share, and how they wait for each other; see pool.cpp.
 #pragma once
 
 #include <pthread.h>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// A job's state is one number: its own number, how many threads entered and are inside, and whether others may.
+// A job's state in one number: its own number, how many threads entered and are inside, and whether others may enter.
 constexpr uint64_t OPEN = 1, INSIDE = 2, ENTERED = 1 << 16;
 constexpr int NUMBER_SHIFT = 32;
 constexpr int MOST_THREADS = 1 << 14;
@@ -16,9 +16,9 @@ inline int inside(uint64_t state) { return (int)(state & 0xffff) >> 1; }
 inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
 inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
 
-constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are believed
+constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // limits for the measured time
 // D104: spin four wakes, then sleep
-constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
+constexpr int SPIN_WAKES = 4;             // a waiting thread spins for as long as these take
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
 
@@ -27,13 +27,13 @@ struct Pool {
     // Of the open job; written while nobody is inside.
     void (*work)(const void*, int);
     const void* data;
-    int usual;       // threads beside the caller that it takes,
+    int usual;       // threads that it takes, without the caller,
     int others;      // and with spare ones
-    int caller_cpu;  // on which the caller ran when it opened the job; below 0: nobody knows
+    int caller_cpu;  // on which the caller ran when it opened the job; negative: unknown
     alignas(64) int is_taken;  // by a caller
-    int threads;               // beside callers
-    int sharing;               // of them, that share their cores with others' work
-    int spares;                // more, which sleep but
+    int threads;               // without callers
+    int sharing;               // of these, threads that share their cores with other work
+    int spares;                // more threads, which sleep except
     int spares_work;           // while all others, a caller with them, share their cores
     int64_t spin_ns;
     alignas(64) int sleeping;
@@ -58,7 +58,7 @@ inline void relax() {
 #endif
 }
 
-// True as soon as `holds()`, false if it does not within `ns`.
+// Return true as soon as `holds()`, false if that takes longer than `ns`.
 template <class Condition>
 inline bool spin(int64_t ns, Condition holds) {
     for (int i = 0; i < 64; i++, relax())
@@ -71,8 +71,8 @@ inline bool spin(int64_t ns, Condition holds) {
     return false;
 }
 
-// The same without a limit: asleep after a while; true if it was. `counted` says to who signals `changed` that
-// somebody sleeps.
+// The same without a limit, sleeping after a while; return true if it slept. `counted` tells the thread that signals
+// `changed` that one sleeps.
 template <class Condition>
 inline bool wait_for(int& counted, pthread_cond_t& changed, Condition holds) {
     if (spin(seen(pool.spin_ns), holds)) return false;
@@ -84,7 +84,7 @@ inline bool wait_for(int& counted, pthread_cond_t& changed, Condition holds) {
     return true;
 }
 
-// To be called after what they wait for was written.
+// Must be called after the state that they wait for was written.
 inline void wake(int& counted, pthread_cond_t& changed) {
     if (!seen(counted)) return;
     pthread_mutex_lock(&pool.mutex);

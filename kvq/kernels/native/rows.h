@@ -1,4 +1,4 @@
-// Reading rows: dense ones of any float dtype, and quantized ones out of blocks.
+// Reading rows: dense rows of any float dtype, and quantized rows from blocks.
 #pragma once
 
 #include "abi.h"
@@ -35,7 +35,7 @@ inline void read_floats(float* out, const uint8_t* in, int n, int code) {
         read_fp16(out, (const uint16_t*)in, n);
 }
 
-// Then zeros up to a whole register.
+// Then write zeros up to a whole register.
 inline void read_padded(float* out, const uint8_t* in, int n, int code) {
     read_floats(out, in, n, code);
     for (int i = n; i % W; i++) out[i] = 0;
@@ -50,8 +50,8 @@ inline void write_floats(uint8_t* out, const float* in, int n, int code) {
         for (int i = 0; i < n; i++) ((uint16_t*)out)[i] = to_fp16(in[i]);
 }
 
-// Elements to read and results to write without copies: where they lie, if they are whole registers of fp32, else in
-// `room`, from where `settle` writes results.
+// Elements to read and results to write, in place if they are whole registers of fp32, else in `room`, from which
+// `settle` writes results.
 inline bool lie_ready(int n, int code) { return code == KVQ_FP32 && n % W == 0; }
 
 inline const float* floats_at(float* room, const uint8_t* in, int n, int code) {
@@ -66,7 +66,7 @@ inline void settle(uint8_t* out, const float* results, int n, int code) {
     if (!lie_ready(n, code)) write_floats(out, results, n, code);
 }
 
-// W bytes as integers.
+// Load W bytes as integers.
 inline vi load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -105,15 +105,15 @@ inline void convert_bytes(float* out, const uint8_t* codes, int n, Convert conve
     memcpy(out + i, &x, (size_t)(n - i) * 4);
 }
 
-constexpr uint8_t LEAST_NARROW = 8, MOST_NARROW = 247;  // of the codes of narrow scales
+constexpr uint8_t LEAST_NARROW = 8, MOST_NARROW = 247;  // limits of narrow scale codes
 
 // A narrow scale; its exponent begins at 107.
 inline float narrow_scale(uint8_t code) { return float_of_bits(((uint32_t)code << 20) + (107u << 23)); }
 
-// The part of a scale that a narrow minimum has for its step.
+// The step of a narrow minimum, as a part of its scale.
 inline float narrow_step(int bits) { return float_of_bits((uint32_t)(127 + bits - 7) << 23); }
 
-// Of one group.
+// For one group.
 struct Pair {
     float scale, minimum;
 };
@@ -139,7 +139,7 @@ inline void read_int4(float* out, const uint8_t* codes, const uint8_t* scales, c
     }
 }
 
-// Put the bits of one plane where they belong in codes `q`; returns what follows the plane.
+// Add the bits of one plane to codes `q`; return the address after the plane.
 template <int WIDTH>
 inline const uint8_t* read_plane(uint8_t* q, const uint8_t* codes, int dim, int shift) {
     int run = dim * WIDTH / 8;
@@ -149,7 +149,7 @@ inline const uint8_t* read_plane(uint8_t* q, const uint8_t* codes, int dim, int 
     return codes + run;
 }
 
-// Codes of one plane, straight from its bytes; groups may end inside one of the row's parts.
+// Decode codes of one plane directly from its bytes; groups may end inside one of the row's parts.
 inline void read_one_plane(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
     int dim = rows.dim, group = rows.group_size, bits = rows.bits, length = dim * bits / 8, mask = (1 << bits) - 1;
     for (int at = 0; at < dim;) {
@@ -195,14 +195,14 @@ constexpr int MOST_PAIRED_BITS = 4, MOST_SHIFTED = 2, CENTER_STEP = 16;  // see 
 
 inline bool is_paired(const KvqRows& rows) { return rows.channels && rows.code != KVQ_INT8 && rows.bits <= MOST_PAIRED_BITS; }
 
-// Bits of a channel, by its scale byte and the other one's of the pair.
+// Return the bits of a channel, from its scale byte and that of its partner.
 inline int share_of(int own, int other, int bits) {
     int more = own - other, shifted = ((more < 0 ? -more : more) + 8) >> 4, most = bits - 1 < MOST_SHIFTED ? bits - 1 : MOST_SHIFTED;
     if (shifted > most) shifted = most;
     return more < 0 ? bits - shifted : bits + shifted;
 }
 
-// How the channels of a block are decoded.
+// Decoding parameters for the channels of a block.
 struct Channels {
     float scale[MOST_DIM], offset[MOST_DIM];
     uint8_t bits[MOST_DIM];

@@ -1,4 +1,4 @@
-// What operations on rows of floats have in common: pieces of a row, threads, and rows that fit the caches.
+// Common parts of operations on rows of floats: pieces of a row, threads, and rows that fit in the caches.
 #pragma once
 
 #include "memory.h"
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int PIECE = 512;                  // elements converted at a time
 constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-// D168: 192 rows a piece fit the second cache
-constexpr int64_t MOST_ROWS = 192;          // that go from one product to the next through the second-level cache
+// D168: pieces of 192 rows fit in the second cache
+constexpr int64_t MOST_ROWS = 192;          // that pass from one product to the next through the second-level cache
 
 // Of the piece that begins at element `first` of `n`.
 inline int length_of(int64_t first, int64_t n) { return (int)(n - first < PIECE ? n - first : PIECE); }
@@ -29,7 +29,7 @@ inline void add_to(uint8_t* out, const uint8_t* x, int64_t n, int code) {
     }
 }
 
-// Rows of a piece, if `rows` are cut into pieces alike, since each reads all weights anew; whole tiles of most CPUs.
+// Rows of a piece, if `rows` are split evenly, since each piece reads all weights again; whole tiles on most CPUs.
 inline int64_t piece_of(int64_t rows) {
     constexpr int64_t TILE = 12;
     static_assert(MOST_ROWS % TILE == 0, "rounding up gives no more than most");
@@ -38,7 +38,7 @@ inline int64_t piece_of(int64_t rows) {
     return (even + TILE - 1) / TILE * TILE;
 }
 
-// work(first, n) for rows [first, first + n), all of them in turn until one fails; returns its status.
+// Run work(first, n) for rows [first, first + n), piece after piece until one fails; return its status.
 template <class Work>
 inline int in_turn(int64_t rows, Work work) {
     int64_t most = piece_of(rows);
@@ -48,7 +48,7 @@ inline int in_turn(int64_t rows, Work work) {
     return status;
 }
 
-// The same with memory of its own, `row_bytes` a row: work(scratch, first, n).
+// The same with scratch memory, `row_bytes` per row: work(scratch, first, n).
 template <class Work>
 inline int run_rows(int64_t rows, int64_t row_bytes, Work work) {
     Kept* kept = take_memory((rows < MOST_ROWS ? rows : MOST_ROWS) * row_bytes);

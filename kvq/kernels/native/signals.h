@@ -1,11 +1,11 @@
-// Which signals threads of kernels leave to the process's others.
+// Signals that threads of kernels leave to the process's other threads.
 #pragma once
 
 #include <signal.h>
 
 namespace {
 
-// All but those that a thread's own fault raises.
+// All signals except those that a thread's own fault raises.
 inline sigset_t others_signals() {
     sigset_t all;
     sigfillset(&all);

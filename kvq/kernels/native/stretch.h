@@ -1,4 +1,4 @@
-// When a thread that shares its core with others' work goes before it is taken off.
+// The time after which a thread that shares its core with other work leaves, before it is preempted.
 #pragma once
 
 #include <stdint.h>
@@ -12,12 +12,12 @@
 
 namespace {
 
-constexpr int64_t LOOK_NS = 1000000;       // between two looks, 8 us each, at how long a thread waited for its core
-constexpr int64_t LONG_LOOK_NS = 4000000;  // if it seems to have it for itself
-constexpr int64_t LOST_NS = 1000000;       // of that in one go: others were there
+constexpr int64_t LOOK_NS = 1000000;       // between two samples, 8 us each, of how long a thread waited for its core
+constexpr int64_t LONG_LOOK_NS = 4000000;  // if it seems to have its core for itself
+constexpr int64_t LOST_NS = 1000000;       // of waiting at a time: others used the core
 constexpr int64_t SPAN_NS = 40000000;      // with work, over which waiting is added up,
-constexpr int64_t MEMORY_NS = 160000000;   // and that counts
-constexpr double SHARES = 0.3;             // of its time with work a thread waits whose core is taken to be others', too
+constexpr int64_t MEMORY_NS = 160000000;   // and for which it counts
+constexpr double SHARES = 0.3;             // least waiting share of a thread whose core counts as shared
 constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give 1.4 to 4 ms at a time
 constexpr int64_t REST_NS = 600000;
 
@@ -27,13 +27,13 @@ inline int64_t now_ns() {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// What a thread had, ns: time on a core, and time ready to run without one.
+// Times of a thread, ns: on a core, and ready to run without one.
 struct Had {
     int64_t ran = 0, waited = 0;
 };
 
-// That of the calling thread, as the system counts it; nothing where it does not. The file is open only meanwhile: one
-// kept would be another thread's after a fork.
+// Times of the calling thread, as the system counts them; zeros if it does not. The file is not kept open, because
+// after a fork it would be another thread's.
 inline Had had_so_far() {
     Had had;
 #if defined(__linux__)
@@ -49,17 +49,17 @@ inline Had had_so_far() {
     return had;
 }
 
-// When a thread that shares its core with others' work rests: the scheduler takes it off after some milliseconds, in
-// the middle of a task that everybody then waits for as long. So it goes by itself before that, between two tasks, after
-// it has worked for about as long as it was away before.
+// When a thread that shares its core with other work rests: the scheduler would preempt it after some milliseconds, in
+// the middle of a task for which all others then wait. It therefore leaves before that, between two tasks, after it has
+// worked for about as long as it was away before.
 // D108: rest before the scheduler takes the core
 class Stretch {
 public:
-    // D107: schedstat alone tells waiting from sleeping
+    // D107: only schedstat distinguishes waiting from sleeping
     bool shares_core() const { return part_waited_ > SHARES; }
     bool is_over(int64_t now) const { return shares_core() && now - began_ > length_; }
 
-    // How the calling thread fared since it looked last.
+    // Update from the calling thread's times since its last sample.
     void look(int64_t now) {
         Had before = had_;
         looked_ = now, had_ = had_so_far();
@@ -86,9 +86,9 @@ public:
     }
 
 private:
-    int64_t began_ = 0, length_ = LEAST_STRETCH_NS;  // since when it works, by all it was told, and how long it may
+    int64_t began_ = 0, length_ = LEAST_STRETCH_NS;  // start of its work, as far as it knows, and the time it may work
     int64_t looked_ = 0;
-    Had had_, at_span_;       // when it looked, and when it began to add up
+    Had had_, at_span_;       // at the last sample, and at the start of the sum
     double part_waited_ = 0;  // of the last time with work
 };
 

@@ -1,4 +1,4 @@
-// Which variant of the kernels this CPU can run. Compiled without any instruction-set flag.
+// The variant of the kernels that this CPU can run. Compiled without any instruction-set flag.
 
 // D89: variants share nothing the linker could merge
 extern "C" const char* kvq_cpu_features() {

@@ -1,4 +1,4 @@
-// Vectors as wide as the variant's registers, and what the kernels need of them.
+// Vectors as wide as the variant's registers, and their operations for the kernels.
 //
 // The same sources are compiled once per variant. Everything here has internal linkage and nothing
 // comes from the C++ library: an inline function that two variants share would be merged by the
@@ -13,7 +13,7 @@
 
 namespace {
 
-// W: floats in a register. KVQ_MM(name): the intrinsic of registers that wide. KVQ_LANES(f): f of every lane.
+// W: floats in a register. KVQ_MM(name): the intrinsic for registers of this width. KVQ_LANES(f): f of every lane.
 #if defined(__AVX512F__)
 constexpr int W = 16;
 #define KVQ_MM(name) _mm512_##name
@@ -28,7 +28,7 @@ constexpr int W = 4;
 #define KVQ_LANES(f) f(0), f(1), f(2), f(3)
 #endif
 
-// GCC takes a function that only prefetches for one without any effect, and drops calls of it.
+// GCC treats a function that only prefetches as one without any effect, and drops calls to it.
 #define KVQ_PREFETCHES inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(W * 4)));
@@ -51,7 +51,7 @@ inline V load_as(const void* p) {
 
 inline vf load(const float* p) { return load_as<vf>(p); }
 
-// One store of a whole register, also of what was just loaded; memcpy becomes several of 8 bytes then.
+// Store a whole register at once, even if it was just loaded, where memcpy would become several stores of 8 bytes.
 inline void store(float* p, vf x) {
     typedef float anywhere __attribute__((vector_size(sizeof(vf)), aligned(4), may_alias));
     *(anywhere*)p = (anywhere)x;
@@ -66,8 +66,8 @@ inline vf all(float x) { return x - vf{}; }
 #define KVQ_PICKED(a, b, f) __builtin_shuffle(a, b, vi{KVQ_LANES(f)})
 #endif
 
-// Sums of lanes go by quarters of a register, which is what CPUs shuffle fastest: of four registers into
-// one whose quarters hold the four sums of that quarter, then over quarters.
+// Lanes are summed by quarters of a register, which CPUs shuffle fastest: from four registers into one,
+// whose quarters contain the four sums of that quarter, then over quarters.
 constexpr int quarter(int i) { return i & ~3; }
 constexpr int first_pairs(int i) { return quarter(i) + (i >> 1 & 1) + (i & 1) * W; }  // 0, W, 1, W + 1 of each quarter
 constexpr int last_pairs(int i) { return first_pairs(i) + 2; }
@@ -95,7 +95,7 @@ inline V odd_quarters(V a, V b) {
     return KVQ_PICKED(a, b, odd_quarter);
 }
 
-// From N registers of quarter sums, of as many quarters: W / 4 give the sums of W registers, lane by lane.
+// From N registers of quarter sums, of as many quarters: W / 4 yield the sums of W registers, lane by lane.
 template <int N, class V>
 inline V sums_of_quarters(const V* x) {
     if constexpr (N == 1) return x[0];
@@ -113,7 +113,7 @@ inline vf sums_of(const vf x[W]) {
 }
 
 #if defined(__AVX512F__)
-// Rows become columns: 16 vectors of 16.
+// Transpose 16 vectors of 16.
 inline void transpose(vf x[16]) {
     __m512 t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -143,13 +143,13 @@ inline void transpose(vf x[16]) {
         }
 }
 #else
-// Blocks of H lanes beside the diagonal change places.
+// Swap blocks of H lanes beside the diagonal.
 template <int H>
 constexpr int left_lanes(int i) { return i & H ? W + i - H : i; }
 template <int H>
 constexpr int right_lanes(int i) { return i & H ? W + i : i + H; }
 
-// Rows become columns: W vectors of W.
+// Transpose W vectors of W.
 template <int H = W / 2>
 inline void transpose(vf x[W]) {
     for (int i = 0; i < W; i++) {
@@ -164,15 +164,15 @@ inline void transpose(vf x[W]) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
-// Lanes half a register, a quarter ... apart change places.
+// Swap lanes that are half a register, a quarter ... apart.
 template <int H, class V>
 inline V swapped(V x) {
     V y;
-    for (int i = 0; i < W; i++) y[i] = x[i ^ H];  // one shuffle once the compiler is done
+    for (int i = 0; i < W; i++) y[i] = x[i ^ H];  // the compiler makes this one shuffle
     return y;
 }
 
-// What `join` makes of all lanes.
+// Combine all lanes by `join`.
 template <int H = W / 2, class V, class Join>
 inline auto joined(V x, Join join) {
     x = join(x, swapped<H>(x));
@@ -274,7 +274,7 @@ inline uint16_t to_fp16(float x) {  // nearest even
 
 inline int hadamard_block(int dim) { return dim & -dim; }
 
-// The stages inside a register from H on: lane i becomes x[i] + x[i + H] or x[i - H] - x[i].
+// The stages within a register from H on: lane i becomes x[i] + x[i + H] or x[i - H] - x[i].
 template <int H = 1>
 inline vf butterflies(vf x) {
     vf sign;

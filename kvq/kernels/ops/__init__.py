@@ -1,9 +1,9 @@
-"""kvq's operations as operators of torch, in the namespace `kvq`, for programs that compile or export.
+"""kvq's operations as torch operators, in the namespace `kvq`, for programs that compile or export.
 
 Importing this package registers `torch.ops.kvq.write_kv`, `attend`, `attend_latent`, `gather_dense`,
-`merge_partials`, `linear`, `packed_linear` and `looked_up_rows`: tensors, numbers and formats by their names
-in, fresh tensors out. They run the kernels that `select` chooses. kvq's own engine calls kernels directly:
-torch's dispatcher takes longer than a small kernel.
+`merge_partials`, `linear`, `packed_linear` and `looked_up_rows`. They take tensors, numbers and names of
+formats, return new tensors, and run the kernels that `select` chooses. kvq's own engine calls kernels
+directly, because torch's dispatcher takes longer than a small kernel.
 """
 
 from kvq.kernels.ops.blocks import attend, attend_latent, gather_dense, merge_partials, write_kv

@@ -1,8 +1,8 @@
-"""Operators over blocks, with `PagedKV` and `SequenceBatch` taken apart into tensors, numbers and names.
+"""Operators over blocks, with `PagedKV` and `SequenceBatch` split into tensors, numbers and names.
 
-`k_codes`, `k_scales`, `k_static` and those of V are the tensors of `PagedRows`; `kv` is a format's name or a
-pair, as `--kv` takes it; head dimensions and the block size are read off the codes. What the operators return
-is what `kvq/kernels/*/reference.py` says. torch's schemas have no structures, so every tensor is an argument.
+`k_codes`, `k_scales`, `k_static` and the same of V are the tensors of `PagedRows`; `kv` is a format's name or
+a pair, as for `--kv`; head dimensions and the block size follow from the codes. Results are documented in
+`kvq/kernels/*/reference.py`. torch's schemas have no structures, so every tensor is an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def write_kv(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Quantize rows [tokens, kv_heads, dim] into their slots; bool [tokens], True where one isn't finite."""
+    """Quantize rows [tokens, kv_heads, dim] into their slots; return bool [tokens], True if not finite."""
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     bad: Tensor = _kernel("write_kv", paged, k.shape[1], backend)(k, v, paged, slots)
     return bad
@@ -64,9 +64,9 @@ def attend(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [tokens, q_heads, dim] over written blocks: out in q's dtype, lse [tokens, q_heads].
+    """Attend from q [tokens, q_heads, dim] over blocks; return out in q's dtype, and lse [tokens, q_heads].
 
-    `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: of every sequence, as in SequenceBatch.
+    `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: per sequence, as in SequenceBatch.
     """
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -100,8 +100,8 @@ def attend_latent(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Latent attention of absorbed q [tokens, q_heads, v dim + k dim] over blocks whose V holds latents and
-    whose K the rotary part of keys, of one head: latents [tokens, q_heads, v dim] and lse.
+    """Attend from absorbed q [tokens, q_heads, v dim + k dim] over blocks of one head, with latents as V
+    and the rotary parts of keys as K; return latents [tokens, q_heads, v dim] and lse.
     """
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     batch = _read_batch(tables, query_lens, context_lens)
@@ -128,7 +128,7 @@ def gather_dense(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """K and V of the positions [start, end) of every table, fp32 [sequences, kv_heads, end - start, dim]."""
+    """Return K and V at positions [start, end) of tables, fp32 [sequences, kv_heads, end - start, dim]."""
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     run = _kernel("gather_dense", paged, k_codes.shape[1], backend)
     k, v = run(paged, tables, start, end, unrotate=unrotate)
@@ -147,7 +147,7 @@ def _(k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any) -> 
 def merge_partials(
     outs: Tensor, lses: Tensor, sinks: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Join attention over parts of a context, [parts, tokens, heads, dim]: out fp32 and lse."""
+    """Merge attention over parts of a context, [parts, tokens, heads, dim]; return out, fp32, and lse."""
     spec = _spec("fp32", (outs.shape[3], outs.shape[3]), (outs.shape[2], outs.shape[2]), 16)
     out, lse = select("merge_partials", spec, _device(outs.device), backend).run(outs, lses, sinks)
     return out, lse
@@ -170,7 +170,7 @@ def _paged(k: PagedRows, v: PagedRows, kv: str) -> PagedKV:
 
 
 def _read_batch(tables: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]) -> SequenceBatch:
-    """Sequences that are only read."""
+    """Return a batch of sequences that are only read."""
     return SequenceBatch(
         query_lens=tuple(query_lens),
         context_lens=tuple(context_lens),
@@ -188,14 +188,14 @@ def _kernel(operation: str, paged: PagedKV, q_heads: int, backend: str) -> Calla
 
 
 def _head_dims(k_codes: Tensor, v_codes: Tensor, kv: str) -> tuple[int, int]:
-    """Elements of a row: codes of several to a byte fill `bits` in eight of them."""
+    """Return the elements of a K row and of a V row, from the widths of the codes."""
     pair = split_pair(kv)
     k_bits, v_bits = (_bits(name) for name in (pair.k, pair.v))
     return k_codes.shape[3] * 8 // k_bits, v_codes.shape[3] * 8 // v_bits
 
 
 def _bits(name: str) -> int:
-    """Bits of memory for an element of a row's tensor of codes, 8 where it has its own."""
+    """Return the bits of an element in a byte of codes; 8 if each element has its own item in the tensor."""
     code = CODES[name.partition("_")[0]]
     return code.bits if code.is_grouped else 8
 

@@ -1,4 +1,4 @@
-"""Operators for Linear layers: over a weight's own tensors, or over one that a kernel has packed already."""
+"""Operators for Linear layers: on a weight's own tensors, or on a weight that a kernel has packed."""
 
 from collections.abc import Callable
 from itertools import count
@@ -19,12 +19,12 @@ from kvq.kernels.spec import Device, LinearSpec
 from kvq.kernels.weight import QuantizedWeight
 
 _kept: WeakValueDictionary[int, Callable[[Tensor], Tensor]] = WeakValueDictionary()
-_numbers = count(randbits(62))  # so that a program saved by another process names none of them
+_numbers = count(randbits(62))  # random, so that a program saved by another process finds no kernel
 _packed: Any = WeakTensorKeyDictionary()  # codes -> (what it was packed for, kernel)
 
 
 def keep(kernel: Callable[[Tensor], Tensor]) -> int:
-    """A number by which `packed_linear` finds a kernel for as long as somebody holds it."""
+    """Return a number by which `packed_linear` finds the kernel while references to it exist."""
     number = next(_numbers)
     _kept[number] = kernel
     return number
@@ -60,7 +60,7 @@ def looked_up_rows(rows: Tensor, kernel: int, in_features: int, dtype: torch.dty
     """int64 [...] -> [..., in_features] of `dtype`, from the weight of a kernel that `keep` gave this number.
 
     Raises:
-        ModelError: as `packed_linear`.
+        ModelError: as for `packed_linear`.
     """
     look_up: Callable[[Tensor, torch.dtype], Tensor] = _found(kernel).look_up  # type: ignore[attr-defined]
     return look_up(rows, dtype)
@@ -83,7 +83,7 @@ def linear(
 ) -> Tensor:
     """[rows, in] -> [rows, out] by the tensors of a `QuantizedWeight` of format `fmt`.
 
-    The first call packs the weight; what is packed lives as long as `codes` does, and is packed again when
+    The first call packs the weight. The packed weight lives as long as `codes`, and is packed again after
     codes or scales were written to.
     """
     weight = QuantizedWeight(fmt=parse_weight_format(fmt), codes=codes, scale=scale, zero=zero, order=order)
@@ -99,7 +99,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to; 0 for those made in inference mode, which don't count it."""
+    """Return the number of writes to a tensor; 0 if made in inference mode, in which they aren't counted."""
     return 0 if x.is_inference() else x._version
 
 

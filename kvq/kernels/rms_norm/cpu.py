@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [..., dim] of fp32, bf16 or fp16; weight: [dim], of fp32 or x's dtype.
 
     Raises:
-        ConfigError: another shape or dtype: compiled code would read past its end.
+        ConfigError: the shape or dtype is not supported: compiled code would read past its end.
     """
     dim = weight.shape[0]
     if x.shape[-1] != dim or weight.dim() != 1 or x.dtype not in DTYPES or weight.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""The definition of correct for `rms_norm` and `add_norm`."""
+"""Reference `rms_norm` and `add_norm`: the definition of correct results."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NormWeight:
-    """An RMS norm: weight [dim] of fp32, bf16 or fp16, and what is added to the mean square."""
+    """An RMS norm: weight [dim] of fp32, bf16 or fp16, and `eps`, which is added to the mean square."""
 
     weight: Tensor
     eps: float
@@ -33,14 +33,14 @@ def add_norm(
     post: NormWeight | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Add what a layer's half gave to the residual, in place, and norm the sum for the next half.
+    """Add the output of half a layer to the residual, in place, and normalize the sum for the next half.
 
     y = scale * rms_norm(x, post), or scale * x without `post`; residual += y, in fp32 and rounded once;
     returns rms_norm(residual, norm) of x's dtype, [rows, dim]. x: [rows, dim]; residual: the same shape, of
-    fp32, bf16 or fp16. Without a residual y itself is normed, without a norm the residual is returned.
+    fp32, bf16 or fp16. Without a residual, y itself is normalized; without a norm, the residual is returned.
 
     Raises:
-        ConfigError: neither a residual nor a norm, or shapes that differ.
+        ConfigError: there is neither a residual nor a norm, or shapes differ.
     """
     check_add_norm(x, residual, norm, post)
     y = x.float()
@@ -59,7 +59,7 @@ def add_norm(
 def check_add_norm(
     x: Tensor, residual: Tensor | None, norm: NormWeight | None, post: NormWeight | None
 ) -> None:
-    """Raise ConfigError for parts that don't fit each other."""
+    """Raise ConfigError unless the arguments of `add_norm` match."""
     shape, dim = x.shape, x.shape[-1:]
     fits = len(shape) == 2 and (norm is not None or residual is not None)
     for own in (norm, post):

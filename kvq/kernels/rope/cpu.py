@@ -16,7 +16,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x: [rows, heads, dim] of fp32, bf16 or fp16 with heads side by side, in place; cos, sin: [rows, dim].
 
     Raises:
-        ConfigError: another shape or dtype: compiled code would read past its end.
+        ConfigError: the shape or dtype is not supported: compiled code would read past its end.
     """
     rows, heads, dim = x.shape
     fits = x.stride(2) == 1 and (heads == 1 or x.stride(1) == dim) and dim % 2 == 0 and dim <= MOST_DIM

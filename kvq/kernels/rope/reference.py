@@ -1,11 +1,11 @@
-"""The definition of correct for `rope`."""
+"""Reference `rope`: the definition of correct results."""
 
 import torch
 from torch import Tensor
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn heads in place: y = x cos + (-second half, first half) sin, of x [rows, heads, dim].
+    """Apply RoPE in place: y = x cos + (-second half, first half) sin, for x [rows, heads, dim].
 
     cos and sin: [rows, dim], of x's dtype.
 

@@ -1,4 +1,4 @@
-// rope on CPUs: see reference.py. A task is a row; heads lie one after the other in it.
+// rope on CPUs: see reference.py. A task is a row of contiguous heads.
 
 #include "../native/rowwise.h"
 

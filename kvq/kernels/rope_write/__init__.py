@@ -1,1 +1,1 @@
-"""Heads normed, turned and stored: what lies between the QKV product and attention."""
+"""Norm, RoPE and storage of heads: the steps between the QKV product and attention."""

@@ -1,4 +1,4 @@
-"""The definition of correct for `rope_write`."""
+"""Reference `rope_write`: the definition of correct results."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,30 +16,30 @@ Angles = tuple[Tensor, Tensor]  # cos, sin: [rows, columns], of the heads' dtype
 
 
 class Pairs(IntEnum):  # D145: three rules of pairs; one bool would misread GLM
-    """Pairs of a head's elements that are turned together, and the column of the angles that says how far."""
+    """Pairs of a head's elements that RoPE rotates together, and the columns of their angles."""
 
     HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama and most, GPT-OSS
     NEIGHBOURS = 1  # 2 i and 2 i + 1, by column i: GLM
-    NEIGHBOURS_TWICE = 2  # 2 i and 2 i + 1, by column 2 i, since every angle stands there twice: Cohere
+    NEIGHBOURS_TWICE = 2  # 2 i and 2 i + 1, by column 2 i, since every angle is stored twice: Cohere
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerHeads:
     """A layer's heads side by side: queries, keys, values; one object for all steps.
 
-    `norms`: of queries and keys, before they are turned. A weight [k_dim] norms every head, one of all
-    heads' elements [heads * k_dim] all of them at once (OLMo 2).
+    `norms`: norms of queries and keys, before RoPE. A weight [k_dim] normalizes each head, a weight
+    [heads * k_dim] all heads at once (OLMo 2).
     """
 
     q_heads: int
     kv_heads: int
     k_dim: int
     v_dim: int
-    rotary_dim: int = 0  # the first elements of a head, which are turned; 0: none
+    rotary_dim: int = 0  # first elements of a head, to which RoPE applies; 0: none
     pairs: Pairs = Pairs.HALVES
     norms: tuple[NormWeight, NormWeight] | None = None
     bias: Tensor | None = None  # [width], of the heads' dtype
-    centers: tuple[Tensor | None, Tensor | None] = (None, None)  # fp32 [kv_heads, dim], off K and V stored
+    centers: tuple[Tensor | None, Tensor | None] = (None, None)  # fp32 [kv_heads, dim], subtracted
     width: int = field(init=False)  # elements of all heads
     angle_columns: int = field(init=False)  # that are read
 
@@ -49,10 +49,8 @@ class LayerHeads:
         return [self.q_heads, self.kv_heads, self.kv_heads]
 
     def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: sizes that don't fit each other: kernels would read past their ends.
-        """
-        # kernels are launched often, so these are worked out once
+        """Raise ConfigError unless all sizes match: kernels would read past their ends."""
+        # kernels are launched often, so these are computed once
         object.__setattr__(
             self, "width", self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
         )
@@ -74,18 +72,18 @@ class LayerHeads:
 def rope_write(
     heads: Tensor, angles: Angles | None, kv: PagedKV, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
-    """Norm and turn queries in place and keys on their way into the blocks, with the values.
+    """Apply norms and RoPE to queries, in place, and to keys; store keys and values in the blocks.
 
-    `heads`: [rows, layer.width], elements of a row side by side, as the QKV product gives it. `angles`: of
-    every row, or None where nothing is turned; `slots`: int64 [tokens], all different. Rows from `tokens` on
-    are padding: neither read nor written. `bad`: bool [rows], set to True where K or V as they would be
-    stored held a NaN or an infinity, which is stored as zero. Keys and values in `heads` stay as they are.
+    `heads`: [rows, layer.width], contiguous rows, as the QKV product returns them. `angles`: angles of every
+    row, or None without RoPE; `slots`: int64 [tokens], all different. Rows from `tokens` on are padding:
+    neither read nor written. `bad`: bool [rows], set to True where K or V before encoding contained a NaN or
+    an infinity, which is stored as zero. Keys and values in `heads` are not changed.
 
-    The bias' sum, the norm's result, the turned heads and what is left of K and V when their centers are
-    taken off are computed in fp32 and rounded to the heads' dtype, each.
+    The sum with the bias, the norm, RoPE, and K and V minus their centers are each computed in fp32 and
+    rounded to the heads' dtype.
 
     Raises:
-        ConfigError: shapes that don't fit each other.
+        ConfigError: the shapes don't match.
     """
     check_rope_write(heads, angles, slots, bad, layer)
     tokens, dtype = len(slots), heads.dtype
@@ -99,7 +97,7 @@ def rope_write(
 
 
 def turned_heads(heads: Tensor, angles: Angles | None, layer: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as attention takes them: [tokens, heads, dim] each, copies or views."""
+    """Return queries, keys and values after norms and RoPE: [tokens, heads, dim] each, copies or views."""
     rows = heads if layer.bias is None else heads + layer.bias
     dims = (layer.k_dim, layer.k_dim, layer.v_dim)
     parts = rows.split([count * dim for count, dim in zip(layer.counts, dims, strict=True)], 1)
@@ -114,7 +112,7 @@ def turned_heads(heads: Tensor, angles: Angles | None, layer: LayerHeads) -> tup
 def check_rope_write(
     heads: Tensor, angles: Angles | None, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
-    """Raise ConfigError for tensors that don't fit each other."""
+    """Raise ConfigError unless the tensors match."""
     tokens, shape, columns = slots.shape[0], heads.shape, layer.angle_columns
     fits = len(shape) == 2 and shape[1] == layer.width and heads.stride(1) == 1
     fits = fits and tokens <= shape[0] and tokens <= bad.shape[0]
@@ -131,14 +129,14 @@ def check_rope_write(
 
 
 def _normed(x: Tensor, norm: NormWeight) -> Tensor:
-    """Every head of [tokens, heads, dim], or all of a token at once."""
+    """Normalize each head of [tokens, heads, dim], or all heads of a token at once."""
     if norm.weight.shape == x.shape[-1:]:
         return rms_norm(x, norm.weight, norm.eps)
     return rms_norm(x.flatten(1), norm.weight, norm.eps).view(x.shape)
 
 
 def _turned(x: Tensor, angles: Angles, layer: LayerHeads) -> Tensor:
-    """Heads [tokens, heads, dim] turned, fp32."""
+    """Return heads [tokens, heads, dim] after RoPE, fp32."""
     x, half = x.float(), layer.rotary_dim // 2
     part = x[..., : layer.rotary_dim]
     step = 2 if layer.pairs is Pairs.NEIGHBOURS_TWICE else 1

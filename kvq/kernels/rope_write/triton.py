@@ -1,4 +1,4 @@
-"""`rope_write` in Triton: one launch norms, turns and stores the heads of all new tokens."""
+"""`rope_write` in Triton: one launch applies norms and RoPE to all new tokens' heads and stores them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from kvq.kernels.rope_write.reference import Angles, LayerHeads, check_rope_writ
 from kvq.kernels.rope_write.triton_kernel import rope_write_kernel
 
 # A decode step waits for its slowest program, so a warp gets few elements there. A step of more tokens has
-# programs enough, and 16 elements a thread take fewer instructions each than 4.
+# enough programs, and 16 elements per thread take fewer instructions each than 4.
 _FEW_TOKENS = 64
 _FEW_ELEMENTS, _ELEMENTS = 128, 512  # of a warp
 _MOST_WARPS = 8
@@ -34,20 +34,20 @@ class _Norm(NamedTuple):
 def rope_write(  # D144: keys turned on the way; `write_kv` stays
     heads: Tensor, angles: Angles | None, kv: PagedKV, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
-    """Do what the reference does, with the same bytes but for the last bits of norms; see there.
+    """Do what the reference does, with the same bytes except for the last bits of norms; see reference.py.
 
-    Runs on the current device. Slots are not checked. Steps of up to 64 tokens may round a norm otherwise
-    than longer ones; nothing depends on the other tokens of a step.
+    Runs on the current device. Slots are not checked. Steps of up to 64 tokens may round a norm differently
+    from longer ones; nothing depends on the other tokens of a step.
     """
     tokens = slots.shape[0]
     name = rope_write, layer, angles is None, tokens <= _FEW_TOKENS, heads.dtype
-    if name not in kv.kept or heads.shape[0] < tokens:  # all steps of a layer are alike but for their rows
+    if name not in kv.kept or heads.shape[0] < tokens:  # all steps of a layer differ only in their rows
         check_rope_write(heads, angles, slots, bad, layer)
         kv.kept[name] = _bound(kv, layer, angles is not None, tokens)
     programs, launch = kv.kept[name]
     if not tokens:
         return
-    cos, sin = (heads, heads) if angles is None else angles  # without angles pointers that are not read
+    cos, sin = (heads, heads) if angles is None else angles  # without angles, these pointers are not read
     bias = heads if layer.bias is None else layer.bias
     flags = bad.view(torch.int8) if bad.dtype is torch.bool else bad
     rows = heads.stride(0), cos.stride(0), sin.stride(0)
@@ -55,7 +55,7 @@ def rope_write(  # D144: keys turned on the way; `write_kv` stays
 
 
 def _bound(kv: PagedKV, layer: LayerHeads, is_turned: bool, tokens: int) -> tuple[int, Bound]:
-    """Programs of a token, and the launch but for what changes from step to step."""
+    """Return a token's programs, and the launch without the arguments that change from step to step."""
     elements = _FEW_ELEMENTS if tokens <= _FEW_TOKENS else _ELEMENTS
     programs, own = _constants(kv, layer, is_turned, elements)
     return programs, Bound(rope_write_kernel, _TENSORS, _ROWS, own)
@@ -101,9 +101,9 @@ def _norm(norm: NormWeight | None, dim: int) -> _Norm | None:
 def _tiles(
     layer: LayerHeads, together: Sequence[bool], columns: Sequence[int], elements: int
 ) -> tuple[tuple[int, ...], int]:
-    """Heads of queries, of K and of V in one program, and its warps.
+    """Return the heads of queries, of K and of V per program, and its warps.
 
-    Heads that are normed together are one program's: another would write some of them meanwhile.
+    Heads that are normalized together are in one program: another would overwrite some of them meanwhile.
     """
     heads = [triton.next_power_of_2(count) for count in layer.counts]
     rows = list(zip(heads, columns, together, strict=True))

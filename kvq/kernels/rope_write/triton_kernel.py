@@ -1,4 +1,4 @@
-"""The device code of `rope_write`: some heads of a token, normed, turned and stored."""
+"""Device code of `rope_write`: norm, RoPE and storage of some heads of a token."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def _some_heads(
     heads_ptr, bias_ptr, norm, start, head, inside, col,
     HEADS: tl.constexpr, DIM: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads fp32 [heads, columns] with their bias, normed; `start`: elements of a row before the first."""
+    """Return heads fp32 [heads, columns] with bias and norm; `start`: elements of a row before the first."""
     at = head[:, None] * DIM + col[None, :]
     mask = inside[:, None] & (col < DIM)[None, :]
     x = tl.load(heads_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def _some_heads(
 
 @triton.jit
 def _turned(x, cos_ptr, sin_ptr, col, ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
-    """Heads fp32 [heads, columns], the first ROTARY elements turned; see Pairs."""
+    """Apply RoPE to the first ROTARY elements of heads, fp32 [heads, columns]; see Pairs."""
     if ROTARY > 0:
         HALF: tl.constexpr = ROTARY // 2
         if PAIRS == _HALVES:
@@ -63,7 +63,7 @@ def _stored(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of K or of V, from the token's row of heads into its slot."""
+    """Store some heads of K or V of a token's row in its slot."""
     slot = tl.load(slot_ptr).to(tl.int64)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head, col = first + tl.arange(0, TILE), tl.arange(0, rows.pad)
@@ -76,7 +76,7 @@ def _stored(
         x = rounded(x - tl.load(center_ptr + at, mask=mask, other=0.0), DTYPE)
     x, is_bad = finite_rows(x)
     write_token(x, rows, block, offset, head, col, inside, TILE)
-    tl.store(bad_ptr, is_bad.to(tl.int8), mask=is_bad > 0)  # other programs of the token say it, too
+    tl.store(bad_ptr, is_bad.to(tl.int8), mask=is_bad > 0)  # other programs of the token may set it, too
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _turn_queries(
     DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token's queries, in place."""
+    """Apply norm and RoPE to some heads of a token's queries, in place."""
     head, col = first + tl.arange(0, TILE), tl.arange(0, PAD)
     inside = head < HEADS
     x = _some_heads(heads_ptr, bias_ptr, norm, 0, head, inside, col, HEADS, DIM, BIAS, DTYPE)

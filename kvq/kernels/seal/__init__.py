@@ -1,1 +1,1 @@
-"""Quantize the blocks of a staged sequence that became old enough."""
+"""Quantize the blocks of a staged sequence that have become old enough."""

@@ -1,4 +1,4 @@
-"""Reference `seal`: blocks of a step's sequences that became old enough, out of the staging area."""
+"""Reference `seal`: moves blocks that have become old enough out of the staging area."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Quantize blocks that are full and followed by `recent` tokens now, each whole; move sinks as they are.
+    """Quantize each block that is now full and followed by `recent` tokens; copy blocks of sinks unchanged.
 
-    The new tokens' K and V must already be written to the recent blocks. A block's bytes depend on its own
-    tokens alone, so one that is sealed twice, by sequences that share it, becomes what it was.
+    The new tokens' K and V must already be written to the recent blocks. A block's bytes depend only on its
+    own tokens, so sealing it twice, for sequences that share it, yields the same bytes.
     """
     size, formats, recent, sinks = kv.sealed.block_size, kv.sealed.formats, kv.recent, kv.sinks
     for i, found in enumerate(batch.recent.sealing(kv.exact.recent, size)):
@@ -32,7 +32,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
 
 
 def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, blocks: list[int]) -> None:
-    """`x`: [blocks, kv_heads, block_size, dim]."""
+    """Encode and store `x` [blocks, kv_heads, block_size, dim]."""
     static = None if rows.static_scale is None else rows.static_scale[:, None, None]
     codes, scales, means = encode_block(x, fmt, static, clip=clip)
     rows.codes[blocks] = codes

@@ -5,14 +5,14 @@
 
 namespace {
 
-// Row `slot` of a staged block as it is coded: finite, and rotated if sealed rows are.
+// Load row `slot` of a staged block for encoding: finite, and rotated if sealed rows are.
 inline void read_prepared(float* x, const KvqRows& from, const KvqRows& into, int64_t block, int head, int slot) {
     read_row(x, from, block, head, slot);
     zero_not_finite(x, from.dim);
     rotate_row(x, into);
 }
 
-// Store the mean of a block's rows; what it decodes to goes to `mean`.
+// Store the mean of a block's rows; `mean` gets its decoded value.
 inline void seal_mean(float* mean, const KvqRows& from, const KvqRows& into, int64_t source, int64_t target, int head,
                       int block_size) {
     float x[MOST_DIM], total[MOST_DIM];
@@ -27,7 +27,7 @@ inline void seal_mean(float* mean, const KvqRows& from, const KvqRows& into, int
     read_row(mean, *into.means, target, head, 0);
 }
 
-// Blocks whose scales are per channel.
+// Encode a block with per-channel scales.
 inline void seal_channels(const KvqRows& from, const KvqRows& into, int64_t source, int64_t target, int head,
                           int block_size) {
     float x[MOST_DIM], low[MOST_DIM], high[MOST_DIM];
@@ -50,7 +50,7 @@ inline void seal_channels(const KvqRows& from, const KvqRows& into, int64_t sour
     }
 }
 
-// One KV head of one block. Rows whose codes stay what they are, floats, are moved as bytes.
+// Seal one KV head of one block. Rows that stay floats are copied as bytes.
 inline void seal_rows(const KvqRows& from, const KvqRows& into, int64_t source, int64_t target, int head,
                       int block_size) {
     if (into.channels) return seal_channels(from, into, source, target, head, block_size);
@@ -70,8 +70,8 @@ inline void seal_rows(const KvqRows& from, const KvqRows& into, int64_t source, 
 
 }  // namespace
 
-// `moves`: [count, 3], a block of `recent`, the one it becomes, and whether that is one of `sinks` (which may be null
-// if none is) or of `sealed`. They are checked before anything is written; no two may name the same block to become.
+// `moves`: [count, 3], a block of `recent`, its target block, and whether the target is in `sinks` (which may be null
+// if none is) or in `sealed`. Moves are checked before anything is written; no two may have the same target.
 KVQ_KERNEL(seal)(const KvqLayer* recent, const KvqLayer* sealed, const KvqLayer* sinks, const int64_t* moves,
                  int64_t count, int threads) {
     for (const int64_t* move = moves; move < moves + 3 * count; move += 3) {

@@ -1,4 +1,4 @@
-"""`seal` in Triton: one launch quantizes the blocks of a step's sequences that became old enough."""
+"""`seal` in Triton: one launch each for K and V quantizes the blocks that have become old enough."""
 
 from typing import Any, Literal
 
@@ -20,17 +20,17 @@ from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INTERPRETED, narrow_scal
 from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, channel_scale, shared_bits
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 
-_TOKENS = 16  # of a block that a program quantizes: few blocks are sealed in a step, which others wait for
+_TOKENS = 16  # of a block per program: few blocks are sealed in a step, and other kernels wait for them
 
 _REACH = tl.constexpr(float(channel.INT8_REACH))
 _ROUNDED_UP = tl.constexpr(narrow.ROUNDED_UP)
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Do what the reference does, with the same bytes; see there. Tables are not checked.
+    """Do what the reference does, with the same bytes; see reference.py. Tables are not checked.
 
-    Which blocks those are is read from the lengths on the device, so that a graph may hold the launch; where
-    the host knows that there are none, nothing is launched.
+    The blocks are determined from the lengths on the device, so that a graph may contain the launch; if the
+    host knows that there are none, nothing is launched.
     """
     own, size = batch.recent, kv.sealed.block_size
     if not own.is_captured and not any(own.sealing(kv.exact.recent, size)):
@@ -57,7 +57,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
 
 
 def _arguments(part: Literal["k", "v"], kv: StagedKV) -> dict[str, Any]:
-    """Arguments for K or V that are the same in all steps."""
+    """Return the arguments for K or V that are the same in all steps."""
     recent: PagedRows = getattr(kv.recent, part)
     sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, part)
     return {
@@ -76,7 +76,7 @@ def _arguments(part: Literal["k", "v"], kv: StagedKV) -> dict[str, Any]:
 
 @triton.jit
 def _rows(x_ptr, stride, slot, slots, col, rows):
-    """Some rows of a block as they are coded, fp32 [slots, columns], those of tokens from `slots` on 0."""
+    """Return rows of a block ready to be encoded, fp32 [slots, columns]; rows from `slots` on are 0."""
     mask = (slot < slots)[:, None] & (col < rows.dim)[None, :]
     x, _ = finite_rows(
         tl.load(x_ptr + slot[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def _rows(x_ptr, stride, slot, slots, col, rows):
 
 @triton.jit
 def _added_one_by_one(total, x, ROWS: tl.constexpr):  # D141
-    """`total` [PAD] and the rows of x [ROWS, PAD], a power of two, added from the first to the last."""
+    """Add to `total` [PAD] the rows of x [ROWS, PAD], ROWS a power of two, from the first to the last."""
     if ROWS == 1:
         total += tl.reshape(x, (x.shape[1],))
     else:
@@ -97,7 +97,7 @@ def _added_one_by_one(total, x, ROWS: tl.constexpr):  # D141
 
 @triton.jit
 def _mean(x_ptr, x_slot, to, is_stored, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return what the mean of a block's rows decodes to, fp32 [1, columns]; one program stores it."""
+    """Return the decoded mean of a block's rows, fp32 [1, columns]; one program stores the mean."""
     total = tl.zeros((rows.pad,), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
         x = _rows(x_ptr, x_slot, first + tl.arange(0, TOKENS), BLOCK_SIZE, col, rows)
@@ -115,7 +115,7 @@ def _mean(x_ptr, x_slot, to, is_stored, col, rows, BLOCK_SIZE: tl.constexpr, TOK
 
 @triton.jit
 def _range(x_ptr, x_slot, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """The lowest and the highest of every channel of a block, fp32 [1, columns]."""
+    """Return the minimum and the maximum of every channel of a block, fp32 [1, columns]."""
     low = tl.full((rows.pad,), float("inf"), tl.float32)
     high = tl.full((rows.pad,), float("-inf"), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
@@ -191,7 +191,7 @@ def _seal_kernel(
     source = tl.load(recent_tables + wide * recent_stride + index).to(tl.int64)
     from_ptr += source * x.block + head * x.head
     col = tl.arange(0, rows.pad)
-    if index * BLOCK_SIZE < SINKS:  # moved as they are
+    if index * BLOCK_SIZE < SINKS:  # copied unchanged
         target = tl.load(sinks_tables + wide * sinks_stride + index).to(tl.int64)
         to_ptr += target * y.block + head * y.head
         mask = (slot < BLOCK_SIZE)[:, None] & (col < rows.dim)[None, :]

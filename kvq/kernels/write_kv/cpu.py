@@ -10,11 +10,11 @@ from kvq.kernels.paged import PagedKV
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
-    """Do what the reference does, with the same bytes; see there.
+    """Do what the reference does, with the same bytes; see reference.py.
 
     Raises:
         IndexError: a slot lies outside the pool; nothing was written.
-        ConfigError: shapes that don't fit the blocks, or formats of whole blocks.
+        ConfigError: shapes don't fit the blocks, or a format needs whole blocks.
     """
     if kv.formats.need_whole_blocks:
         raise ConfigError(

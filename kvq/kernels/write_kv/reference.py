@@ -9,10 +9,10 @@ from kvq.kernels.paged import PagedKV, PagedRows
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:  # D16
-    """Store K and V rows of new tokens, each quantized once, here.
+    """Quantize K and V rows of new tokens, once, and store them.
 
     `k`: [tokens, kv_heads, k_head_dim], `v`: [tokens, kv_heads, v_head_dim], any strides, after
-    RoPE. `slots`: int64 [tokens], all different. Returns bool [tokens]: True where K or V held a
+    RoPE. `slots`: int64 [tokens], all different. Returns bool [tokens]: True where K or V contains a
     NaN or an infinity, which is stored as zero.
     """
     formats = kv.formats

@@ -12,7 +12,7 @@ from kvq.kernels.paged import PagedKV
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
-    """Do what the reference does, with the same bytes; see there. Slots are not checked."""
+    """Do what the reference does, with the same bytes; see reference.py. Slots are not checked."""
     tokens, heads = k.shape[:2]
     bad = torch.empty(tokens, dtype=torch.bool, device=k.device)
     if not tokens:
@@ -37,7 +37,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
 @triton.jit
 def _write(x_ptr, x_head, x_dim, rows, block, offset, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr):
-    """Store all heads of a token's K or V; 1 if anything was not finite."""
+    """Store all heads of a token's K or V; return 1 if anything was not finite."""
     head, col = tl.arange(0, HEADS_PAD), tl.arange(0, rows.pad)
     inside = head < HEADS
     at = head.to(tl.int64)[:, None] * x_head + col[None, :] * x_dim

@@ -1,4 +1,4 @@
-"""`attend` in Triton: what a layer's launches are made of, and the launches."""
+"""`attend` in Triton: the arguments of a layer's launches, and the launches."""
 
 from functools import partial
 from typing import Any, Literal
@@ -26,12 +26,12 @@ _LARGE_ROWS = 64  # of Hopper's own products
 def attend(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there. Tables are not checked.
+    """Do what the reference does; see reference.py. Tables are not checked.
 
     Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32. With
-    `rounded`, queries over K of FP8 or INT8 are rounded to 8 bits and multiplied by its codes as they lie.
-    Nothing here asks the device, nor of a captured batch the length of a context, so that all of it can be
-    captured in a graph.
+    `rounded`, queries for K in FP8 or INT8 are rounded to 8 bits and multiplied directly by its codes.
+    Nothing here waits for the device or, for a captured batch, reads the length of a context, so that all of
+    it can be captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, rounded=rounded)
@@ -70,8 +70,8 @@ _planned_rounded = partial(_planned, rounded=True)
 
 
 def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> Rows:
-    """K or V as the kernel takes it: codes as words of two bytes and scales by pairs of tokens where they lie
-    so that they can be, and the dtype of products. `apart`: means are taken in apart, where there are any."""
+    """Return K or V as the kernel takes it: codes as two-byte words and scales by pairs of tokens if their
+    layout allows it, and the dtype of products. `apart`: means, if any, are added outside the loop."""
     rows = kernel_rows(part, kv)
     paged, fmt = getattr(kv, part), getattr(kv.formats, part)
     run = run_bytes(fmt, rows.dim)
@@ -81,7 +81,7 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
         words = not fmt.code.is_float and run > 0 and _as_pairs(paged.codes)
     if paged.means is not None:
         words = words and (apart or _means_in_runs(part, kv, shape))
-    # Scales of one per row as words of two neighbouring tokens, where strides allow it.
+    # Single scales per row as words of two adjacent tokens, if strides allow it.
     of_rows = None if paged.scales is None or paged.scales.shape[3] != 1 else paged.scales[..., 0]
     paired = words and of_rows is not None and _as_pairs(of_rows)
     if words:
@@ -98,7 +98,7 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
     groups = rows.dim // rows.group
     columns = groups if fmt.is_narrow else 2 * groups
     columns *= 2 if part == "v" and paged.means is not None and not apart else 1
-    # Summed over by K's product, where narrow ones stand twice, and columns of V's.
+    # K's product sums over these, narrow ones twice; in V's product they are columns.
     least = 16 if part == "k" and columns > groups else 8
     read = Reading(
         words=words,
@@ -112,7 +112,7 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if all blocks' means, or K's offsets, are taken in before and after the loop over keys."""
+    """Return True if all blocks' means, or K's offsets, are added before and after the loop over keys."""
     if kv.formats.k.is_per_channel and not kv.formats.v.mean:
         return _has_channel_words(kv, shape)
     tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
@@ -127,7 +127,7 @@ def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if a tile's only mean is read in its rows' runs, and two of its narrow scales at once."""
+    """Return True if a tile's only mean is read in its rows' runs, with two of its narrow scales at once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"
@@ -137,17 +137,17 @@ def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
-    """Return True if a tile's codes of K are multiplied as they lie.
+    """Return True if a tile's codes of K are multiplied directly.
 
-    Where a GPU has products of 64 rows, Triton makes products of fp16 out of smaller ones of FP8; then words
-    and queries in 16 bits are less work.
+    On GPUs with products of 64 rows, Triton turns smaller FP8 products into fp16 products; then words and
+    queries in 16 bits are less work.
     """
     has_large = target(q).startswith(("sm9", "sm10"))
     return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
 
 
 def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
-    """Return True if keys are left out before others of their tile."""
+    """Return True if a tile may have hidden keys before visible ones."""
     part = options.part
     return (options.window, options.chunk) != (None, None) or (
         part is not None and (part.age is Age.YOUNG or part.first % shape.keys != 0)
@@ -155,13 +155,13 @@ def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
 
 
 def _spread(shape: TileShape) -> int:
-    """Rows of a tile of words that have an element for every thread; 1: there are keys enough."""
+    """Return the rows of a tile of words with an element for every thread; 1 if there are enough keys."""
     threads = 32 * shape.warps
     return 2 * threads // shape.keys if threads > shape.keys else 1
 
 
 def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
-    """K where queries are rounded: its bytes are read as they are multiplied."""
+    """Return K for rounded queries: its bytes are read in the form in which they are multiplied."""
     codes = kv.k.codes
     if kv.formats.k.code is Code.FP8 and q.device.type != "cpu":  # the interpreter has no such numbers
         codes = codes.view(torch.float8_e4m3fn)
@@ -171,19 +171,19 @@ def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
 
 
 def _as_pairs(x: Tensor) -> bool:
-    """Return True if neighbours in the last dimension can be viewed as one element of twice the size."""
+    """Return True if pairs in the last dimension can be viewed as one element of twice the size."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
 def _narrow_words(scales: Tensor | None) -> Tensor:
-    """Scales and minimums of 8 bits, or means, which end in them, as words of two groups, or else of one."""
+    """Return 8-bit scales and minimums, or means, which end with them, as words of two groups, or of one."""
     assert scales is not None, "narrow scales are stored"
     pairs = scales.view(torch.uint16)
     return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
-    """Return the dtype of products with codes; `words`: packed codes that lie so that fp16 holds them."""
+    """Return the dtype of products with codes; `words`: codes are read as words, which fp16 can hold."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

@@ -1,8 +1,9 @@
-"""Scores over rows of K with scales per channel in Triton, where a tile lies in one block.
+"""Attention scores in Triton for K with per-channel scales, for tiles that lie within one block.
 
-Scales go to the queries, once a tile, and minimums to one number a query row: codes are multiplied as they
-lie. Two channels that share their bits are one code of twice the bits, read as words of two bytes (see
-gpu/words.py) and cut in two by masks: its low bits, and its others where they are, a power of two too large.
+Scales are folded into the queries once per tile, and minimums into one number per query row, so codes are
+multiplied without scaling. Two channels that share bits form one code of twice the width, read as two-byte
+words (see gpu/words.py). Masks split it into its low bits and its high bits; the high bits are not shifted,
+so their value is too large by a power of two.
 """
 
 from typing import Any
@@ -21,12 +22,12 @@ ENLARGED = tl.constexpr(4)  # powers of two by which scales are larger, so that 
 
 
 def is_paired(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return True if two channels share their bits."""
+    """Return True if channels share their bits in pairs."""
     return tl.constexpr(plain(kind) == CHANNEL.value and plain(bits) <= MOST_PAIRED.value)
 
 
 def word_kind(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
-    """The kind of codes that words hold, two of a pair in one; CHANNEL: of 8 bits without a sign."""
+    """Return the kind of codes in words, where a pair is one code; CHANNEL: 8 bits, unsigned."""
     if plain(kind) == CHANNEL_INT8.value:
         return INT8
     width = plain(bits) * (2 if is_paired(kind, bits).value else 1)
@@ -34,7 +35,7 @@ def word_kind(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def channel_unit(kind: Any, bits: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the factor that scores are to be multiplied by."""
+    """Return the factor by which scores must be multiplied."""
     lowest = low_unit(word_kind(kind, bits), compute, _semantic=_semantic).value
     return tl.constexpr(lowest / 2**ENLARGED.value)
 
@@ -45,8 +46,8 @@ for _function in (is_paired, word_kind, channel_unit):  # device code calls them
 
 @triton.jit
 def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
-    """Words of a row from `first` on and then from its first one: FORWARDS of them in their order, the others
-    backwards from the end; and which are those FORWARDS."""
+    """Return the words of a row from `first` on, then from its first one: FORWARDS of them in order, the
+    others backwards from the end; and a mask of the words in order."""
     word = (tl.arange(0, COUNT) + first) % COUNT
     is_before = word < FORWARDS
     return tl.where(is_before, word, COUNT + FORWARDS - 1 - word), is_before
@@ -54,8 +55,8 @@ def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
 
 @triton.jit
 def _scale_bytes(words, first, DIM: tl.constexpr, N: tl.constexpr):
-    """Scale bytes int32 [DIM] in the order of `channel_queries`: of even elements, then of odd ones, of each
-    the first N / 2 and then those that share their bits with them. `first`: N / 4 changes their places."""
+    """Return scale bytes, int32 [DIM], in the order of `channel_queries`: of even elements, then of odd ones;
+    of each, the first N / 2, then their partners. `first`: N / 4 exchanges these."""
     word, is_before = _in_order(first, DIM // 4, N // 4)
     x = tl.load(words + word)
     backwards = (x << 24) | ((x & 0xFF00) << 8) | ((x >> 8) & 0xFF00) | ((x >> 24) & 0xFF)
@@ -66,8 +67,8 @@ def _scale_bytes(words, first, DIM: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _offsets(words, at, inside, KIND: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr):
-    """Offsets of blocks whose scales begin `at` words int32, [blocks, DIM], the first N as they lie, then the
-    others backwards; of INT8, over 4 * CENTER_STEP, so that fp16 holds them."""
+    """Return offsets of blocks whose scales begin `at` words int32, [blocks, DIM]: the first N in order, then
+    the others backwards; for INT8, divided by 4 * CENTER_STEP, so that they fit in fp16."""
     rows, mask = words + at[:, None], inside[:, None]
     if KIND == CHANNEL_INT8:
         word, below = tl.arange(0, DIM // 4)[None, :], 8 * tl.arange(0, 4)[None, None, :]
@@ -85,14 +86,14 @@ def _offsets(words, at, inside, KIND: tl.constexpr, DIM: tl.constexpr, N: tl.con
 
 @triton.jit
 def _times_offsets(q, offsets, KIND: tl.constexpr):
-    """q . offset of blocks [blocks, DIM], fp32 [rows, blocks]."""
+    """Return q . offset of blocks [blocks, DIM], fp32 [rows, blocks]."""
     scores = dot(q, tl.trans(offsets.to(q.dtype)))
     return scores * (4.0 * CENTER_STEP) if KIND == CHANNEL_INT8 else scores
 
 
 @triton.jit
 def score_offsets(q, k, room, rows_at, valid, table, first, last, scales):
-    """Leave what offsets add in the blocks [first, last) in `room`, behind each row's `rows_at`."""
+    """Store q . offset of the blocks [first, last) in `room`, from each row's `rows_at` on."""
     N: tl.constexpr = k.dim // 2 if is_paired(k.kind, k.bits) else k.dim
     words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
@@ -104,18 +105,18 @@ def score_offsets(q, k, room, rows_at, valid, table, first, last, scales):
 
 @triton.jit
 def added_offsets(q, k, scales):
-    """Return what offsets add to scores in one block, fp32 [rows]."""
+    """Return q . offset of one block, fp32 [rows]."""
     words, own = scales.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 1)
     N: tl.constexpr = k.dim // 2 if is_paired(k.kind, k.bits) else k.dim
     columns = tl.broadcast_to(_offsets(words, own, own == 0, k.kind, k.dim, N), (LEAST_COLUMNS, k.dim))
-    return tl.max(_times_offsets(q, columns, k.kind), axis=1)  # columns are alike
+    return tl.max(_times_offsets(q, columns, k.kind), axis=1)  # all columns are equal
 
 
 @triton.jit
-def channel_queries(q, k):  # D131: channel scales multiply queries, once a tile
-    """Queries [ROWS, dim], of pairs the second half backwards, as runs of words have them.
+def channel_queries(q, k):  # D131: channel scales multiply queries, once per tile
+    """Split queries [ROWS, dim], with pairs the second half backwards, into the parts of runs of words.
 
-    Products leave them in the layout of results, in which they can be scaled and multiplied as they are.
+    Products bring them into the layout of results, in which they can be scaled and multiplied directly.
     """
     PER: tl.constexpr = codes_a_byte(word_kind(k.kind, k.bits))
     cut = even_and_odd(q, PER, k.dim // PER // k.read.run, k.read.run, k.read.width)
@@ -128,14 +129,14 @@ def channel_queries(q, k):  # D131: channel scales multiply queries, once a tile
 
 @triton.jit
 def _once(x):
-    """Numbers x, computed once: the compiler computes again what is cheap, in every layout that is asked for
-    and in all threads that hold a copy there, but for sums, whose order it keeps."""
+    """Return x, computed once: the compiler recomputes cheap values in every layout that needs them and in
+    all threads with a copy, except sums, whose order it keeps."""
     return tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, x, 0.0), axis=0)
 
 
 @triton.jit
 def _over(x, y):
-    """x / y of numbers that are neither large nor small, without the instructions that look for such."""
+    """Return x / y for numbers that are neither large nor small, without the instructions that check this."""
     if takes_ptx():
         x = tl.inline_asm_elementwise(
             "div.approx.ftz.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -148,8 +149,8 @@ def _over(x, y):
 @triton.jit
 def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr,
     HIGHER: tl.constexpr, PER: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
-    """Return every channel's bits in a word's code, int16 [DIM], and the factor of numbers of them, COMPUTE.
-    HIGHER: bits that codes lie higher from place to place of their bytes."""
+    """Return every channel's mask in a word's code, int16 [DIM], and the factor of its numbers, COMPUTE.
+    HIGHER: bits by which codes are shifted from one place of their bytes to the next."""
     byte = _scale_bytes(words, 0, DIM, N)
     own = byte * 0 + BITS
     at = tl.arange(0, DIM) % (DIM // 2)
@@ -168,7 +169,7 @@ def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N:
 
 @triton.jit
 def _cut_in_two(part, field, COMPUTE: tl.constexpr):
-    """Numbers of codes -> those of the bits in a field, int16, and of the others."""
+    """Split numbers of codes into those of the bits in a field, int16, and of the other bits."""
     if COMPUTE == tl.float32 or not takes_ptx():
         code = part.to(tl.int32)
         low = code & field.to(tl.int32)
@@ -183,8 +184,8 @@ def _cut_in_two(part, field, COMPUTE: tl.constexpr):
 
 @triton.jit
 def channel_scores(q, k, tile):
-    """q . k of one tile without offsets, fp32 [rows, keys], to be multiplied by `channel_unit`; `q`: of
-    `channel_queries`."""
+    """Return q . k of one tile without offsets, fp32 [rows, keys], and without the factor `channel_unit`;
+    `q`: from `channel_queries`."""
     KIND: tl.constexpr = k.kind
     BITS: tl.constexpr = k.bits
     DIM: tl.constexpr = k.dim

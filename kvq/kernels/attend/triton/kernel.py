@@ -1,8 +1,8 @@
 """The kernel of Triton attention over blocks: one for decode and extend.
 
-A program takes one tile of query rows (new token, query head of the KV head) of one sequence and one
-KV head, and some or all of the keys, as the work list says. Codes are never scaled: the K scale and
-minimum go to the scores, the V scale and minimum to the probabilities.
+A program handles one tile of query rows (new token, query head of the KV head) of one sequence and one
+KV head, and some or all of the keys, as stated in the work list. Codes are never scaled: K's scale and
+minimum are applied to the scores, V's scale and minimum to the probabilities.
 
 Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding", 2023, for splits.
 """
@@ -29,7 +29,7 @@ from kvq.kernels.gpu.launch import opened
 from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
-# Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
+# For numbers that change from step to step, Triton would else compile variants: 1, multiples of 16, others.
 VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]  # D129
 
 
@@ -44,15 +44,15 @@ def attend_kernel(
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
 
-    FOLDED: sums over keys that are kept apart till the end, so that no loop adds over threads. LOWER: whether
-    keys are left out before others of their tile. AGE, AGE_BLOCK: of the part of the keys that is seen.
+    FOLDED: sums over keys that stay separate until the end, so that no loop adds over threads. LOWER: whether
+    a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: of the part of the keys that is seen.
 
-    An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, v.pad],
-    still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
+    An item with a part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, v.pad],
+    still rotated, and to `part_lses_ptr`; an item with all keys stores the results.
 
-    APART: means are taken in before and after the loop over keys; in between lies what `room_ptr`, fp32
-    [tokens, query heads, 1 + tiles of a block, table_stride], holds: the scores of all blocks' means, then
-    the sums of all tiles' weights. Rows of a tile that are none read the first one's and store nothing.
+    APART: means are added before and after the loop over keys, through `room_ptr`, fp32 [tokens, query heads,
+    1 + tiles of a block, table_stride], with the scores of all blocks' means, then the sums of all tiles'
+    weights. Rows past the end of a tile read those of the first row and store nothing.
     """
     if INTERPRETED:
         k, v = opened(k), opened(v)
@@ -81,7 +81,7 @@ def attend_kernel(
     runs = ()
     sums = ()
     CHANNELS: tl.constexpr = k.read.words and k.kind >= CHANNEL
-    LEFT: tl.constexpr = APART and (k.mean_group > 0 or CHANNELS)  # means or offsets of K are in the room
+    LEFT: tl.constexpr = APART and (k.mean_group > 0 or CHANNELS)  # K's means or offsets are in `room_ptr`
     k_mean_at = kv_head.to(tl.int64) * k.mean_strides.head
     v_mean_at = kv_head.to(tl.int64) * v.mean_strides.head
     if APART:
@@ -133,8 +133,8 @@ def attend_kernel(
     k_scales = k.scales + kv_head.to(tl.int64) * k.scale_strides.head
     v_codes = v.codes + kv_head.to(tl.int64) * v.code_strides.head
     v_scales = v.scales + kv_head.to(tl.int64) * v.scale_strides.head
-    # Exponents of probabilities are raised by that, for weights in fp16; narrow scales are enlarged instead,
-    # and means multiply sums of weights.
+    # ENLARGED is added to exponents of probabilities, for weights in fp16; narrow scales are enlarged
+    # instead, and means multiply sums of weights.
     IS_RAISED: tl.constexpr = v.read.words and not is_narrow(v.scales)
     SUMMED: tl.constexpr = KEYS // LEAST_KEYS if v.read.words and v.mean_group > 0 and not APART else 1
     ENLARGED: tl.constexpr = enlargement(v.kind, v.read.compute) if IS_RAISED else -exponent(SUMMED)

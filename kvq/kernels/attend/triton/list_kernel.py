@@ -1,7 +1,7 @@
 """The kernel that builds the work list of a step; see work.py.
 
-The tiles of a step have slots, which need not be counted out: sequence i's begin at slot (query rows
-before it) // ROWS + i, so no two share one, and a search in the first tokens finds whose a slot is.
+The tiles of a step have slots, which need no prefix sum: those of sequence i begin at slot (query rows
+before it) // ROWS + i. No two tiles share a slot, and a search in the first tokens finds a slot's sequence.
 """
 
 import triton
@@ -12,12 +12,12 @@ ITEM_WORDS = tl.constexpr(8)
 # Of a tile in several parts: parts (0: no tile), first part, first row, first token, new tokens.
 MERGE_WORDS = tl.constexpr(5)
 _CLASSES = tl.constexpr(16)  # of sizes, by which pieces are ordered
-OLD, YOUNG = tl.constexpr(1), tl.constexpr(2)  # which keys are seen, of a part; 0: those of any age
+OLD, YOUNG = tl.constexpr(1), tl.constexpr(2)  # keys that are seen, of a part; 0: keys of any age
 
 
 @triton.jit
 def edge(position, recent, AGE_BLOCK: tl.constexpr):
-    """The first key that is young for a query at a position; see Part."""
+    """Return the first key that is young for a query at a position; see Part."""
     return tl.maximum(position + 1 - recent, 0) // AGE_BLOCK * AGE_BLOCK
 
 
@@ -26,7 +26,7 @@ def lowest_key(  # D137: bounds from positions on the device: graphs hold
     position, window, recent, part_first, WINDOW: tl.constexpr, CHUNK: tl.constexpr, AGE: tl.constexpr,
     AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first key that a query at a position sees."""
+    """Return the first key that a query at a position sees."""
     lowest = position * 0
     if WINDOW:
         lowest = tl.maximum(position - window + 1, 0)
@@ -41,7 +41,7 @@ def lowest_key(  # D137: bounds from positions on the device: graphs hold
 
 @triton.jit
 def highest_key(position, recent, part_last, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr):
-    """The last key that a query at a position sees; -1: none."""
+    """Return the last key that a query at a position sees; -1: none."""
     highest = position
     if AGE == OLD:
         highest = tl.minimum(edge(position, recent, AGE_BLOCK), part_last) - 1
@@ -53,8 +53,8 @@ def _tiles(
     slot, step, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys, end,
-    tiles of keys; the last is -1 where a slot holds none.
+    """Return the tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys,
+    end, tiles of keys; the last is -1 if a slot has no tile.
     """
     lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last = step
     sequence = slot * 0
@@ -82,17 +82,17 @@ def _tiles(
 
 @triton.jit
 def _pieces(keys, before, total, pieces):
-    """Parts of tiles, 0 where there is no tile; bool and int32 [slots, _CLASSES]: which class of size theirs
-    is, largest first, and how many of them are in each.
+    """Return the number of parts of tiles, 0 without a tile; and, bool and int32 [slots, _CLASSES], the class
+    of their size, largest first, and the number of parts in each class.
 
-    `pieces` are dealt out to the tiles by their share of all keys, `total`; of the tiles in earlier slots
-    `before` are. What is rounded off one goes to the next, so together no more parts are made.
+    `pieces` are distributed over tiles by their share of all keys, `total`; tiles in earlier slots have
+    `before` keys. Rounding remainders carry over to the next tile, so together no more parts are made.
     """
     whole = tl.maximum(keys, 0)
     upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
     dealt = (upto * pieces + total // 2) // total - ((upto - whole) * pieces + total // 2) // total
     parts = tl.where(keys < 0, 0, tl.maximum(dealt, 1)).to(tl.int32)
-    size = whole // tl.maximum(parts, 1)  # of a split tile less than twice what a piece has on average
+    size = whole // tl.maximum(parts, 1)  # for a split tile, less than twice the average of a piece
     rank = tl.maximum(-(size * pieces * (_CLASSES // 2) // total) + (_CLASSES - 1), 0)
     own = rank[:, None] == tl.arange(0, _CLASSES)[None, :]
     return parts, own, tl.where(own, parts[:, None], 0)
@@ -102,7 +102,7 @@ def _pieces(keys, before, total, pieces):
 def _store_items(
     items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS: tl.constexpr
 ):
-    """The items of some tiles, whose keys are shared out evenly in whole tiles."""
+    """Store the items of some tiles, whose keys are divided evenly, in whole tiles."""
     for part in range(0, tl.max(parts, axis=0)):
         there = part < parts
         item = items + (at + part) * ITEM_WORDS
@@ -116,7 +116,7 @@ def _store_items(
 
 @triton.jit
 def _fill(words, begin, end, value, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Say of the records from `begin` to `end` that they hold nothing."""
+    """Mark the records from `begin` to `end` as empty."""
     for done in range(begin, end, BLOCK):
         at = done + tl.arange(0, BLOCK)
         tl.store(words + at * WORDS, tl.zeros((BLOCK,), tl.int32) + value, mask=at < end)
@@ -136,8 +136,8 @@ def list_kernel(
     SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, and one for every tile that
-    is smaller. One program: the lists are short, and every place in them depends on what comes before.
+    """Split the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, with one for each smaller
+    tile. Grid: one program, as the lists are short, and every place in them depends on earlier ones.
     """
     step = (
         lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last

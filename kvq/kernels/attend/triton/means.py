@@ -1,9 +1,9 @@
-"""Means of blocks in attention in Triton, read as INT4 rows are.
+"""Attention over block means in Triton; means are read in the same way as INT4 rows.
 
-A block's mean is one more key, seen by all columns of its tile, and one more value, times the sum of the
-weights. In tiles of few rows the means of all blocks of a program are rows of tiles of their own: scores of
-them are left in memory before the loop over keys, and sums of weights in it for what comes after. So
-rows of every code are read as words, in as many registers as without means.
+A block's mean is one more key, whose score is added to all keys of its tile, and one more value, weighted by
+the sum of the weights. For tiles with few rows, the means of all blocks of a program form separate tiles:
+their scores are written to memory before the loop over keys, and the loop writes the sums of weights, which
+are used after it. This way, rows of any code are read as words, without more registers than without means.
 """
 
 import triton
@@ -21,12 +21,12 @@ from kvq.kernels.attend.triton.words import (
 )
 from kvq.kernels.gpu.rows import INT4
 
-MEANS_TOGETHER = tl.constexpr(32)  # means that are a tile
+MEANS_TOGETHER = tl.constexpr(32)  # means per tile
 
 
 @triton.jit
 def means_at(table, first, last, m_block):
-    """`MEANS_TOGETHER` blocks from `first` on, whether they are before `last`, and where their means lie."""
+    """Return `MEANS_TOGETHER` blocks from `first` on, a mask of those before `last`, and means' offsets."""
     block = first + tl.arange(0, MEANS_TOGETHER)
     inside = block < last
     return block, inside, tl.load(table + block, mask=inside, other=0).to(tl.int64) * m_block
@@ -34,14 +34,14 @@ def means_at(table, first, last, m_block):
 
 @triton.jit
 def words_of_means(means, DIM: tl.constexpr):
-    """Return pointers to codes and scales of means, and words of two bytes of an element of `means`."""
+    """Return pointers to codes and scales of means, and the two-byte words per element of `means`."""
     WORDS: tl.constexpr = means.dtype.element_ty.primitive_bitwidth // 16
     return means.to(tl.pointer_type(tl.int16), bitcast=True), means + DIM // (4 * WORDS), WORDS
 
 
 @triton.jit
 def score_means(q, k, room, rows_at, valid, table, first, last, means):  # D130: around the loop
-    """Leave q . mean of the blocks [first, last) in `room`, behind each row's `rows_at`."""
+    """Store q . mean of the blocks [first, last) in `room`, from each row's `rows_at` on."""
     RUN: tl.constexpr = min(k.mean_group, k.dim // 2)  # bytes
     WIDTH: tl.constexpr = RUN // 2
     runs, sums = word_queries(q, INT4, k.dim, k.mean_group, RUN, WIDTH, LEAST_COLUMNS, 1)
@@ -59,7 +59,7 @@ def score_means(q, k, room, rows_at, valid, table, first, last, means):  # D130:
 
 @triton.jit
 def mean_scores(q, sums, k, at, KEYS: tl.constexpr, GROUP: tl.constexpr):
-    """q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: words before its row."""
+    """Return q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: offset in words."""
     none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
     codes = k.means.to(tl.pointer_type(tl.int16), bitcast=True)
     scores = packed_scores(
@@ -72,7 +72,7 @@ def mean_scores(q, sums, k, at, KEYS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _rows(x):
-    """The only row of x again and again, as many as products sum over."""
+    """Repeat the only row of x LEAST_KEYS times, as many as products sum over."""
     return tl.broadcast_to(x, (LEAST_KEYS, x.shape[1]))
 
 
@@ -80,8 +80,8 @@ def _rows(x):
 def mean_of_values(
     p, means, at, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """Sums of weights p fp32 [rows, keys] over every LEAST_KEYS-th key, a mean's minimums in the second half
-    of the columns of minimums, and words of its scales; nothing without means."""
+    """Return sums of weights p, fp32 [rows, keys], over every LEAST_KEYS-th key, a mean's minimums in the
+    second half of the columns of minimums, and words of its scales; an empty tuple without means."""
     mean = ()
     if GROUP > 0:
         weights = folded(p, LEAST_KEYS).to(COMPUTE)
@@ -97,7 +97,7 @@ def mean_run(
     mean, means, at, J: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Products of one run of a mean, as INT4 rows have them."""
+    """Return the products of one run of a mean, as for INT4 rows."""
     codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
     inside = tl.arange(0, 1) == 0
     parts = run_parts(codes, 2 * at, inside, INT4, J * RUN, DIM, RUN, WIDTH, COMPUTE)

@@ -1,4 +1,4 @@
-"""Results of a tile in Triton attention: where they lie, how they get there, and the kernel that merges the
+"""Results of a tile in Triton attention: their offsets, how they are stored, and the kernel that merges the
 parts of a tile's keys by their log-sum-exp."""
 
 import triton
@@ -16,7 +16,7 @@ def store_rows(
     out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Divide, let the sink join, undo V's rotation, and store; `top` counts in powers of two."""
+    """Add the sink, divide, undo V's rotation, and store; `top` is an exponent of two."""
     if SINKS:
         sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)
@@ -38,7 +38,7 @@ def store_rows(
 
 @triton.jit
 def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
-    """Return of an item's rows whether there is one, its position, token and query head."""
+    """Return, for each row of an item, whether it exists, its position, token and query head."""
     row = tl.load(item + 1, volatile=True) + own
     new = tl.load(item + 3, volatile=True)
     position = tl.load(item + 4, volatile=True) - new + row // SHARE
@@ -52,9 +52,9 @@ def store_results(  # D123: inverses: units are powers of two
     ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Store what an item's rows gave: results, or a part that is merged with others.
+    """Store an item's results, or a part that is merged with others.
 
-    Where its rows lie is read again, so that the loop before needs no registers for that.
+    The places of its rows are read again, so that the loop before needs no registers for them.
     """
     own = tl.arange(0, ROWS)
     valid, _, token, head = tile_rows(item, own, kv_head, SHARE)

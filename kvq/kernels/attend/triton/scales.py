@@ -1,9 +1,9 @@
-"""Scales of quantized rows in Triton, as scores and weights are multiplied by them.
+"""Scales of quantized rows in Triton, as factors of scores and weights.
 
-Only elements of four bytes and more are copied asynchronously, so scales are read as words. And a tensor of
-fewer elements than a program has threads is one that the compiler lets many threads copy, each of them all
-that it needs: 32 copies a thread for 64 keys, where one would do. So small ones are read as the first row, or
-the first columns, of a tile with an element for every thread.
+Only elements of at least four bytes are copied asynchronously, so scales are read as words. If a tensor has
+fewer elements than a program has threads, the compiler lets each thread copy all elements that it needs: 32
+copies per thread for 64 keys, where one would do. Small tensors are therefore read as the first row, or the
+first columns, of a tile with an element for every thread.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _HIGH_SCALES = tl.constexpr(_NARROW_SCALES.value.format(bytes="0x7632"))
 
 
 def wide_assembly(place: Any, exponent: Any, _semantic: Any = None) -> tl.constexpr:
-    """A word's first byte, or its third one, as a scale in fp32 times a power of two: two instructions."""
+    """Return assembly for a word's first or third byte as an fp32 scale times a power of two."""
     mask, factor = (("0xff", 1 << 20), ("0xff0000", 16))[plain(place)]
     added = (107 + plain(exponent)) << 23
     return tl.constexpr(f"""
@@ -41,10 +41,10 @@ mad.lo.u32 $0, byte, {factor}, {added};
 
 
 def minimums_assembly(bits: Any, _semantic: Any = None) -> tl.constexpr:
-    """Words of two bytes, two of a token, as the minimums of two groups in fp16, without a loss.
+    """Return assembly for two of a token's two-byte words as the exact minimums of two groups in fp16.
 
-    1024 + 128 + the signed byte, less 1152, times 2^(bits - 12), times the scale that is 32 times as large;
-    bits: of a code.
+    It computes (1024 + 128 + the signed byte - 1152) * 2^(bits - 12) * the scale, which is 32 times too
+    large; `bits`: bits of a code.
     """
     part, minus = 3 + plain(bits) << 10, 0xC480 + (plain(bits) - 4 << 10)
     return tl.constexpr(f"""
@@ -63,8 +63,8 @@ mul.rn.f16x2 $0, $0, scale;
 
 
 def is_narrow(scales: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return True if a pointer's words hold pairs of bytes: they are unsigned then, of two groups or, where
-    rows have an odd number of them, of one."""
+    """Return True if a pointer's words contain pairs of bytes; they are then unsigned, of two groups or, if
+    rows have an odd number of groups, of one."""
     return tl.constexpr(scales.dtype.element_ty.is_int_unsigned())
 
 
@@ -74,21 +74,21 @@ for _function in (wide_assembly, minimums_assembly, is_narrow):  # device code c
 
 @triton.jit
 def row_scales(rows, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the scales of a tile's codes, fp16 [keys]; 0 of tokens that are not `inside`.
+    """Return the scales of a tile's codes, fp16 [keys]; 0 for tokens that are not `inside`.
 
-    SPREAD: rows of words that have an element for every thread, of which one is read; 1: enough keys.
+    SPREAD: rows of words with an element for every thread, of which one is read; 1 if there are enough keys.
     """
     scales, at, inside = tile.scales, tile.scales_at, tile.inside
     if rows.read.paired and SPREAD > 1:
         WORDS: tl.constexpr = at.shape[0] // 2
         of_even, of_odd = tl.split(tl.reshape(at, (WORDS, 2)))
         even, odd = tl.split(tl.reshape(inside, (WORDS, 2)))
-        at = tl.where(even, of_even, of_odd)  # the same, but where the other's block was not looked up
+        at = tl.where(even, of_even, of_odd)  # the same, unless the other's block was not looked up
         row = tl.arange(0, SPREAD)[:, None]
         words = tl.load(scales + (at[None, :] + row * 0), mask=(even | odd)[None, :] & (row == 0), other=0)
         words = _first_row(words, SPREAD)
         words = words & tl.where(odd, -1, 0xFFFF)
-        if WINDOW:  # may begin between two
+        if WINDOW:  # a window may begin between two
             words = words & tl.where(even, -1, -0x10000)
         low = words.to(tl.int16).to(tl.float16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -104,7 +104,7 @@ def row_scales(rows, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _first_row(x, ROWS: tl.constexpr):
-    """The first of ROWS rows of x, a power of two."""
+    """Return the first of ROWS rows of x; ROWS is a power of two."""
     if ROWS == 1:
         first = tl.reshape(x, (x.shape[1],))
     else:
@@ -115,14 +115,14 @@ def _first_row(x, ROWS: tl.constexpr):
 
 @triton.jit
 def side_by_side(low, high):
-    """The columns of two, side by side."""
+    """Return the columns of two tensors side by side."""
     both = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
 
 
 @triton.jit
 def runs_of(x, COUNT: tl.constexpr):
-    """x [ROWS, columns] as COUNT runs of neighbouring columns, COUNT a power of two."""
+    """Split x [ROWS, columns] into COUNT runs of adjacent columns; COUNT is a power of two."""
     ROWS: tl.constexpr = x.shape[0]
     if COUNT == 1:
         cut = (x,)
@@ -136,8 +136,8 @@ def runs_of(x, COUNT: tl.constexpr):
 def group_minimums(  # D126: minimums: one product with the queries' sums
     scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BITS: tl.constexpr
 ):
-    """COMPUTE [keys, PAIRS] with the minimums of all groups of those tokens: narrow ones one a column, others
-    in every other one, with scales between; zeros follow.
+    """Return the minimums of all groups of some tokens, COMPUTE [keys, PAIRS]: narrow ones in each column,
+    others in every second column, with scales between them; zeros follow.
     """
     col = tl.arange(0, PAIRS)
     if is_narrow(scales):
@@ -161,11 +161,11 @@ def group_minimums(  # D126: minimums: one product with the queries' sums
 
 @triton.jit
 def group_words(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
-    """Words of 32 bits with the scales of all groups of those tokens, [keys] each: of narrow ones two a word.
-    SPREAD: of `row_scales`.
+    """Return 32-bit words with the scales of all groups of some tokens, [keys] each: two per word if narrow.
+    SPREAD: as for `row_scales`.
 
-    Few of them are read as one tile; more would take registers. Read before the product of the minimums they
-    take registers, too, with Triton 3.7.1.
+    A few words are read as one tile; more would take registers. So do they with Triton 3.7.1 if they are
+    read before the product of the minimums.
     """
     parts = ()
     WORDS: tl.constexpr = GROUPS // 2 if scales.dtype.element_ty == tl.uint32 else GROUPS
@@ -188,7 +188,7 @@ def group_words(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def wide_scale(words, GROUP: tl.constexpr, EXPONENT: tl.constexpr):
-    """A group's scale of its words, fp32 [keys], times 2**EXPONENT."""
+    """Return a group's scale from its words, fp32 [keys], times 2**EXPONENT."""
     if words[0].dtype == tl.int32:
         scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 2.0**EXPONENT
     else:
@@ -206,7 +206,7 @@ def wide_scale(words, GROUP: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def half_scale(words, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
-    """A group's scale of its words, fp16 or fp32 [keys]; narrow ones are 32 times as large."""
+    """Return a group's scale from its words, fp16 or fp32 [keys]; narrow ones are 32 times too large."""
     if words[0].dtype == tl.int32:
         scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True)
     elif COMPUTE == tl.float16 and takes_ptx() and words[0].shape[0] > 1:
@@ -222,5 +222,5 @@ def half_scale(words, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def scaled(weights, scale):  # D122: V's scales multiply probabilities in fp16
-    """Weights [rows, keys] times a scale [keys], in the weights' dtype."""
+    """Return weights [rows, keys] times a scale [keys], in the weights' dtype."""
     return weights * scale.to(weights.dtype)[None, :]

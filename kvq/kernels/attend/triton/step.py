@@ -1,7 +1,7 @@
-"""A step's launches of attention over blocks: how its work is cut, room for parts of results, the merge.
+"""Attention launches of one step: splitting the work, buffers for partial results, and the merge.
 
-What stays from step to step is a plan, made once for a layer's blocks; what a step has is made once for all
-layers that cut alike.
+The plan, made once for a layer's blocks, is kept from step to step. Per-step data is made once for all layers
+with the same split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split,
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
-_MERGED_ROWS = 1, 4  # of the result, of decode tiles and of extend tiles
+_MERGED_ROWS = 1, 4  # of the result per program, for decode tiles and for extend tiles
 _ATTENDED = (
     *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
     *("items_ptr", "tables_ptr", "sink_ptr"),
 )
-_ROOM = "room_ptr"  # of kernels that take means in before and after their loop
+_ROOM = "room_ptr"  # of kernels that add means before and after their loop
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
@@ -33,19 +33,19 @@ _MANY = (1 << 31) - 1  # query rows: no limit
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """A layer's launches, but for what changes from step to step."""
+    """A layer's launches, without the data that changes from step to step."""
 
-    name: tuple[Any, ...]  # what cuts a step's work: layers that agree in it share their lists
+    name: tuple[Any, ...]  # key of the split of a step's work: layers with the same key share their lists
     shapes: tuple[TileShape, TileShape]  # of decode tiles, and of extend tiles
     options: AttentionOptions
     share: int  # query heads of a KV head
     kv_heads: int
-    most_decode: int  # query rows of a sequence and KV head that tiles of decode take
+    most_decode: int  # most query rows of a sequence and KV head in decode tiles
     may_gather: bool
     v_dim: int
     v_pad: int
     attend: tuple[Bound, Bound]
-    room: int | None  # numbers that means take for a query row and block; None: the kernel knows no means
+    room: int | None  # numbers per query row and block that means need; None: the kernel has no means
     merge: tuple[Bound, Bound]
 
     @classmethod
@@ -59,8 +59,8 @@ class Plan:
         most_decode: int,
         may_gather: bool,
     ) -> "Plan":
-        """`kernel` begins with the arguments that all have; `fixed`: its others and the merge's, but for the
-        tiles' sizes, to decode and to extend."""
+        """`kernel` begins with the arguments that all kernels have; `fixed`: its other arguments and the
+        merge's, without tile sizes, for decode and for extend."""
         attends = (
             {x: _argument(value) for x, value in own.items() if x in kernel.arg_names}
             | {"ROWS": shape.rows, "KEYS": shape.keys, "FOLDED": folded_keys(shape), **shape.options()}
@@ -120,7 +120,7 @@ _Planned = Callable[[Tensor, PagedKV, AttentionOptions], Plan]
 
 
 def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
-    """Return what `planned` makes of them, once for a layer's blocks and kept with them."""
+    """Return the plan that `planned` makes, once for a layer's blocks, and cache it with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
         *(options.scale, options.window, options.softcap, options.sinks is None, options.part, options.chunk),
@@ -134,7 +134,7 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
 def launched(
     plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-    """Launch a step's work; the results, out and lse, and the sequences that are left to gathered rows."""
+    """Launch a step's work; return the results, out and lse, and the sequences left to `attend_gathered`."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
@@ -146,11 +146,11 @@ def launched(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A step's tiles of one height, and room for the parts of those that are split."""
+    """A step's tiles of one height, and buffers for the parts of split tiles."""
 
     items: WorkList
     is_extend: bool
-    parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another, so all use this
+    parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another and share it
     lses: Tensor  # fp32 [parts, kv_heads, height]
     grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int] | None
@@ -158,14 +158,14 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """Sequences of a step by the kernel that attends to them."""
+    """Sequences of a step, by the kernel that handles them."""
 
     works: list[_Work]
     gathered: list[int]
 
 
 def _step(batch: SequenceBatch, plan: Plan) -> _Step:
-    """Tiles of a batch, and what is gathered; worked out once for all layers that cut alike."""
+    """Return a batch's tiles and gathered sequences, computed once for all layers with the same split."""
     found: _Step | None = batch.kept.get(plan.name)
     if found is None:
         found = batch.kept[plan.name] = _shared_out(batch, plan)
@@ -214,7 +214,7 @@ def _with_room(batch: SequenceBatch, items: WorkList, plan: Plan, *, is_extend: 
 
 
 def _room(batch: SequenceBatch, numbers: int) -> Tensor:
-    """Room for so many numbers for every block that a sequence may have; all layers use the same."""
+    """Return a buffer of `numbers` numbers for every block of a sequence, shared by all layers."""
     name = _room, numbers
     if name not in batch.kept:
         stride = batch.tables.stride(0)

@@ -1,4 +1,4 @@
-"""One tile of keys in Triton attention: where its rows lie, their scores, and what they add to the output."""
+"""One tile of keys in Triton attention: offsets of its rows, their scores, and their share of the output."""
 
 from typing import Any, NamedTuple
 
@@ -23,14 +23,14 @@ from kvq.kernels.gpu.stored import mean_rows, stored_rows
 
 
 class _Tile(NamedTuple):
-    """A tile's rows of K or V: pointers, offsets [keys] from them, and which keys there are."""
+    """A tile's rows of K or V: pointers, offsets [keys] from them, and a mask of keys that exist."""
 
     codes: Any
     codes_at: Any
     scales: Any
     scales_at: Any
-    means_at: Any  # of the blocks of all keys, from `means` on: [keys], or [1] if they lie in one block
-    slot: Any  # [keys], tokens of their blocks
+    means_at: Any  # offsets of the keys' blocks from `means`: [keys], or [1] if all are in one block
+    slot: Any  # [keys], within their blocks
     kv_head: Any
     inside: Any  # bool [keys]
 
@@ -39,9 +39,9 @@ class _Tile(NamedTuple):
 def rows_at(
     start, block, first, slot, stride, STEP: tl.constexpr, PER: tl.constexpr, IN_ONE_BLOCK: tl.constexpr
 ):
-    """Return a pointer to a tile's rows and offsets [keys] from it; PER: neighbouring tokens of an element.
+    """Return a pointer to a tile's rows and offsets [keys] from it; PER: adjacent tokens of an element.
 
-    In one block, the block is a number and `slot` counts from its token `first`; else it is one of each key.
+    In one block, `block` is a number and `slot` counts from its token `first`; else both are per key.
     """
     if IN_ONE_BLOCK:
         start += block * stride + first // PER * STEP
@@ -53,7 +53,7 @@ def rows_at(
 
 @triton.jit
 def tile_of(rows, codes, scales, means_at, block, first, slot, kv_head, inside, IN_ONE_BLOCK: tl.constexpr):
-    """The tile of K or V whose blocks are given; `codes`, `scales`: pointers to those of the KV head."""
+    """Return the tile of K or V in the given blocks; `codes`, `scales`: pointers for the KV head."""
     PER: tl.constexpr = 1 + rows.read.paired
     codes, codes_at = rows_at(
         codes, block, first, slot, rows.code_strides.block, rows.code_strides.slot, 1, IN_ONE_BLOCK
@@ -66,7 +66,7 @@ def tile_of(rows, codes, scales, means_at, block, first, slot, kv_head, inside, 
 
 @triton.jit
 def dense_rows(rows, tile, col):
-    """Rows that are not read as words, as numbers [keys, columns] of the dtype of products."""
+    """Return rows that are not read as words, [keys, columns] in the dtype of products."""
     if rows.kind == FLOAT:
         mask = tile.inside[:, None] & (col < rows.dim)[None, :]
         x = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0)
@@ -79,7 +79,7 @@ def dense_rows(rows, tile, col):
 
 @triton.jit
 def _with_means(x, rows, tile, col):
-    """Rows [keys, columns] and the means of their blocks."""
+    """Return rows [keys, columns] plus the means of their blocks."""
     if tile.means_at.shape[0] == 1:
         mean = mean_rows(rows.means, tile.means_at, tl.arange(0, 1) == 0, col, rows.dim, rows.mean_group)
     else:
@@ -89,8 +89,8 @@ def _with_means(x, rows, tile, col):
 
 @triton.jit
 def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr, MEAN_GROUP: tl.constexpr):
-    """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
-    queries as words of codes need them. MEAN_GROUP: 0 if means are taken in elsewhere."""
+    """Return q . k of one tile, fp32 [rows, keys], without the factors of all keys; `runs`, `sums`: queries
+    in the form for words of codes. MEAN_GROUP: 0 if means are added elsewhere."""
     if k.read.words and k.kind >= INT4:
         before = tl.zeros((q.shape[0], tile.inside.shape[0]), tl.float32)
         if MEAN_GROUP > 0:
@@ -118,7 +118,7 @@ def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constex
 def with_values(
     outs, p, decay, v, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr, MEAN_GROUP: tl.constexpr
 ):
-    """The parts of the output with one tile taken in. MEAN_GROUP: 0 if means are taken in elsewhere."""
+    """Return the parts of the output plus one tile. MEAN_GROUP: 0 if means are added elsewhere."""
     if v.read.words and v.kind >= INT4:
         new = add_packed_values(
             outs, p, decay, tile.codes, tile.scales, tile.codes_at, tile.scales_at, tile.inside, v.kind,
@@ -140,8 +140,8 @@ def with_values(
 
 @triton.jit
 def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr):
-    """Scores, capped ones as exponents of two, -inf where a row must not see a key: it sees up to `last`, and
-    in a window what comes after `before`.
+    """Return scores, capped ones as exponents of two, with -inf where a row must not see a key: it sees keys
+    up to `last` and, in a window, only keys after `before`.
     """
     if SOFTCAP:
         grown = tl.exp2(scores * (2.0 / softcap * LOG2_E))
@@ -158,10 +158,10 @@ def weighed(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr, ENLARGED: tl.constexpr,
     ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Weights of one tile and their sums, what earlier ones are to be multiplied by, and the new maxima.
+    """Return one tile's weights and their sums, the factor for earlier tiles, and the new maxima.
 
-    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two; `added` to all
-    scores of a row, scaled, if ADDED. ENLARGED: what is added to exponents of weights.
+    `row_scale`: factor of scores, which also makes uncapped ones exponents of two; `added`: added to all
+    scaled scores of a row, if ADDED. ENLARGED: added to exponents of weights.
     """
     if SOFTCAP:
         scores = scores * row_scale[:, None]
@@ -169,7 +169,7 @@ def weighed(
             scores += added[:, None]
     scores = _capped_and_masked(scores, softcap, key, last, before, SOFTCAP, WINDOW)
     highest = tl.max(scores, axis=1)
-    if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
+    if not SOFTCAP:  # scaled where the maximum is subtracted: a product and a sum are one instruction
         highest = highest * row_scale
         scores = scores * row_scale[:, None]
         if ADDED:
@@ -186,7 +186,7 @@ def weighed(
 
 @triton.jit
 def logarithm(x):
-    """log2 of what isn't negative, by one instruction where there is one: tl.log2 takes thirty."""
+    """Return log2 of nonnegative numbers, in one instruction if there is one; tl.log2 takes thirty."""
     if takes_ptx():
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -198,7 +198,7 @@ def logarithm(x):
 
 @triton.jit
 def power_of_two(top):
-    """The least that is not below `top`, and its inverse; 1 for 0, and neither where fp32 has no other."""
+    """Return the least power of two not below `top`, and its inverse, both clamped to fp32 range."""
     exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
     exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
     return tl.exp2(exponent), tl.exp2(-exponent)
@@ -206,10 +206,10 @@ def power_of_two(top):
 
 @triton.jit
 def read_queries(q_ptr, at, mask, k, ROWS: tl.constexpr):
-    """Queries [ROWS, k.pad] as numbers of the dtype of products, or rounded to K's codes, and what each row's
-    scores are to be multiplied by.
+    """Return queries [ROWS, k.pad] in the dtype of products, or rounded to K's codes, and each row's factor
+    for scores.
 
-    fp16 can't hold every bf16 number, nor the sums of large ones, so rows are divided by a power of two.
+    fp16 can't represent every bf16 number, nor sums of large ones, so rows are divided by a power of two.
     """
     COMPUTE: tl.constexpr = k.read.compute
     x = tl.load(q_ptr + at, mask=mask, other=0.0)

@@ -1,7 +1,7 @@
-"""Attention's values of FP8, INT8 and packed rows in Triton, read as words of two bytes.
+"""Attention over values in FP8, INT8 and packed rows in Triton, read as two-byte words.
 
-The parts of a run (see words.py) are columns of the output that lie apart until the end. Codes are
-never scaled, but probabilities.
+The parts of a run (see words.py) are columns of the output that stay separate until the end. Codes are
+never scaled, but probabilities are.
 """
 
 import triton
@@ -16,7 +16,7 @@ from kvq.kernels.gpu.words import code_bits, codes_a_byte, unit
 
 @triton.jit
 def _interleaved(even, odd):
-    """The columns of two, taking turns."""
+    """Interleave the columns of two tensors."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
@@ -25,8 +25,8 @@ def word_outputs(
     ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of an output of zeros, [ROWS, WIDTH] each; packed ones have before them one [ROWS,
-    PAIRS] for what minimums add, in the columns where the minimums are.
+    """Return the parts of an output, zeros [ROWS, WIDTH] each; for packed codes, a part [ROWS, PAIRS] for
+    products with minimums, in the columns of the minimums, precedes them.
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
     outs = (run, run)
@@ -38,12 +38,12 @@ def word_outputs(
 
 
 @triton.jit
-def _taken_in(out, decay, weights, values, more):  # D118: INT4 sums taken in to nearest: Hopper truncates
+def _taken_in(out, decay, weights, values, more):  # D118: INT4 sums are added to nearest: Hopper truncates
     """Return `out` times `decay` plus `more` and the products of one tile, rounded to nearest.
 
-    Tensor cores cut off what they add to a sum. Packed codes are never negative, so a product that took in
-    the sum as well would fall short by as much in every column: over 34,816 keys by 1.5% of a result, all of
-    it in one column if V was rotated.
+    Tensor cores truncate when they add to a sum. Packed codes are never negative, so a product that also
+    added the sum would be too small by the same amount in every column: over 34,816 keys by 1.5% of a result,
+    all of it in one column if V was rotated.
     """
     return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), added_dot(weights, values, more))
 
@@ -55,7 +55,7 @@ def add_packed_values(
     PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at,
     MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Let the parts of the output take in one tile of packed rows, and with means the mean of their block."""
+    """Add one tile of packed rows to the parts of the output and, with means, the mean of their block."""
     PER: tl.constexpr = codes_a_byte(KIND)
     pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, code_bits(KIND))
     weights = p.to(COMPUTE)
@@ -83,7 +83,7 @@ def add_packed_values(
 
 @triton.jit
 def add_byte_values(outs, weights, decay, v, tile):
-    """Let the parts of the output take in one tile of FP8 or INT8 rows."""
+    """Add one tile of FP8 or INT8 rows to the parts of the output."""
     parts = byte_parts(v, tile)
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
@@ -92,14 +92,14 @@ def add_byte_values(outs, weights, decay, v, tile):
 
 @triton.jit
 def _column(x, COLUMN: tl.constexpr):
-    """One column of x [ROWS, PAIRS], [ROWS, 1]."""
+    """Return one column of x [ROWS, PAIRS] as [ROWS, 1]."""
     own = tl.arange(0, x.shape[1])[None, :] == COLUMN
     return tl.sum(tl.where(own, x, 0.0), axis=1)[:, None]
 
 
 @triton.jit
 def _minimum(x, AT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr):
-    """Return what minimums, of rows and of means, add to the run of elements that begins AT, [ROWS, 1]."""
+    """Return the products with minimums, of rows and of means, for the run that begins AT, [ROWS, 1]."""
     added = _column(x, STEP * (AT // GROUP) + STEP - 1)
     if MEAN_GROUP > 0:
         added += _column(x, x.shape[1] // 2 + AT // MEAN_GROUP)
@@ -111,7 +111,7 @@ def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The output [ROWS, PAD] of its parts. MEAN_GROUP: of means; 0: none."""
+    """Return the output [ROWS, PAD] from its parts. MEAN_GROUP: group size of means; 0: no means."""
     SHARE: tl.constexpr = 1 / 32 if KIND >= INT4 and STEP == 1 else 1.0
     PER: tl.constexpr = codes_a_byte(KIND)
     RUNS: tl.constexpr = DIM // PER // RUN
@@ -130,7 +130,7 @@ def joined(
 
 @triton.jit
 def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr):
-    """The first RUN columns of COUNT runs as [ROWS, PAD]."""
+    """Return the first RUN columns of COUNT runs as [ROWS, PAD]."""
     ROWS: tl.constexpr = runs[0].shape[0]
     if runs[0].shape[1] == RUN and COUNT * RUN == PAD:
         out = all_side_by_side(runs, 0, COUNT)
@@ -146,7 +146,7 @@ def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constex
 
 @triton.jit
 def all_side_by_side(runs, START: tl.constexpr, COUNT: tl.constexpr):
-    """The columns of COUNT runs, a power of two."""
+    """Return the columns of COUNT runs side by side; COUNT is a power of two."""
     if COUNT == 1:
         out = runs[START]
     else:
@@ -160,16 +160,16 @@ def values_of_means(
     v, room, rows_at, top, table, begin, end, means,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Means of the blocks of keys [begin, end) times the sums of their weights, fp32 [ROWS, v.pad].
+    """Return block means of keys [begin, end) times the sums of their weights, fp32 [ROWS, v.pad].
 
-    `room`: of every tile behind each row's `rows_at` the sum as a power of two, which `top` is taken from.
+    `room`: from each row's `rows_at` on, log2 of every tile's sum, from which `top` is subtracted.
     """
     DIM: tl.constexpr = v.dim
     GROUP: tl.constexpr = v.mean_group
     RUN: tl.constexpr = min(GROUP, DIM // 2)  # bytes
     WIDTH: tl.constexpr = RUN // 2
     TILES: tl.constexpr = BLOCK_SIZE // KEYS
-    tl.debug_barrier()  # other threads have left them there
+    tl.debug_barrier()  # other threads wrote the sums
     outs = word_outputs(ROWS, INT4, DIM, RUN, WIDTH, LEAST_COLUMNS)
     codes, scales, WORDS = words_of_means(means, DIM)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -1,12 +1,12 @@
-"""Scores over FP8, INT8 and packed rows in Triton, read as words of two bytes (see gpu/words.py).
+"""Attention scores in Triton for FP8, INT8 and packed rows, read as two-byte words (see gpu/words.py).
 
-A row is read in runs: all of FP8 and INT8 rows, and of packed ones' first plane bytes of one group in each
-half, or of pairs of bits in each quarter. Every run gives two parts, or four of nibbles and eight of pairs,
-each with a product of its own; values.py has V's. Codes are never scaled, but scores are.
+A row is read in runs: FP8 and INT8 rows in one run; of packed rows' first plane, bytes of one group in each
+half or, with pairs of bits, in each quarter. A run has two parts, or four of nibbles and eight of bit pairs,
+each with its own product; values.py does the same for V. Codes are never scaled, but scores are.
 
-FP8 and INT8 rows are also multiplied as they lie, with queries rounded as they are: a query row gets one
-scale, its largest element over what the code holds. INT8 products are summed exactly, FP8 ones by the tensor
-core's own fp32.
+FP8 and INT8 rows can also be multiplied directly, with queries rounded to the same code: each query row has
+one scale, its largest element divided by the largest code. INT8 products are summed exactly, FP8 products in
+the tensor core's fp32.
 """
 
 import triton
@@ -36,13 +36,13 @@ from kvq.kernels.gpu.words import (
 
 LEAST_COLUMNS = tl.constexpr(8)  # of a product
 LEAST_KEYS = tl.constexpr(16)  # that a product sums over
-_LEAST = tl.constexpr(1e-30)  # what a row's largest element counts as at least: its inverse must be finite
-_TO_WHOLE = tl.constexpr(12582912.0)  # added to a small number: the low bits are that number to nearest even
+_LEAST = tl.constexpr(1e-30)  # least value used for a row's largest element: its inverse must be finite
+_TO_WHOLE = tl.constexpr(12582912.0)  # added to a small number, leaves it rounded to even in the low bits
 
 
 @triton.jit
 def folded(x, FOLDED: tl.constexpr):
-    """Sums over every FOLDED-th key of x fp32 [rows, keys], fp32 [rows, FOLDED]: each thread adds its own."""
+    """Sum x, fp32 [rows, keys], over every FOLDED-th key: fp32 [rows, FOLDED]; each thread adds its own."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // FOLDED, FOLDED)), axis=1)
 
 
@@ -58,7 +58,7 @@ def added_dot(a, b, c):
 
 @triton.jit
 def _every_other(x, START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns START, START + 2, ... of x [ROWS, PAD], COUNT of them, as [ROWS, WIDTH], padded with zeros."""
+    """Return COUNT columns START, START + 2, ... of x [ROWS, PAD], padded with zeros to [ROWS, WIDTH]."""
     col = tl.arange(0, WIDTH)[None, :] + tl.zeros((x.shape[0], 1), tl.int32)
     picked = tl.gather(x, tl.minimum(START + 2 * col, x.shape[1] - 1), axis=1)
     return tl.where(col < COUNT, picked, 0.0)
@@ -66,15 +66,15 @@ def _every_other(x, START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def _in_column(out, x, COLUMN: tl.constexpr):
-    """`out` [ROWS, PAIRS] with the sums of x's rows added to one column."""
+    """Add the sums of x's rows to one column of `out` [ROWS, PAIRS]."""
     return out + tl.where(tl.arange(0, out.shape[1])[None, :] == COLUMN, tl.sum(x, axis=1)[:, None], 0.0)
 
 
 # D124: words of 16 bits: even and odd bytes apart
 @triton.jit
 def even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
-    """Queries [ROWS, PAD] as words have them: the even columns of each of HALVES * RUNS runs, then the odd
-    ones, [ROWS, WIDTH], padded with zeros."""
+    """Split queries [ROWS, PAD] like words: into the even columns of each of HALVES * RUNS runs, then the odd
+    ones, [ROWS, WIDTH] each, padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
         cut = runs_of(even, HALVES * RUNS) + runs_of(odd, HALVES * RUNS)
@@ -94,7 +94,7 @@ def word_queries(
     q, KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Queries [ROWS, PAD] as the parts of K's runs, and of packed codes what minimums are multiplied by;
+    """Return queries [ROWS, PAD] as the parts of K's runs and, for packed codes, the factors of minimums;
     STEP: columns of a group in `group_minimums`, the last of which is its minimum."""
     parts = ()
     sums = ()
@@ -120,7 +120,7 @@ def word_queries(
 
 @triton.jit
 def run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
-    """The words of bytes [START, START + RUN) of every row, int16 [keys, WIDTH]."""
+    """Load bytes [START, START + RUN) of every row as words, int16 [keys, WIDTH]."""
     col = tl.arange(0, WIDTH)
     mask = inside[:, None] & (col < RUN // 2)[None, :]
     return tl.load(codes + (at[:, None] + (START // 2 + col)[None, :]), mask=mask, other=0)
@@ -130,9 +130,9 @@ def run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WIDT
 def _high_words(
     codes, at, inside, START: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The second plane's words for runs of bytes of the first: SIZE of them from START on, again and again.
+    """Load the second plane's words for runs of the first plane: SIZE bytes from START on, repeatedly.
 
-    Each time they are a tile of their own, int16 [keys, WIDTH], with zeros in the others' columns.
+    Each repetition is a separate tile, int16 [keys, WIDTH], with zeros in the columns of the others.
     """
     col = tl.arange(0, WIDTH)
     words = codes + (at[:, None] + (col % (SIZE // 2) + START // 2)[None, :])
@@ -148,7 +148,7 @@ def run_parts(
     codes, at, inside, KIND: tl.constexpr, START: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr,
     WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The parts of bytes [START, START + RUN) of packed rows' first plane, [keys, WIDTH] each."""
+    """Return the parts of bytes [START, START + RUN) of packed rows' first plane, [keys, WIDTH] each."""
     high = ()
     if high_bits(KIND) > 0:
         SIZE: tl.constexpr = min(RUN, high_bytes(KIND, DIM))
@@ -159,7 +159,7 @@ def run_parts(
 
 @triton.jit
 def _columns(x):
-    """Keys [keys, elements] as columns."""
+    """Return keys [keys, elements] as columns."""
     if x.shape[0] == 1:
         x = tl.broadcast_to(x, (LEAST_COLUMNS, x.shape[1]))
     return tl.trans(x)
@@ -171,9 +171,9 @@ def packed_scores(
     KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys], added to `before`: partial products of every group times its
-    scale, and one product of the queries' sums with all minimums; sums come in two numbers, so that nothing
-    is rounded. A single key is that of all of LEAST_COLUMNS columns.
+    """Return q . k of one tile, fp32 [rows, keys], plus `before`: each group's partial products times its
+    scale, and one product of the queries' sums with all minimums. Sums are split into two numbers, so that
+    nothing is rounded. A single key is repeated in LEAST_COLUMNS columns.
     """
     PER: tl.constexpr = codes_a_byte(KIND)
     RUNS: tl.constexpr = DIM // PER // RUN
@@ -207,7 +207,7 @@ def packed_scores(
 
 @triton.jit
 def byte_parts(rows, tile):
-    """The parts of FP8 or INT8 rows: their even bytes and their odd ones."""
+    """Return the parts of FP8 or INT8 rows: their even bytes and their odd bytes."""
     words = run_of_words(tile.codes, tile.codes_at, tile.inside, 0, rows.dim, rows.read.width)
     KIND: tl.constexpr = FP8 if rows.kind == FP8 else INT8  # or CHANNEL_INT8
     return word_parts(words, (), KIND, rows.read.compute, 0)
@@ -215,7 +215,7 @@ def byte_parts(rows, tile):
 
 @triton.jit
 def byte_scores(q, k, tile):
-    """q . k of one tile of FP8 or INT8 rows, fp32 [rows, keys], to be multiplied by scale and `low_unit`."""
+    """Return q . k of a tile of FP8 or INT8 rows, fp32 [rows, keys], without factors scale and `low_unit`."""
     parts = byte_parts(k, tile)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
 
@@ -240,7 +240,7 @@ def rounded_queries(y, KIND: tl.constexpr):
 
 @triton.jit
 def rounded_scores(q, k, tile):
-    """q . k of one tile as fp32 [rows, keys], to be multiplied by both scales; `q`: of `rounded_queries`."""
+    """Return q . k of one tile, fp32 [rows, keys], without both scales; `q`: from `rounded_queries`."""
     col = tl.arange(0, q.shape[1])
     mask = tile.inside[:, None] & (col < k.dim)[None, :]
     codes = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0.0)

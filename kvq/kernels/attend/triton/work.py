@@ -1,9 +1,9 @@
-"""Work list of Triton attention: the keys of each program, listed on the device from real lengths.
+"""Work list of Triton attention: the keys of each program, listed on the device from actual lengths.
 
-The host knows how many new tokens a step has, but not how long contexts are: a captured graph repeats the
-same launches while they grow. So the grid follows from the number of tiles and of multiprocessors, and one
-small kernel cuts the keys into pieces of about equal size, largest first. Programs behind the list's end
-return at once.
+The host knows the number of new tokens in a step, but not the lengths of contexts: a captured graph repeats
+the same launches while they grow. The grid therefore follows from the numbers of tiles and multiprocessors,
+and one small kernel splits the keys into pieces of about equal size, largest first. Programs past the list's
+end return at once.
 """
 
 from collections import Counter
@@ -19,11 +19,11 @@ from kvq.kernels.gpu.launch import launch
 from kvq.kernels.paged import SequenceBatch
 
 _NO_LAST = (1 << 31) - 1
-_FEW, _BLOCK = 16, 256  # slots of tiles looked at together, in small batches and others
+_FEW, _BLOCK = 16, 256  # slots of tiles processed together, in small batches and in others
 
 
 class Cut(NamedTuple):
-    """Sizes that a list depends on beside the batch, of sequences of `fewest` to `most` query rows."""
+    """Sizes that a list depends on, apart from the batch; for sequences of `fewest` to `most` query rows."""
 
     share: int  # query heads of a KV head
     rows: int  # of a tile: (new token, query head of the KV head)
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
     fewest: int
     most: int
     window: int | None
-    pieces: int  # that the keys of one KV head are cut into, if there are keys enough
+    pieces: int  # into which the keys of one KV head are split, if there are enough
     least: int  # keys of a piece on average, a multiple of a tile's
     part: Part | None = None  # of the keys
     chunk: int | None = None
@@ -39,16 +39,16 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """Pieces of work for every KV head. Sizes are upper limits; what a step has lies on the device."""
+    """Pieces of work for every KV head. Sizes are upper limits; the actual ones are on the device."""
 
-    items: Tensor  # int32 [pieces, ITEM_WORDS]: part -1 is all that its rows see, others number results
-    merged: Tensor | None  # int32 [tiles, MERGE_WORDS]: those in several parts; None if no tile can be
+    items: Tensor  # int32 [pieces, ITEM_WORDS]: part -1 has all keys of its rows, others number results
+    merged: Tensor | None  # int32 [tiles, MERGE_WORDS]: tiles in several parts; None if no tile can be
     parts: int
     height: int  # rows of the highest tile
 
 
 def work_list(batch: SequenceBatch, cut: Cut) -> WorkList | None:
-    """Launch the kernel that builds the list, once a batch; None if no sequence is so high."""
+    """Return the list, built by a kernel once per batch; None if no sequence has that many query rows."""
     if cut not in batch.kept:
         batch.kept[cut] = _built(batch, cut)
     found: WorkList | None = batch.kept[cut]
@@ -94,7 +94,7 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
 
 
 def _longest(batch: SequenceBatch, cut: Cut) -> int:
-    """Keys that a tile may have at most, as far as the host knows."""
+    """Return the most keys that a tile may have, as far as the host knows."""
     longest, part = max(batch.context_lens), cut.part
     if cut.window is not None:
         longest = min(longest, cut.window + cut.rows + cut.keys)
@@ -108,7 +108,7 @@ def _longest(batch: SequenceBatch, cut: Cut) -> int:
 
 
 def part_numbers(part: Part | None) -> dict[str, int]:
-    """A part of the keys as kernels are told of it."""
+    """Return the kernels' arguments for a part of the keys."""
     if part is None:
         return {"AGE": 0, "AGE_BLOCK": 1, "recent": 0, "part_first": 0, "part_last": _NO_LAST}
     return {
