@@ -230,9 +230,8 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Paramet
     inner = _get(config, "moe_intermediate_size", 2048)
     count, chosen = _experts(config, "n_routed_experts", 256), _get(config, "num_experts_per_tok", 8)
     shared = _gated(f"{index}.mlp.shared_experts", hidden, _get(config, "n_shared_experts", 1) * inner)
-    correction = Parameters(other=count)  # the router's
     routed = _routed(f"{index}.mlp", hidden, inner, count=count, chosen=chosen)
-    return attention + shared + correction + routed
+    return attention + shared + routed + Parameters(other=count)  # with the router's correction
 
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:

@@ -66,8 +66,7 @@ def attend_rows(
         at += new
         if new:
             start = context - new
-            oldest = options.oldest(start)
-            end = options.end(context - 1)
+            oldest, end = options.oldest(start), options.end(context - 1)
             if end <= oldest:
                 continue
             k, v = rows_of(batch.tables[i : i + 1], oldest, end)

@@ -35,6 +35,4 @@ def attend_latent(
 
     query = torch.cat((latent, rotary), dim=-1)
     out, lse = attend_rows(query, rows, fmt.v_head_dim, batch, options)
-    if fmt.v.rotated:
-        out = rotate(out)
-    return out.to(q.dtype), lse
+    return (rotate(out) if fmt.v.rotated else out).to(q.dtype), lse
