@@ -184,9 +184,9 @@ def test_tenants_take_turns_whoever_came_first(tokenizer):
         gate = threading.Event()
         compile_one = compiler._compile
 
-        def gated(spec, child):
+        def gated(spec):
             gate.wait()
-            return compile_one(spec, child)
+            return compile_one(spec)
 
         compiler._compile = gated
         futures = []
@@ -205,7 +205,7 @@ def test_tenants_take_turns_whoever_came_first(tokenizer):
 def test_one_tenant_leaves_room_for_others(tokenizer):
     with compiler_with(tokenizer, max_waiting=8) as compiler:
         gate = threading.Event()
-        compiler._compile = lambda spec, child: gate.wait()
+        compiler._compile = lambda spec: gate.wait()
         greedy = [compiler.submit(StructuredOutput(regex="a"), tenant="greedy") for _ in range(6)]
         assert not compiler.has_room("greedy")
         with pytest.raises(Overloaded, match="6 grammars wait to be compiled, 6 of them yours"):
