@@ -1,6 +1,6 @@
 """Request bodies in Anthropic's protocol; every field is bounded.
 
-Unknown fields are ignored and named in a header. Fields whose loss would change an answer are refused.
+Unknown fields are ignored and listed in a response header. Fields that affect responses are refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,11 +14,11 @@ from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
-# Kinds of blocks in the turns of other models, in addition to those of this module
+# Kinds of blocks in the turns of other models, beyond those in this module
 _THOUGHTS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
-# Error code that Anthropic's client recognizes; it then sends whole conversations instead of a thread
+# Error code that makes Anthropic's client send complete conversations instead of a thread
 _NO_THREADS = "thread_unsupported_request"  # D323: threads refused with the code its client looks for
 _Id = Annotated[str, Field(max_length=256)]
 
@@ -48,7 +48,7 @@ class TextBlock(_Marked):
 
 
 def _blocks_of(*kinds: str) -> BeforeValidator:
-    """Return a "before" validator for blocks of these kinds: a text becomes one block, others are refused."""
+    """Return a "before" validator: convert a text to one block, and refuse blocks of other kinds."""
     check = content_of("block", kinds, _THOUGHTS)
 
     def as_blocks(content: Any) -> Any:
@@ -204,4 +204,4 @@ class MessagesBody(PromptBody):
     stream: Flag = False
     metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
-    cache_salt: CacheSalt | None = None  # not Anthropic's
+    cache_salt: CacheSalt | None = None  # not in Anthropic's API

@@ -30,7 +30,7 @@ class _Memory:
         self.itl_s: deque[float] = deque(maxlen=_MAX_GAPS)
 
     def latency(self) -> dict[str, Any]:
-        """Return latency percentiles of the recorded requests, in seconds; a value is None if none was measured."""
+        """Return latency percentiles of the recorded requests, in seconds or None if not measured."""
         ttft, itl = sorted(self.ttft_s), sorted(self.itl_s)
         of_ttft = {f"ttft_p{percent}": _percentile(ttft, percent) for percent in (50, 95)}
         of_itl = {f"itl_p{percent}": _percentile(itl, percent) for percent in (50, 95, 99)}

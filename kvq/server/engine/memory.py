@@ -28,7 +28,7 @@ class Memory:
         self._is_used = False
 
     def look(self) -> dict[str, int]:
-        """Return bytes keyed by device: resident memory of the host, and memory reserved by PyTorch on a GPU."""
+        """Return bytes per device: resident memory on the host, memory reserved by PyTorch on a GPU."""
         now = monotonic()
         if now - self._looked_s >= _MEMORY_EVERY_S:
             self._looked_s = now

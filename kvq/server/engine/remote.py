@@ -79,8 +79,8 @@ class Remote:
         stall_s: float = 4.0,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without a reply
-        before the process is killed. `on_failed`: called with the reason if the engine fails permanently.
+        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without a
+        reply before the process is killed. `on_failed`: called with the error if the engine fails for good.
         """
         self.state = State.STARTING
         self.info: Ready | None = None  # description of the engine, set when it is first ready
@@ -230,7 +230,7 @@ class Remote:
         await process.send(self._start)
         async with asyncio.timeout(_START_S):
             first = await read_async(receive, from_engine)
-        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # an engine was ready before
+        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was ready before
             raise EngineError(first.reason)
         if isinstance(first, Refused):
             raise self._failed((BrokenFormat if first.breaks_model else ConfigError)(first.reason))
@@ -266,7 +266,7 @@ class Remote:
                 self._set(State.RESTARTING)
 
     async def _ping(self, process: EngineProcess) -> None:
-        """Ping the process; kill it if it does not reply, since it is stopped or its interpreter is blocked."""
+        """Ping the process; kill it if it does not reply, which means that it is stopped or blocked."""
         while True:
             process.say("ping")
             said = monotonic()

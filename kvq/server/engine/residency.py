@@ -18,7 +18,7 @@ BOUNDS_S = (
 class _Spread(msgspec.Struct, kw_only=True):
     """Histogram of durations."""
 
-    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # last: longer than all bounds
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # last: longer
     total_s: float = 0.0
 
     def observe(self, seconds: float) -> None:

@@ -25,7 +25,7 @@ class TokenTexts:
         self._look = cache(self._read)
 
     def text(self, token: int) -> str:
-        r"""Return the text of a token; a partial character is written as in OpenAI's API: `bytes:\xf0\x9f`."""
+        r"""Return the text of a token; partial characters appear as in OpenAI's API: `bytes:\xf0\x9f`."""
         return self._look(token)[0]
 
     def raw(self, token: int) -> bytes:
@@ -35,7 +35,7 @@ class TokenTexts:
     def completion_logprobs(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, *, within: str = ""
     ) -> dict[str, Any]:
-        """Return log-probabilities of tokens that start at text offset `start`; a prompt's first token has none.
+        """Return log-probabilities of tokens from text offset `start` on; a prompt's first token has none.
 
         `within`: the text of the prompt, without tokens that the tokenizer added.
         """

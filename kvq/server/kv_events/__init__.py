@@ -1,1 +1,1 @@
-"""Block events for routers, in vLLM's format over ZeroMQ: which replica holds which prefix."""
+"""Block events in vLLM's format over ZeroMQ, which tell routers which replica has which prefix cached."""
