@@ -28,7 +28,7 @@ def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
 def read_event(data: bytes) -> tuple[tuple[str, ...], dict[str, int] | None]:
     """Parse an event of `/v1/chat/completions` or `/v1/completions`.
 
-    Return the texts of the choices (none if the event contains only usage), and the usage or None:
+    Return the texts of the choices (none if the event contains only usage), and the usage, if present, as
     `prompt_tokens`, `cached_tokens` and `generated_tokens`.
 
     Raises:
@@ -61,7 +61,7 @@ def read_model(data: bytes) -> dict[str, Any]:
 
 
 def read_refusal(data: bytes, status: int) -> str:
-    """Return the reason for which a server refused a request: its error message, if any, or the status."""
+    """Return the error message of a refused request, or the HTTP status if there is none."""
     try:
         return error_message(_loads(data))
     except EngineError:
@@ -69,7 +69,7 @@ def read_refusal(data: bytes, status: int) -> str:
 
 
 def error_message(body: dict[str, Any]) -> str:
-    """Return the message of an error object from any server."""
+    """Return the message in an error object from any kind of server."""
     found = body.get("error", body)
     message = found.get("message") if isinstance(found, dict) else found
     if not isinstance(message, str) or not message.strip():
@@ -105,7 +105,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, int]:
 
 
 def _field(holder: dict[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
-    """Return the field `name`, which must be of type `kind`; None if it is null or missing."""
+    """Return the field `name`, which must be of type `kind`, or None if the field is null or missing."""
     value = holder.get(name)
     if value is not None and not isinstance(value, kind):
         wanted = "a text or null" if kind is str else "an object or null"

@@ -124,7 +124,7 @@ def _weights(model: PreparedModel) -> int:
 
 
 def _taken(checked: CheckedEngine) -> int:
-    """Return the approximate number of bytes for the weights and the activations of a step."""
+    """Return the approximate bytes of the weights and step activations, which must fit in free memory."""
     model, config = checked.model, checked.config
     live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
     return _weights(model) + live_values * model.dtype.itemsize

@@ -1,6 +1,6 @@
 """Server log: one line per event, as text or JSON, without any text from users.
 
-Messages of other libraries' exceptions may quote a prompt: only their type and place are logged.
+Exception messages of other libraries may quote a prompt, so only the type and place are logged.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def configure(config: LogConfig) -> QueueListener:
 
 
 def _soften(record: logging.LogRecord) -> bool:
-    """Pass every record, but lower the one about the end of the grace period to a warning."""
+    """Pass every record, but downgrade the message about the end of the grace period to a warning."""
     if record.name == "uvicorn.error" and "graceful shutdown exceeded" in str(record.msg):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True

@@ -16,7 +16,7 @@ _MOST_STALE = 64  # maximum number of replicas that may have ended unnoticed
 
 # D349: guarded, since requests hang if a router raises
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
-    """Router that sends a prompt to the replica with the longest matching prefix, load permitting.
+    """Router that prefers the replica with the longest matching prefix, unless that replica is much busier.
 
     If a router raises an error, Ray never answers the request. Ray's prefix tree is an actor: it may end, and
     it keeps the old replicas of an application that is deleted and deployed again.

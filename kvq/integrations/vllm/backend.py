@@ -77,7 +77,7 @@ def metadata_of(
 def let_layers_say_their_bytes() -> None:  # D341: layers report their bytes; `customize_spec` gets no layer
     """Make kvq's layers report the bytes of their own blocks.
 
-    By default, vLLM asks the backend, which has no access to the layer, although layers may differ in format.
+    By default, vLLM asks the backend, which has no access to the layer, although formats may differ by layer.
     """
     if not hasattr(Attention.get_kv_cache_spec, "__wrapped__"):  # plug-ins may be loaded twice
         Attention.get_kv_cache_spec = _with_own_bytes(Attention.get_kv_cache_spec)

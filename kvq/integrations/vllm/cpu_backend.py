@@ -27,7 +27,7 @@ class KvqCpuBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Return kvq's implementation if the model being built requests one of its formats, else vLLM's."""
+        """Return kvq's implementation if the model being built requests a kvq format, else vLLM's."""
         is_own = wanted_format(get_current_vllm_config()) is not None
         return KvqImpl if is_own else CPUAttentionBackend.get_impl_cls()
 

@@ -1,8 +1,8 @@
 """Blocks of one layer in vLLM's memory. This module does not require vLLM.
 
-vLLM moves, shares and drops whole pages: [kv_heads, block_size, bytes per token and head] of one layer. The
-attention backend defines the content of a page. A page contains one layer's part of a kvq block: codes of K,
-codes of V, scales of K and scales of V, in the layout that suits kvq's kernels best.
+vLLM moves, shares and drops entire pages; a page is [kv_heads, block_size, bytes per token and head] of one
+layer. The attention backend defines the content: a page contains one layer's part of a kvq block, with codes
+of K, codes of V, scales of K and scales of V in the layout that suits kvq's kernels best.
 """
 
 from dataclasses import dataclass

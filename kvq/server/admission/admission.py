@@ -24,7 +24,7 @@ _MAX_RETRY_S = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionConfig:
-    """Limits on waiting work. The load is the largest utilization of these four limits."""
+    """Limits on waiting work. The load is the highest utilization of the first four limits."""
 
     max_queue: int = 1024  # requests without an engine slot
     max_queued_tokens: int = 1 << 20  # total tokens of prompts without a first token
@@ -90,7 +90,7 @@ class Admission:
 
     @property
     def kv_pressure(self) -> float:
-        """Live blocks / total blocks of the fullest pool, except for staging areas, which never fill up."""
+        """Live blocks / total blocks of the fullest pool, excluding staging areas, which never fill up."""
         gauges, info = self._engine.gauges, self._engine.info
         pools = [] if gauges is None else gauges.pools
         staging = [] if info is None else info.is_staging
@@ -103,7 +103,7 @@ class Admission:
         return max(self.num_waiting / self.config.max_queue, *self._estimates())
 
     def check(self, tenant: str) -> None:
-        """Check, before the body is read, that a tenant's request need not be refused whatever the body.
+        """Refuse, before its body is read, a tenant's request that would be refused whatever the body.
 
         Raises:
             Problem: 429 or 503, with the number of seconds after which a retry may succeed.
@@ -113,10 +113,10 @@ class Admission:
 
     @contextmanager
     def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
-        """Admit a request of a tenant and count its slots until it ends.
+        """Admit a tenant's request, and count the slots of the request until it ends.
 
         Raises:
-            Problem: 400 if the tenant may never run this many sequences; 429 or 503 if it has to retry later.
+            Problem: 400 if the tenant may never run this many sequences; 429 or 503 with the seconds to wait.
         """
         limits, sequences = self.tenants[tenant], slots.coming
         limits.check(sequences)

@@ -65,7 +65,7 @@ _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_le
 
 
 class _StreamOptions(Body):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     USUAL: ClassVar = {"include_obfuscation": False}
     include_usage: Flag = False
@@ -73,7 +73,7 @@ class _StreamOptions(Body):
 
 
 class _JsonSchema(Body):
-    """Named schema; the name is only for readers."""
+    """Named JSON schema; the name has no effect."""
 
     LABELS: ClassVar = frozenset(("description",))
     model_config = ConfigDict(populate_by_name=True)
@@ -84,7 +84,7 @@ class _JsonSchema(Body):
 
 
 class _ResponseFormat(Body):
-    """Format of the text."""
+    """Format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -121,7 +121,7 @@ def _says_null(schema: dict[str, Any]) -> None:
 
 
 class Common(Body):
-    """Fields of completions and chat. Null is treated as absent, as in other servers."""
+    """Fields shared by completions and chat. Null is treated as absent, as in other servers."""
 
     model_config = ConfigDict(json_schema_extra=_says_null)
 
@@ -202,7 +202,7 @@ class CompletionBody(Common):
 
 
 class _TextPart(Body):
-    """Part of a message's content."""
+    """Text part of a message's content."""
 
     LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
     type: Literal["text"]
@@ -257,7 +257,7 @@ class _CalledFunction(Body):
 
 
 class _ToolCallBody(Body):
-    """Call made by an assistant's message."""
+    """Tool call in a message of the assistant."""
 
     LABELS: ClassVar = frozenset(("index",))  # position of the call in the stream it came from
     id: _CallId | None = None
@@ -271,7 +271,7 @@ _ToolChoices = Literal["none", "auto", "required"] | _ToolChoiceBody
 
 
 class ChatMessage(Body):
-    """Message of a chat; its other fields are for the model's template."""
+    """Message of a chat; extra fields are passed to the model's chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -334,7 +334,7 @@ class ChatBody(Common):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`: a prompt, or a chat."""
+    """`POST /tokenize`: a prompt or a chat."""
 
     model: _Name | None = None
     prompt: LongText | None = None

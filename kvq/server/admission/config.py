@@ -22,7 +22,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """All options of `kvq serve`; the command checks the limits of single numbers."""
+    """All options of `kvq serve`; the command checks the bounds of individual numbers."""
 
     model: str | Path = "tiny"
     kv: str = "auto"
@@ -67,9 +67,10 @@ class ServerConfig:
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the accepted Host headers: `given` and loopback; None (any) if `host` is public, `given` empty.
+    """Return the accepted Host headers: `given` and loopback, or None to accept any.
 
-    Without this check, a web page could reach a server on loopback through the page's own host name.
+    None is returned only if `host` is public and `given` is empty. Without the check of Host headers, a web
+    page could reach a server on loopback through the page's own host name.
     """
     if not given and host not in LOCAL:
         return None

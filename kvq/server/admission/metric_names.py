@@ -18,7 +18,7 @@ class _Named(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Naming scheme: the names of all metrics, keyed as their values are in `Metrics`.
+    """Naming scheme: the names of all metrics, under the same keys as the values in `Metrics`.
 
     `endings`: maps a request's outcome (success, error, cancelled, or the reason for refusal) and a result's
     "stop" or "length" to a value of the last label of `ends`. Other outcomes are not counted.

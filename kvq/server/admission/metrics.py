@@ -139,7 +139,7 @@ class Metrics:  # D331: totals are kept here: the engine may restart
             self._observe(key, value)
 
     def count(self, ending: str) -> None:
-        """Count an outcome: success, error, cancelled or timeout, invalid, limited or refused."""
+        """Count an outcome: success, error, cancelled or timeout; invalid, limited or refused."""
         for named in self._named:
             named.count(ending)
 

@@ -203,7 +203,7 @@ class Prompts:
         return None
 
     def close(self) -> None:
-        """End the readers, even busy ones."""
+        """Kill the readers, including busy ones."""
         if self._probing is not None:
             self._probing.cancel()
         self._for_texts.close()

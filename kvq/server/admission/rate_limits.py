@@ -29,12 +29,12 @@ class _Bucket:
         self._filled_s = now
 
     def wait_s(self, now: float, amount: float) -> float:
-        """Return the seconds until `amount` can be taken; 0 if it can be taken now."""
+        """Return the number of seconds until `amount` is available, or 0 if it is available now."""
         self._fill(now)
         return max(0.0, amount - self._left) / self._per_minute * _MINUTE_S
 
     def take(self, now: float, amount: float) -> None:
-        """Take `amount`, even if less is left."""
+        """Subtract `amount`, even if less is left."""
         self._fill(now)
         self._left -= amount
 

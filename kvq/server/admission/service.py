@@ -116,7 +116,7 @@ class Service:
             self.admission.check(tenant)
 
     def check_prompt(self, tokens: Sequence[int], params: SamplingParams, where: str) -> None:
-        """Raise Problem if the engine would refuse the prompt. Check all prompts of a request first."""
+        """Raise Problem if the engine would refuse a prompt; used before any prompt of a request starts."""
         info = self._info()
         with self._counting_refusals():
             try:

@@ -24,7 +24,7 @@ class SequenceSlots:
 
 
 class EngineSlots:  # D299: counted here, since the engine's figures are a step old
-    """Slots of all requests. A request has a slot as soon as its first prompt has one."""
+    """Engine slots of all requests. A request has a slot as soon as its first prompt has one."""
 
     def __init__(self, num_slots: Callable[[], int | None]) -> None:
         """`num_slots` returns the engine's number of slots, or None while the number is unknown."""

@@ -1,4 +1,4 @@
-"""Batch calls: process a line as the server would, and retry it if the engine ends."""
+"""Batch calls: process a line as the server would, and retry the line if the engine ends."""
 
 import asyncio
 import logging
@@ -111,7 +111,7 @@ class Calls:
 
 
 class _Room:
-    """Shared-exclusive lock; a task that waits for exclusive access goes before later shared ones."""
+    """Shared-exclusive lock, in which waiting exclusive holders take priority over later shared holders."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()

@@ -90,7 +90,7 @@ class ResultFile:  # D334: results are the only record
         self.close()
 
     def _read(self, *, forget_passing: bool) -> tuple[int, int]:
-        """Record the finished lines; return the count of dropped results and the end of the complete lines."""
+        """Record the finished lines; return the number of dropped results and the end of complete lines."""
         num_forgotten = end = 0
         for raw, result in self._results():
             end += len(raw)

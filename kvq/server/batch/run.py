@@ -93,7 +93,7 @@ def run_batch(
     progress: Progress = lambda done, total: None,
     on_model: Callable[[ModelSource, str], object] = lambda source, digest: None,
 ) -> Summary:
-    """Process all requests without a result. SIGINT and SIGTERM end the run; the next run continues it.
+    """Process all requests still without a result. After SIGINT or SIGTERM, another run can continue.
 
     `on_model` is called with the source of the loaded model and the digest of its tensors.
 
@@ -106,7 +106,7 @@ def run_batch(
 
 
 class _Batch:
-    """One run."""
+    """State and tasks of one batch run."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ async def receive(sock: socket.socket, count: int) -> bytes:
     """Return `count` bytes from a non-blocking socket.
 
     Raises:
-        IncompleteReadError: the stream ends before `count` bytes.
+        IncompleteReadError: the stream ends before `count` bytes arrive.
     """
     loop, parts = asyncio.get_running_loop(), bytearray()
     while len(parts) < count:

@@ -17,7 +17,7 @@ from kvq.server.logs import LogConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 # To the engine
@@ -46,7 +46,7 @@ def unpack(packed: bytes) -> "array[int]":
 
 
 class Submit(Message, frozen=True):
-    """Message: generate from this prompt."""
+    """Message: a request to generate from a prompt."""
 
     number: int
     prompt: bytes  # token ids, packed

@@ -113,7 +113,7 @@ class Remote:
 
         Raises:
             ConfigError: the engine can't be built; the message states the reason.
-            EngineError: too many times, the process ended or took too long to start.
+            EngineError: after `max_restarts` restarts, the process ended or took too long to start.
         """
         self._life = asyncio.create_task(self._live())
         while self.state in (State.STARTING, State.RESTARTING):

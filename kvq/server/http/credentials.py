@@ -63,7 +63,7 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 class Credentials:
-    """Valid keys. A key keeps its tenant as long as it is in the file; tenants are never reused."""
+    """Valid keys. A key keeps its tenant while the key is in the file; no other key ever gets this tenant."""
 
     def __init__(
         self,

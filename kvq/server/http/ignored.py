@@ -105,7 +105,7 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
 
 
 def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> tuple[list[str], _Field | None]:
-    """Find the fields of a decoded body that neither its model nor the chat template reads.
+    """Find the fields of a decoded body that neither the body's model nor the chat template reads.
 
     Return the paths of these fields (sanitized, at most a kilobyte, labels last, with "..." if there are
     more), and the first field that is not a label.

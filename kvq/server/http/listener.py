@@ -85,7 +85,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Address:
-    """Connections of one client address, grouped by stage, with the longest in each stage first."""
+    """Connections of one client address, grouped by stage and sorted by time in the stage, longest first."""
 
     slots: dict[Stage, OrderedDict[Slot, None]] = field(
         default_factory=lambda: {stage: OrderedDict() for stage in Stage}
@@ -98,9 +98,9 @@ class _Address:
 class Listener:  # D306: asyncio accepts without a limit
     """Acceptor of connections that closes unused connections to make room for new ones.
 
-    When all slots are taken, the address with the most silent connections loses the one silent for longest;
-    if no connection is silent, the same rule applies to idle ones. If all are busy, clients wait in the
-    system's queue until one ends. At its own limit, an address loses an unused connection or is refused.
+    When all slots are taken, a silent connection is closed: the oldest of the address that has the most. If
+    none is silent, the same rule applies to idle connections. If all are busy, clients wait in the system's
+    queue. At its own limit, an address loses an unused connection, or its new connection is refused.
     """
 
     def __init__(

@@ -42,19 +42,19 @@ class LoopBudget:
         self._is_closed = False
 
     def add(self, owner: str, step: Callable[[], Again]) -> None:
-        """Queue `step` for a call in its turn; its result determines further calls."""
+        """Queue a call of `step`; the result of `step` determines further calls."""
         self._line.put(owner, step)
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def soon(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` now, or queue it if the budget is used up; its result determines further calls."""
+        """Call `step`, or queue the call if the budget is used up; the result determines further calls."""
         if not self._has_spare() or self._at_once(step):
             self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
-        """Run an iterator: immediately up to its first yield, then in its turn.
+        """Run an iterator: immediately up to its first yield, then in turn with other steps.
 
         If many callers do this at the same time, most have to wait for their turn from the start. Raise the
         iterator's exception, or EngineError if `close` is called before the iterator ends.

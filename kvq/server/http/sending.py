@@ -94,7 +94,7 @@ class EventStream(Response):
             self._on_end()
 
     async def _fill(self, scope: Scope) -> None:
-        """Encode chunks as they arrive, at most as far ahead of the client as it may fall behind."""
+        """Encode chunks as they arrive; pause while the client is too far behind."""
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:

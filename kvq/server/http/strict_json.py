@@ -75,7 +75,7 @@ def _cut(body: bytes | bytearray, start: int, at: int) -> int:
 
 
 def _put_back(value: Any, texts: dict[str, str]) -> Any:
-    """Replace placeholders with their texts; objects and lists are modified in place."""
+    """Replace placeholders with their texts, modifying objects and lists in place."""
     if isinstance(value, str):
         return texts.get(value, value)
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -86,7 +86,7 @@ def _put_back(value: Any, texts: dict[str, str]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Convert floats such as 1.0 to integers: JSON schema allows them, and some clients send only floats."""
+    """Convert floats such as 1.0 to integers, as in JSON schema; some clients send only such numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,1 +1,1 @@
-"""Block events in vLLM's format over ZeroMQ, which tell routers which replica has which prefix cached."""
+"""Block events in vLLM's format over ZeroMQ, from which routers learn the cached prefixes of each replica."""

@@ -37,7 +37,7 @@ class JobResult(Message, frozen=True):
 
 
 class Job(Message, frozen=True):
-    """Job for a reader: a call of a `PromptEncoder` method, or a trial of its chat template."""
+    """Job for a reader: a call of a `PromptEncoder` method, or a trial of the chat template."""
 
     task: Literal["encode", "encode_chat", "shared_lengths", "decode", "forms"]
     given: dict[str, Any] = msgspec.field(default_factory=dict)  # the method's arguments; token ids packed

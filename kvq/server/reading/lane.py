@@ -61,7 +61,7 @@ class Lane:
         self.num_waiting = 0  # unfinished jobs, including running ones
 
     async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> JobResult:
-        """Run a job and return its result. `num_bytes`: approximate size. `deadline_s` includes the wait.
+        """Run a job; return its result. `num_bytes`: approximate input size. `deadline_s` includes the wait.
 
         Raises:
             UnicodeEncodeError: a text of the job is not valid Unicode.
@@ -122,7 +122,7 @@ class Lane:
             self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _passed_over(self) -> list[str]:
-        """Return tenants with recent slow jobs that occupy all readers except one or more."""
+        """Return recently slow tenants that occupy all readers but one; the last reader is left to others."""
         now = monotonic()
         self._wary_until_s = {tenant: until for tenant, until in self._wary_until_s.items() if until > now}
         most = max(1, self._width - 1)

@@ -57,7 +57,7 @@ class ToolCalling:
 
     @classmethod
     def of(cls, tokenizer: Any, name: str, thoughts: str = "auto") -> "ToolCalling":
-        """Return the tool calling for the model that a transformers tokenizer belongs to.
+        """Return the `ToolCalling` of the model to which a transformers tokenizer belongs.
 
         `name`: a format name, "auto" or "none"; `thoughts`: likewise, for the markers of thinking.
 
@@ -89,7 +89,7 @@ class ToolCalling:
     ) -> Offer | None:
         """Return the offer of a request with these tools, or None if no calls are to be parsed.
 
-        `parallel`: allow more than one call. If `choice` is a tool, it is called exactly once.
+        `parallel`: allow more than one call. If `choice` is a tool, that tool is called exactly once.
         `is_formatted`: the request specifies a structured output format.
 
         Raises:

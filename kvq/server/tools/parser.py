@@ -39,7 +39,7 @@ class Parser:  # D324: each character is examined once; no event is revoked
         new_id: Callable[[], str],
         max_calls: int | None = None,
     ) -> None:
-        """`read` parses a complete result. `tools`: tools on offer. Calls after `max_calls` are omitted."""
+        """`read` parses a complete result. `tools`: offered tools. Calls after `max_calls` are omitted."""
         self.tools = tools
         self.num_calls = 0  # calls started so far, including those beyond `max_calls`
         self._steps = read(self)
@@ -103,7 +103,7 @@ class Parser:  # D324: each character is examined once; no event is revoked
         yield from self.all_of(_SPACE)
 
     def one_of(self, words: Sequence[str]) -> Steps[str]:
-        """Consume and return one of `words`, or consume a partial match and return ""."""
+        """Consume and return one of `words` (prefix-free), or consume a partial match and return ""."""
         read = ""
         while char := (yield from self.peek()):
             read += char

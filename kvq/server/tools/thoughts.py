@@ -27,7 +27,7 @@ class Thinking:
 
     @classmethod
     def of(cls, tokenizer: Any, template: str, name: str) -> "Thinking | None":
-        """Return the markers called `name`: "auto" detects the markers, "none" means no markers (None).
+        """Return the markers called `name`; "auto": found in the template or vocabulary; "none": None.
 
         Raises:
             ConfigError: the name is unknown.
