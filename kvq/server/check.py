@@ -225,7 +225,7 @@ def _template(config: ServerConfig, model: PreparedModel) -> Iterator[_Finding]:
 
 
 async def _try_prompts(config: ServerConfig, model: PreparedModel) -> tuple[str | None, str]:
-    """Return why no conversation can be rendered (None if it can), and which parts the template omits."""
+    """Return why no conversation can be rendered (None if one can), and which parts the template omits."""
     setup = Setup(
         folder=str(model.folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats
     )

@@ -86,7 +86,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layout of separate layers with contiguous pages; vLLM groups unequal pages as on CPUs."""
+        """Return the layout of separate layers and contiguous pages; vLLM groups unequal pages as on CPUs."""
         return (KVCacheLayout.LBHNC,)
 
 

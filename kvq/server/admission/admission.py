@@ -103,7 +103,7 @@ class Admission:
         return max(self.num_waiting / self.config.max_queue, *self._estimates())
 
     def check(self, tenant: str) -> None:
-        """Refuse, before its body is read, a tenant's request that would be refused whatever the body.
+        """Check, before the body is read, whether a tenant's request would be refused regardless of the body.
 
         Raises:
             Problem: 429 or 503, with the number of seconds after which a retry may succeed.

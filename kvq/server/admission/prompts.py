@@ -52,8 +52,8 @@ class Prompts:
     ) -> None:
         """`tokenizer`: the one that the readers use, for quick work in this process. `plain_texts`: control
         tokens in texts outside conversations are read as plain text. `deadline_s`: time limit per prompt,
-        including the wait for a free reader. `max_tokens` returns the model's maximum number of tokens; a
-        text that is certain to exceed it is refused because of its length.
+        including the wait for a free reader. `max_tokens` returns the model's maximum number of tokens; texts
+        that are certain to exceed this number are refused without tokenizing them.
         """
         self.texts = TokenTexts(tokenizer)
         self.why_broken: str | None = None  # why no conversation can be read, or None

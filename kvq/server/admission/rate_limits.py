@@ -45,7 +45,7 @@ class _Bucket:
 
 
 class Tenant:
-    """Current requests of one API key, with its limits."""
+    """Tenant: the current requests and the limits of one API key."""
 
     def __init__(self, limits: TenantLimits, clock: Callable[[], float] = monotonic) -> None:
         self.num_active = 0  # sequences

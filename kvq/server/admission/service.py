@@ -278,7 +278,7 @@ class Service:
 
 
 def describe(service: Service, created: int, name: str) -> dict[str, Any]:
-    """Return the `/v1/models` entry of the model under the name `name`."""
+    """Return the entry in `/v1/models` for one of the model's names."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
     return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

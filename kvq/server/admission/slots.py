@@ -41,7 +41,7 @@ class EngineSlots:  # D299: counted here, since the engine's figures are a step 
         return self._look()[0]
 
     def has_room(self, slots: SequenceSlots) -> bool:
-        """True if enough slots are free for a new request to start now."""
+        """Return True if enough slots are free for a new request to start now."""
         return slots.at_once <= self._look()[1]
 
     def enter(self, slots: SequenceSlots) -> None:

@@ -111,7 +111,7 @@ class Calls:
 
 
 class _Room:
-    """Shared-exclusive lock, in which waiting exclusive holders take priority over later shared holders."""
+    """Shared-exclusive lock; a task that waits for exclusive access has priority over later shared access."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()

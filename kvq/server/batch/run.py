@@ -93,7 +93,7 @@ def run_batch(
     progress: Progress = lambda done, total: None,
     on_model: Callable[[ModelSource, str], object] = lambda source, digest: None,
 ) -> Summary:
-    """Process all requests still without a result. After SIGINT or SIGTERM, another run can continue.
+    """Process all requests still without a result. SIGINT and SIGTERM end the run; a later run continues.
 
     `on_model` is called with the source of the loaded model and the digest of its tensors.
 
