@@ -1,4 +1,4 @@
-"""Typed access to responses from OpenAI-compatible servers; any field may be missing or of another type."""
+"""Typed access to responses of OpenAI-compatible servers, where any field may be missing or mistyped."""
 
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
-    """Parse a server's address, the value of --url; the result has a host.
+    """Return the parsed address of a server (the value of --url), which includes a host.
 
     Raises:
-        ConfigError: `url` is not an address, or has another scheme.
+        ConfigError: `url` is not an address, or its scheme is not in `schemes`.
     """
     with suppress(ValueError):  # an invalid port, or an incomplete IPv6 address
         parts = urlsplit(url)
@@ -28,11 +28,11 @@ def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
 def read_event(data: bytes) -> tuple[tuple[str, ...], dict[str, int] | None]:
     """Parse an event of `/v1/chat/completions` or `/v1/completions`.
 
-    Returns the texts of its choices (none if the event has only usage), and its usage, if it has any:
+    Return the texts of the choices (none if the event contains only usage), and the usage, if present, as
     `prompt_tokens`, `cached_tokens` and `generated_tokens`.
 
     Raises:
-        EngineError: the event reports an error, is not JSON, or has a field of another type.
+        EngineError: the event reports an error, is not JSON, or has a field of the wrong type.
     """
     event = _loads(data)
     if event.get("error") is not None:
@@ -46,10 +46,10 @@ def read_event(data: bytes) -> tuple[tuple[str, ...], dict[str, int] | None]:
 
 
 def read_model(data: bytes) -> dict[str, Any]:
-    """Parse `/v1/models`; return the first model, whose `id` is a string.
+    """Return the first model in a `/v1/models` response; its `id` is a string.
 
     Raises:
-        EngineError: there is no model.
+        EngineError: the response contains no model.
     """
     models = _loads(data).get("data")
     if not isinstance(models, list) or not models or not isinstance(models[0], dict):
@@ -61,7 +61,7 @@ def read_model(data: bytes) -> dict[str, Any]:
 
 
 def read_refusal(data: bytes, status: int) -> str:
-    """Return the reason why a server refused a request, in the server's words if it gave any."""
+    """Return the error message of a refused request, or the HTTP status if there is none."""
     try:
         return error_message(_loads(data))
     except EngineError:
@@ -69,7 +69,7 @@ def read_refusal(data: bytes, status: int) -> str:
 
 
 def error_message(body: dict[str, Any]) -> str:
-    """Return the message of an error object from any server."""
+    """Return the message in an error object from any kind of server."""
     found = body.get("error", body)
     message = found.get("message") if isinstance(found, dict) else found
     if not isinstance(message, str) or not message.strip():
@@ -105,7 +105,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, int]:
 
 
 def _field(holder: dict[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
-    """Return the field `name`, which must be of type `kind`; None if it is null or missing."""
+    """Return the field `name`, which must be of type `kind`, or None if the field is null or missing."""
     value = holder.get(name)
     if value is not None and not isinstance(value, kind):
         wanted = "a text or null" if kind is str else "an object or null"

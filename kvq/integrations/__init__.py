@@ -1,1 +1,1 @@
-"""Integrations into other projects' engines and caches, imported by those projects, never by kvq."""
+"""Integrations with the engines and caches of other projects; imported by these projects, never by kvq."""

@@ -1,1 +1,1 @@
-"""Server: an HTTP process and an engine process that exchange MessagePack over a socket pair."""
+"""Server: an HTTP process and an engine process, which exchange MessagePack messages over a socket pair."""

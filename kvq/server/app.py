@@ -27,7 +27,7 @@ from kvq.server.openai import routes as openai
 from kvq.server.openai.openapi import describe_routes
 from kvq.version import __version__
 
-_SHOWN = 100  # characters of an unknown path in an error
+_SHOWN = 100  # maximum length of an unknown path in an error, in characters
 _ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/responses does not match /v1/messages
 _GENERATING = (*openai.GENERATING, MESSAGES_PATH)
 _READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH)
@@ -35,7 +35,7 @@ _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
     Problem: lambda problem: problem,
     RequestError: lambda error: Problem(400, str(error)),
     RequestValidationError: lambda error: of_body(error.errors(), error.body),
-    # A body within one protocol's bounds may exceed the other's, for example after its texts are joined
+    # A body within one protocol's bounds may exceed the other's, for example when its texts are joined
     ValidationError: lambda error: of_body(error.errors(include_url=False), None),
     Exception: lambda error: Problem(500, f"the server failed: {type(error).__name__}", type="server_error"),
 }
@@ -44,10 +44,10 @@ _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
 def create_app(
     service: Service, access: Access | None = None, credentials: Credentials | None = None
 ) -> FastAPI:
-    """Return the application for a service.
+    """Return the HTTP application for a service.
 
-    If there are API keys, every route except `/health/live` requires a key: one of `credentials` if given,
-    otherwise one of `access`.
+    If there are API keys, every route except `/health/live` requires a key from `credentials`, or from
+    `access` if `credentials` is None.
     """
     access = access or Access()
     app = FastAPI(

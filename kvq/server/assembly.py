@@ -1,4 +1,4 @@
-"""Assembly of a server: the engine's process, and the service in front of it."""
+"""Assembly of a server: the engine process and the service in front of it."""
 
 import logging
 from collections.abc import Callable
@@ -20,10 +20,10 @@ _log = logging.getLogger("kvq")
 
 
 def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
-    """Return the model's source and its engine, not yet started. `on_failed` gets the reason if it fails.
+    """Return the model's source and an engine, not yet started. `on_failed` is called if the engine fails.
 
     Raises:
-        KVQError: there is no such model.
+        KVQError: the model can't be found.
     """
     options = dict(config.engine)
     source = resolve_model(
@@ -44,8 +44,8 @@ def make_service(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> Service:
-    """Return the service for an engine. `name`: the model's name, unless the configuration has others.
-    `deadline_s`: deadline for reading one prompt.
+    """Return the service for an engine. `name`: the model's name, unless the configuration sets names.
+    `deadline_s`: time limit for reading one prompt.
 
     Raises:
         ConfigError: the format of tool calls is unknown, or generation_config.json can't be used.

@@ -1,4 +1,4 @@
-"""Checks for `kvq serve --check`: find everything that `kvq serve` would refuse, without loading weights."""
+"""Checks for `kvq serve --check`: detect all that `kvq serve` would refuse, without loading weights."""
 
 import asyncio
 import signal
@@ -40,7 +40,7 @@ class _Finding:
 
     @property
     def is_error(self) -> bool:
-        """True if the server would not start or would refuse all requests."""
+        """True if the server would not start, or would refuse all requests."""
         return self.level == "error"
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def _address(config: ServerConfig) -> Iterator[_Finding]:
 def _events(config: ServerConfig) -> Iterator[_Finding]:
     if config.kv_events is None:
         return
-    from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, which nothing else needs
+    from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, needed only here
 
     try:
         Publisher(config.kv_events, block_size=1).close()
@@ -124,7 +124,7 @@ def _weights(model: PreparedModel) -> int:
 
 
 def _taken(checked: CheckedEngine) -> int:
-    """Return the approximate bytes of the weights and a step's activations, which must fit in free memory."""
+    """Return the approximate bytes of the weights and step activations, which must fit in free memory."""
     model, config = checked.model, checked.config
     live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
     return _weights(model) + live_values * model.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Health checks: is the server alive, does it take requests, does it really generate?"""
+"""Health checks: whether the server is alive, accepts requests, and actually generates tokens."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from kvq.server.openai.openapi import answer
 from kvq.version import __version__
 
 _DEADLINE_S = 10.0
-_FRESH_S = 5.0  # for which a result of the deep check is reused
+_FRESH_S = 5.0  # time for which a deep check's result is reused
 _TOKENS = 10
 
 
 class _DeepCheck:
-    """Deep check: tokenizes a text and generates 10 tokens, with deadlines but no admission."""
+    """Deep check: tokenizes a text and generates 10 tokens, with deadlines but without admission control."""
 
     def __init__(self, service: Service, *, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
@@ -32,10 +32,10 @@ class _DeepCheck:
         self._began_s = 0.0
 
     async def run(self) -> float:
-        """Run the check and return the seconds that it took; a result of the last five seconds is reused.
+        """Run the check, or reuse a result of the last five seconds; return the check's duration in seconds.
 
         Raises:
-            Problem: there is no engine, or it did not generate in time.
+            Problem: no engine is running, or it did not generate in time.
         """
         self._service.check_ready()
         old = self._running
@@ -72,14 +72,14 @@ class _DeepCheck:
 
 
 async def check_readiness(service: Service) -> None:  # D330: Kubernetes runs a command, since a key is needed
-    """Raise Problem unless requests are accepted and their texts can be read."""
+    """Raise Problem unless requests are accepted and prompts can be tokenized."""
     service.check_ready()
     if (reason := await service.prompts.probe()) is not None:
         raise unavailable(reason)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add `/health` with its three depths, and `/version` as in vLLM."""
+    """Add the three `/health` routes, and `/version` as in vLLM."""
     deep = _DeepCheck(service)
 
     @app.get("/version", responses={200: {"model": dict[str, str]}})
@@ -88,7 +88,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/live", responses=answer("Status"))
     async def live() -> dict[str, str]:
-        return {"status": "live"}  # the loop that answers this is the one that serves
+        return {"status": "live"}  # the event loop that responds also serves all requests
 
     @app.get("/health", responses=answer("Status"))
     @app.get("/health/ready", responses=answer("Status"))

@@ -1,6 +1,6 @@
-"""Server log: one line for each event, as text or JSON, and never a user's text.
+"""Server log: one line per event, as text or JSON, without any text from users.
 
-Messages of other libraries' exceptions may quote a prompt: only their type and place are logged.
+Exception messages of other libraries may quote a prompt, so only the type and place are logged.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class LogConfig:
 
 
 def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:
-    """Log one line about an event, with its fields; those that are None are left out."""
+    """Log one line for an event, with all fields that are not None."""
     logger = logging.getLogger("kvq")
     if not logger.isEnabledFor(level):
         return
@@ -52,7 +52,7 @@ def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | N
 
 
 def configure(config: LogConfig) -> QueueListener:
-    """Log to standard error from a separate thread; `stop` the returned listener at the end."""
+    """Set up logging to standard error from a separate thread; call `stop` on the listener at the end."""
     waiting: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
     handler = _Dropping(waiting)
     handler.setFormatter(_Json() if config.format == "json" else _Text())
@@ -70,7 +70,7 @@ def configure(config: LogConfig) -> QueueListener:
 
 
 def _soften(record: logging.LogRecord) -> bool:
-    """Pass every record; make the end of the grace period a warning, since the operator ended the server."""
+    """Pass every record, but downgrade the message about the end of the grace period to a warning."""
     if record.name == "uvicorn.error" and "graceful shutdown exceeded" in str(record.msg):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True
@@ -104,7 +104,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception for the log: kvq's own with their text, others by their type."""
+    """Return a description for the log: the message of a KVQError, but only the type of another exception."""
     name = type(error).__name__
     return f"{name}: {error}" if isinstance(error, KVQError) else name
 

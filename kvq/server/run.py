@@ -34,8 +34,8 @@ def serve(config: ServerConfig) -> None:
 
     Raises:
         ConfigError: the engine can't be built, or the address can't be bound.
-        EngineError: the engine ended too often.
-        KeyboardInterrupt: a signal came before the server was ready.
+        EngineError: the engine ended too many times.
+        KeyboardInterrupt: a signal arrived before the server was ready.
     """
     logs, stretches = configure(config.log), Stretches()
     try:
@@ -68,7 +68,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:  # D316
         "Longest that the HTTP process computed without looking after its connections, since it was ready.",
         lambda: stretches.longest_s,
     )
-    listening = asyncio.create_task(server.serve(sockets=[]))  # the listener passes it connections
+    listening = asyncio.create_task(server.serve(sockets=[]))  # the listener passes connections to the server
     try:
         await asyncio.wait((ready, listening, end.came), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -93,7 +93,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:  # D316
 
 
 class _End:
-    """Shutdown of the server: the signals that request it, and the error that causes it, if any."""
+    """Shutdown of the server: handles the signals that request it, and stores the error that causes it."""
 
     def __init__(self) -> None:
         self.came: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
@@ -114,14 +114,14 @@ class _End:
         def hang_up(credentials: Credentials) -> None:
             if os.isatty(0) == has_terminal:
                 credentials.read_again()
-            else:  # the signal came because the terminal was closed
+            else:  # SIGHUP was sent because the terminal was closed
                 self._stop()
 
         if credentials is not None:
             loop.add_signal_handler(signal.SIGHUP, hang_up, credentials)
 
     def raise_reason(self) -> None:
-        """Raise the error that ended the server, if one did."""
+        """Raise the error that caused the shutdown, if any."""
         if (reason := self.came.result()) is not None:
             raise reason
 
@@ -138,7 +138,7 @@ async def _make_service(
     starting: "asyncio.Task[Ready]",
     end: _End,
 ) -> Service:
-    """Return the service for an engine that is starting; if the service can't be made, end the engine."""
+    """Return the service for an engine that is starting; if the service can't be created, end the engine."""
     try:
         tokenizer = await _unless(end, partial(load_without_torch, source.folder, config.chat_template))
         service = make_service(config, source.name, source.folder, remote, tokenizer)
@@ -151,7 +151,7 @@ async def _make_service(
 
 
 async def _settle(stretches: Stretches) -> None:
-    """Collect garbage, exempt the remaining objects from later collections, and reset the longest stretch."""
+    """Collect garbage, exempt the remaining objects from later collections, and reset `longest_s`."""
     gc.collect()
     gc.freeze()  # otherwise every collection scans all objects of the libraries, which takes 50 ms
     await asyncio.sleep(0)  # ends this stretch, for which no client has waited
@@ -168,10 +168,10 @@ def _announce(
 
 
 async def _unless(end: _End, work: Callable[[], Any]) -> Any:
-    """Run `work` in a thread and return its result; a shutdown does not wait for it.
+    """Run `work` in a thread and return its result; a shutdown does not wait for the thread.
 
     Raises:
-        KeyboardInterrupt: a signal came before the result.
+        KeyboardInterrupt: a signal arrived before the result.
         KVQError: the server must shut down.
     """
     loop = asyncio.get_running_loop()

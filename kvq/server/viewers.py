@@ -1,4 +1,4 @@
-"""Web page at `/`. All viewers share one snapshot of the engine."""
+"""Web page at `/`, whose viewers share one snapshot of the engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from kvq.server.http.problems import Problem
 from kvq.server.openai.respond import tenant_of
 from kvq.version import __version__
 
-_INTERVAL_S = 0.25  # shortest time between snapshots
-_SHARE = 0.02  # largest share of the engine's time that snapshots may take
-_WAIT_S = 2.0  # longest wait for a step to end; after it, the last snapshot is shown
+_INTERVAL_S = 0.25  # minimum time between snapshots
+_SHARE = 0.02  # maximum share of the engine's time for snapshots
+_WAIT_S = 2.0  # maximum wait for a step to end; afterwards, the last snapshot is shown
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _CONTENT: dict[str, Any] = {kind: {"schema": {"type": "string"}} for kind in _TYPES.values()}
 _HEADERS = {
@@ -45,12 +45,12 @@ class _Viewers:  # D333: snapshots are pulled: no viewer, no work
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two snapshots: longer with many blocks."""
+        """Seconds between two snapshots; longer if snapshots take longer."""
         cost_s = 0.0 if self._snapshot is None else self._snapshot.cost_s
         return max(_INTERVAL_S, cost_s / _SHARE)
 
     async def show(self, tenant: str, *, has_keys: bool) -> dict[str, Any]:
-        """Return the data that one tenant may see: its own requests, and blocks and counts of all tenants."""
+        """Return the data that a tenant may see: its own requests, and blocks and counts of all tenants."""
         async with self._lock:
             if self._clock() - self._taken_s >= self.interval_s:
                 await self._look()
@@ -97,7 +97,7 @@ class _Viewers:  # D333: snapshots are pulled: no viewer, no work
 
 
 def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
-    """Add the page, its files and its data."""
+    """Add the routes for the page, its files and its data."""
     viewers = _Viewers(service)
     assets = {
         file.name: (file.read_bytes(), _TYPES[kind])
@@ -127,12 +127,12 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
 
 
 def _own(requests: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
-    """Return a tenant's requests, without its name."""
+    """Return the requests of a tenant, without the tenant's name."""
     found = (one for one in requests if one["tenant"] == tenant)
     return [{name: value for name, value in one.items() if name != "tenant"} for one in found]
 
 
 def _name(tenant: str) -> str:
-    """Return a tenant's name for the page: the number of its key, counted from 1; never the key."""
+    """Return a tenant's name on the page: the number of its key, counted from 1, never the key itself."""
     kind, _, number = tenant.partition("-")
     return f"{kind} {int(number) + 1}" if kind == "key" and number.isdigit() else tenant

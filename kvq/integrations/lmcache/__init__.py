@@ -1,4 +1,4 @@
-"""LMCache serde `kvq`, with which LMCache stores and transfers kvq blocks with digests."""
+"""LMCache serde `kvq`, which makes LMCache store and transfer kvq blocks with digests."""
 
 from kvq.extras import require
 

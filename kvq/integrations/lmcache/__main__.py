@@ -7,7 +7,7 @@ from kvq.integrations.lmcache import register
 
 
 def main() -> None:
-    """Run `lmcache` with these arguments."""
+    """Register the serde, then run `lmcache` with the arguments of this command."""
     try:
         register()
     except KVQError as error:

@@ -1,9 +1,9 @@
-"""Chunks of K and V, stored as kvq blocks in one sealed byte string. Does not need LMCache.
+"""Chunks of K and V, stored as kvq blocks in one sealed byte string. Does not require LMCache.
 
     magic, 8 bytes | version, 4 | length of the header, 4 | seal of the header, 64 | header, JSON | blocks
 
-The header states how to read the blocks, the place that they belong to, and their digest. A chunk is refused
-if any byte differs from those that were written, or if it belongs to another model, format or place.
+The header states the layout, place and digest of the blocks. A chunk is refused if any byte differs from
+what was written, or if the chunk belongs to another model, format or place.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ _WRONG = {  # header fields that may differ, the most informative first
 }
 
 
-class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the payload
-    """Codec of chunks with equal layers, channels and dtype and any number of tokens. Not thread-safe."""
+class ChunkCodec:  # D350: chunks are block-major blocks, whose bytes are the payload
+    """Codec for chunks with fixed layers, channels and dtype, and any number of tokens. Not thread-safe."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
         head_dim: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`kv`: a format, a pair K/V, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim`,
-        counted separately for K and V. With a recipe, `head_dim` may be left out.
+        """`kv`: a format, a pair K/V, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim`, for
+        K and for V each. `head_dim` may be omitted if `kv` is a recipe.
 
         Raises:
-            ConfigError: the format, recipe or dtype does not suit such chunks.
-            UnsupportedKernel: no kernel runs the formats here.
+            ConfigError: the format, recipe or dtype can't be used for such chunks.
+            UnsupportedKernel: no kernel supports the formats on this device.
         """
         if dtype not in DTYPES:
             raise ConfigError(f"chunks must be {', '.join(DTYPES.values())}, got {dtype}")
@@ -69,7 +69,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
         self._cache = KVCache(self._layout, num_blocks=[1], device=device or torch.device("cpu"))
 
     def nbytes(self, num_tokens: int) -> int:
-        """Return the exact size in bytes of an encoded chunk."""
+        """Return the exact size of an encoded chunk in bytes."""
         header = header_text(self._header(num_tokens, "", "0" * 32))
         return _FRONT.size + len(header) + self._num_blocks(num_tokens) * self._block_bytes
 
@@ -77,17 +77,17 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
         """Encode K and V into the first bytes of `out`; return the number of bytes.
 
         `chunk`: [2, layers, tokens, channels]; `out`: uint8 [at least `nbytes(tokens)`] on the host. `place`
-        names the chunk, which can be decoded only with the same name.
+        names the chunk; decoding requires the same name.
 
         Raises:
-            ConfigError: `chunk` has another shape or dtype, or `out` has too few bytes.
+            ConfigError: `chunk` has the wrong shape or dtype, or `out` has too few bytes.
             NumericalError: K or V contain NaN or infinity.
         """
         num_tokens, blocks = self._check(chunk), self._blocks(chunk.shape[2])
         needed = self.nbytes(num_tokens)
         if out.dtype != torch.uint8 or out.numel() < needed:
             raise ConfigError(f"a coded chunk takes {needed} bytes, got {out.numel()} of {out.dtype}")
-        self._cache.scrub(0, [self._num_blocks(num_tokens) - 1])  # slots after the last token are zero
+        self._cache.scrub(0, [self._num_blocks(num_tokens) - 1])  # zero the slots after the last token
         slots = torch.arange(num_tokens, device=chunk.device)
         table = range(self._num_blocks(num_tokens))
         for layer, (k, v) in enumerate(self._rows(chunk)):
@@ -108,11 +108,11 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
     def decode(self, content: Tensor, out: Tensor, place: str = "") -> None:
         """Check every byte of a chunk, then dequantize its K and V into `out`.
 
-        `content`: uint8 [`nbytes(tokens)`] on the host, written by `encode`; `out`: like its `chunk`.
+        `content`: uint8 [`nbytes(tokens)`] on the host, from `encode`. `out`: [2, layers, tokens, channels].
 
         Raises:
-            ConfigError: `out` has another shape or dtype.
-            DamagedData: the bytes are not such a chunk, or were changed; `out` is left unchanged.
+            ConfigError: `out` has the wrong shape or dtype.
+            DamagedData: `content` is not such a chunk, or was changed; `out` is left unchanged.
         """
         num_tokens = self._check(out)
         header, payload = _parts(content)
@@ -138,14 +138,14 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
         return -(-num_tokens // BLOCK_SIZE)
 
     def _blocks(self, num_tokens: int) -> Tensor:
-        """Return the bytes, uint8, of the blocks for this many tokens; the pool grows if necessary."""
+        """Return the uint8 bytes of the blocks for `num_tokens` tokens; grow the pool if necessary."""
         count = self._num_blocks(num_tokens)
         if count > self._cache.num_blocks[0]:
             self._cache.grow([count])
         return self._cache.pool(0)[: count * self._block_bytes]
 
     def _check(self, chunk: Tensor) -> int:
-        """Return the number of tokens of a chunk. Raises ConfigError: its shape or dtype differs."""
+        """Return the number of tokens in a chunk. Raises ConfigError: the shape or dtype is wrong."""
         layers, channels = self._shape
         if chunk.ndim != 4 or (chunk.shape[0], chunk.shape[1], chunk.shape[3]) != (2, layers, channels):
             raise ConfigError(
@@ -159,7 +159,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
         return chunk.shape[2]
 
     def _rows(self, chunk: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return K and V of every layer as views [tokens, kv_heads, head_dim]."""
+        """Return K and V of every layer as views of shape [tokens, kv_heads, head_dim]."""
         heads = self._layout.geometry.kv_heads
         return [
             (k.unflatten(-1, (count, -1)), v.unflatten(-1, (count, -1)))
@@ -173,12 +173,12 @@ class ChunkCodec:  # D350: chunks are block-major blocks; their bytes are the pa
             "shape": [2, self._shape[0], num_tokens, self._shape[1]],
             "dtype": DTYPES[self._dtype],
             "place": hashlib.sha256(place.encode("utf-8", "surrogatepass")).hexdigest(),
-            "blocks": blocks,  # xxh3-128 of their bytes
+            "blocks": blocks,  # xxh3-128 of the blocks' bytes
         }
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
-    """[tokens, kv_heads, dim] -> [blocks, kv_heads, BLOCK_SIZE, dim]; repeats of the last row fill up."""
+    """[tokens, kv_heads, dim] -> [blocks, kv_heads, BLOCK_SIZE, dim]; the last row is repeated as padding."""
     missing = -len(x) % BLOCK_SIZE
     whole = torch.cat((x, x[-1:].expand(missing, -1, -1))) if missing else x
     return torch.reshape(whole, (-1, BLOCK_SIZE, *x.shape[1:])).transpose(1, 2)
@@ -236,7 +236,7 @@ def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:
 
 
 def _parts(content: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return an encoded chunk's header and blocks. Raises DamagedData: the header can't be used."""
+    """Return the header and blocks of an encoded chunk. Raises DamagedData: the header is invalid."""
     raw = content[: _FRONT.size].numpy().tobytes()
     if len(raw) < _FRONT.size or not raw.startswith(_MAGIC):
         raise DamagedData(f"a stored chunk is cut short, damaged or none of kvq's; {_AGAIN}")

@@ -1,4 +1,4 @@
-"""Serde `kvq` for LMCache's L2 adapters. Needs LMCache.
+"""Serde `kvq` for LMCache's L2 adapters. Requires LMCache.
 
     {"type": "fs", "base_path": "/cache", "serde": {"type": "kvq", "kv": "int4", "head_dim": 128}}
 
@@ -30,7 +30,7 @@ _OPTIONS = ("kv", "head_dim", "max_workers")
 
 
 class _Codecs:
-    """Codecs of one configuration, one for each kind of chunk and each thread."""
+    """Codecs of one configuration: one per chunk layout and thread."""
 
     def __init__(self, kv: str | KVRecipe, head_dim: int | None = None) -> None:
         """Raise ConfigError if a recipe file can't be read."""
@@ -39,10 +39,10 @@ class _Codecs:
         self._own = threading.local()
 
     def of(self, shape: torch.Size, dtype: torch.dtype) -> ChunkCodec:
-        """Return the codec for chunks [2, layers, tokens, channels].
+        """Return the codec for chunks of shape [2, layers, tokens, channels].
 
         Raises:
-            ConfigError: the chunk is of another kind, or can't be stored in the format.
+            ConfigError: the chunk has another layout, or can't be stored in the format.
         """
         if len(shape) != 4 or shape[0] != 2:
             raise ConfigError(
@@ -65,7 +65,7 @@ class _Serializer(Serializer):  # type: ignore[misc]  # LMCache has no types
         self._codecs = codecs
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Encode `src` into `dst`; return the number of bytes, which equals the estimate.
+        """Encode `src` into `dst`; return the number of bytes, which equals `estimate_serialized_size`.
 
         Raises:
             ConfigError: the chunk can't be encoded, or `dst` has too few bytes.
@@ -83,7 +83,7 @@ class _Serializer(Serializer):  # type: ignore[misc]  # LMCache has no types
 
 
 class _Deserializer(Deserializer):  # type: ignore[misc]
-    """Deserializer from kvq blocks to K and V chunks, which checks every byte first."""
+    """Deserializer from kvq blocks to K and V chunks; checks every byte before decoding."""
 
     def __init__(self, codecs: _Codecs) -> None:
         self._codecs = codecs
@@ -92,7 +92,7 @@ class _Deserializer(Deserializer):  # type: ignore[misc]
         """Dequantize `src` into `dst`.
 
         Raises:
-            DamagedData: not the bytes stored under this key. LMCache logs this, and the load is a miss.
+            DamagedData: `src` was not stored under this key, or was changed. LMCache then logs a miss.
         """
         content, done = src.raw_tensor.view(torch.uint8)[: src.get_size()], 0
         for part, chunk in enumerate(_chunks(dst)):
@@ -113,7 +113,7 @@ def register() -> None:
 
 
 def make_processor(options: dict[str, object]) -> SerdeProcessor:
-    """Return the serde for an adapter's `"serde"` object.
+    """Return the serde configured by the `"serde"` object of an adapter.
 
     Raises:
         ConfigError: an option is unknown, missing or out of range.
@@ -147,6 +147,6 @@ def _chunks(memory: MemoryObj) -> list[Tensor]:
 
 
 def _place(key: ObjectKey, part: int) -> str:
-    """Return the name of a chunk's place; each part of a chunk has a separate name."""
+    """Return the place name of a chunk, which is different for each part of the chunk."""
     names = (key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, part)
     return "\n".join(map(str, names))

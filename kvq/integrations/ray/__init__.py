@@ -5,9 +5,9 @@
 
     serve.run(application("./my-llama", kv="int4", num_replicas=4, router="affinity"))
 
-or `serve run kvq.integrations.ray:build model=./my-llama kv=int4 num_replicas=4`. An ingress passes requests
-on to the replicas, each of which is the application of `kvq serve` with a separate engine. Importing this
-module does not import Ray; using it without Ray raises an error that says how to install Ray.
+Alternatively, use `serve run kvq.integrations.ray:build model=./my-llama kv=int4 num_replicas=4`. An ingress
+forwards requests to the replicas. Each replica is the application of `kvq serve` with a separate engine.
+Importing this module does not import Ray; using it without Ray raises an error on how to install Ray.
 """
 
 from typing import TYPE_CHECKING

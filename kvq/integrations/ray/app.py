@@ -23,21 +23,21 @@ from kvq.integrations.ray.replica import EngineReplica  # noqa: E402
 _FLEET = {field.name for field in fields(Fleet)}
 _LISTENERS = {"host", "port", "tls", "max_connections", "max_connections_per_address"}  # set in Ray's proxy
 _SERVER = {field.name for field in fields(ServerConfig)} - {"model", "kv", *_LISTENERS}
-_WAIT_S = 0.5  # between two checks whether the last request has ended
+_WAIT_S = 0.5  # between two checks for whether the last request has ended
 _LATE_S = 5.0  # time to send error objects after `grace_s`
-_MANY = 100_000  # requests that an ingress passes on at once; the replicas set the real limit
+_MANY = 100_000  # concurrent requests of an ingress; the replicas set the real limit
 
 
 def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) -> serve.Application:
     """Return an application for `serve.run`: replicas of `kvq serve` behind one of Ray's routers.
 
-    `options`: those of `Fleet` (num_replicas, max_replicas, router, ray_actor_options, ...) and of
+    `options`: options of `Fleet` (num_replicas, max_replicas, router, ray_actor_options, ...) and of
     `ServerConfig` (served_model_name, access, admission, grace_s, `engine` with options of `kvq.LLM`, ...).
-    If an engine ends, its replica ends, too, unless `max_restarts` allows a restart. Ray then starts another
-    replica, and the requests are sent elsewhere. `model`: a folder on every node, or a name on a hub.
+    If an engine ends, its replica also ends, unless `max_restarts` allows a restart. Ray then starts another
+    replica, and the requests are sent to other replicas. `model`: a folder on every node, or a name on a hub.
 
     Raises:
-        ConfigError: an option is unknown, or can't be used.
+        ConfigError: an option is unknown or can't be used.
     """
     if unknown := sorted(options.keys() - _FLEET - _SERVER):
         hint = nearest(unknown[0], sorted(_FLEET | _SERVER))
@@ -50,7 +50,7 @@ def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) ->
         name="kvq",
         num_replicas=fleet.num_ingresses,
         max_ongoing_requests=_MANY,
-        graceful_shutdown_timeout_s=config.grace_s + 2 * _LATE_S,  # the replicas' requests end earlier
+        graceful_shutdown_timeout_s=config.grace_s + 2 * _LATE_S,  # the requests of replicas end earlier
         graceful_shutdown_wait_loop_s=_WAIT_S,
         ray_actor_options={"num_cpus": 0},
     )
@@ -61,7 +61,7 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     """Return Ray's options for the replicas."""
     seats = int(config.engine.get("max_num_seqs", MAX_NUM_SEQS))
     options: dict[str, Any] = {
-        "max_ongoing_requests": seats + config.admission.max_queue,  # the ingress keeps any more
+        "max_ongoing_requests": seats + config.admission.max_queue,  # the ingress queues further requests
         "graceful_shutdown_timeout_s": config.grace_s + _LATE_S,
         "graceful_shutdown_wait_loop_s": _WAIT_S,
         "ray_actor_options": dict(fleet.ray_actor_options),
@@ -71,7 +71,7 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     }
     if fleet.max_replicas is None:
         return options | {"num_replicas": fleet.num_replicas}
-    scaling = {"target_ongoing_requests": seats, **fleet.autoscaling}  # with more, some wait
+    scaling = {"target_ongoing_requests": seats, **fleet.autoscaling}  # with more requests, some wait
     bounds = {"min_replicas": fleet.num_replicas, "max_replicas": fleet.max_replicas}
     return options | {"autoscaling_config": AutoscalingConfig(**scaling, **bounds)}
 
@@ -93,5 +93,5 @@ class Arguments(BaseModel):
 
 
 def build(args: Arguments) -> serve.Application:
-    """Return the application described by the arguments of Ray's command line or file."""
+    """Return the application that the arguments of Ray's command line or configuration file describe."""
     return application(**args.model_dump())

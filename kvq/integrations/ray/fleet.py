@@ -7,7 +7,7 @@ from typing import Any
 from kvq.capacity.fleet.routing import LONG_MATCH, MOST_AHEAD, REMEMBERED_TOKENS, Routing
 from kvq.errors import ConfigError, nearest
 
-ROUTERS = {  # name in `kvq simulate --routing` -> class
+ROUTERS = {  # name in `kvq simulate --routing` -> router class
     Routing.AFFINITY.value: "kvq.integrations.ray.router.PrefixRouter",
     Routing.TWO_CHOICES.value: "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
     Routing.ROUND_ROBIN.value: "ray.serve.experimental.round_robin_router.RoundRobinRouter",
@@ -25,14 +25,14 @@ _AFFINITY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """Replicas and their router."""
+    """Options for the replicas and their router."""
 
     num_replicas: int = 1
-    max_replicas: int | None = None  # Ray starts up to this many while requests wait; None: it never does
+    max_replicas: int | None = None  # limit for autoscaling while requests wait; None: no autoscaling
     autoscaling: Mapping[str, Any] = field(default_factory=dict)  # Ray's options: upscale_delay_s, ...
     router: str = "affinity"
-    router_options: Mapping[str, Any] = field(default_factory=dict)  # override those that are set here
-    num_ingresses: int = 1  # processes that pass requests on
+    router_options: Mapping[str, Any] = field(default_factory=dict)  # override the options set here
+    num_ingresses: int = 1  # processes that forward requests
     ray_actor_options: Mapping[str, Any] = field(default_factory=dict)  # per replica: num_cpus, num_gpus
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Ingress: the process that gets requests from Ray's proxy and passes them on through the engines' router."""
+"""Ingress: the process that forwards requests from Ray's proxy to the replicas, through their router."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -16,14 +16,14 @@ _ENDED = "the replica ended; send the request again"
 
 
 class Ingress:
-    """Ingress that reads bodies, because routers need the prompts, but does not check them further."""
+    """Ingress that reads request bodies, because routers need the prompts, but does not validate them."""
 
     def __init__(self, engines: Any) -> None:
-        """`engines`: the handle of the engines' deployment."""
+        """`engines`: handle of the deployment of replicas."""
         self._engines = engines.options(stream=True, method_name="answer")
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request from Ray's proxy."""
+        """Forward a request from Ray's proxy, and return the response."""
         try:
             relayed = await read(request)
         except Problem as problem:
@@ -31,10 +31,10 @@ class Ingress:
         return await forward(relayed, self._send)
 
     async def _send(self, relayed: RelayedRequest) -> AsyncGenerator[Message]:
-        """Yield messages of the replica that the router chooses by the prompt, or by load without a prompt.
+        """Yield the messages of the replica chosen by the router: by prompt or, without a prompt, by load.
 
         Raises:
-            Lost: that replica has ended, or is about to end.
+            Lost: the chosen replica has ended or is about to end.
         """
         answer = self._engines.remote(relayed) if relayed.prompt else self._engines.remote(relayed=relayed)
         is_whole = False

@@ -1,6 +1,6 @@
-"""Relay of requests from the ingress to a replica, and of the messages of their answers.
+"""Relay of requests from the ingress to a replica, and of response messages back.
 
-If a replica is lost, its requests are sent to another; an answer that has begun ends with an error object.
+If a replica is lost, its requests are sent to another replica; streams in progress end with an error object.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvq.server.http.problems import error_object, event_of, unavailable
 
 _log = logging.getLogger("kvq")
 _HOP = (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade")
-_TEXTS = ("tools", "system", "messages")  # fields of a conversation, in the order of templates
+_TEXTS = ("tools", "system", "messages")  # fields of a conversation, in the order of rendering
 _ATTEMPTS = 5
 _PAUSE_S = 0.1  # before the second attempt; doubled before each later one
 
@@ -32,7 +32,7 @@ class RelayedRequest:
     """HTTP request, including its body. Ray's prefix router reads `prompt`."""
 
     method: str
-    path: str  # below the application's prefix
+    path: str  # relative to the application's route prefix
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     client: tuple[str, int] | None
@@ -59,7 +59,7 @@ class RelayedRequest:
 
 
 async def read(request: Request) -> RelayedRequest:
-    """Return a request with its whole body.
+    """Return a request with its complete body.
 
     Raises:
         Problem: the body is larger than any kvq server accepts.
@@ -82,9 +82,9 @@ async def read(request: Request) -> RelayedRequest:
 
 
 def prompt_of(body: bytes) -> str:
-    """Return a text that shares a prefix with another body's text if their prompts do; "" without a prompt.
+    """Return a text for prefix matching: bodies whose prompts share a prefix have texts that share a prefix.
 
-    For conversations, this is the JSON of everything that templates write.
+    For conversations, this is the JSON of all fields that templates render. Without a prompt, return "".
     """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         given = msgspec.json.decode(body)
@@ -98,12 +98,12 @@ def prompt_of(body: bytes) -> str:
 
 
 async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message]:
-    """Yield an application's messages for a request. Closing early cancels it, as if the client disconnected.
+    """Yield an application's messages for a request. Closing the generator early cancels the request.
 
-    There is no flow control: messages that are sent faster than they are read are kept in memory.
+    There is no flow control: messages that the application sends faster than they are read stay in memory.
 
     Raises:
-        EngineError: the application failed before its answer was complete.
+        EngineError: the application failed before the response was complete.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     bodies = [relayed.body]
@@ -138,7 +138,7 @@ async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message
 
 
 class Lost(Exception):
-    """Error: a replica has ended, or is about to end; others may answer."""
+    """Error: a replica has ended or is about to end; another replica may serve the request."""
 
 
 async def forward(
@@ -147,7 +147,7 @@ async def forward(
     *,
     pause_s: float = _PAUSE_S,
 ) -> Response:
-    """Return the answer of the first replica that begins one. `send` uses a replica chosen by a router."""
+    """Return the response of the first replica that starts one. `send` uses a replica chosen by a router."""
     reason = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -161,7 +161,7 @@ async def forward(
 
 
 class _Relayed(Response):
-    """Answer that has begun."""
+    """Response of a replica whose headers have arrived; the body is relayed as it arrives."""
 
     def __init__(self, head: Message, rest: AsyncGenerator[Message], path: str) -> None:
         self.status_code = head["status"]
@@ -174,10 +174,10 @@ class _Relayed(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the answer on as it arrives. A stream whose replica is lost ends with an error object.
+        """Relay the response as it arrives. A stream whose replica is lost ends with an error object.
 
         Raises:
-            Lost: the replica was lost and the answer is not a stream, so it breaks off.
+            Lost: the replica was lost during a response that is not a stream.
         """
         async with aclosing(self._rest):
             await send(self._head)

@@ -17,11 +17,11 @@ from kvq.server.health import check_readiness
 from kvq.server.http.problems import Problem
 from kvq.server.logs import configure, log_event
 
-_END_S = 0.5  # time to answer the requests of an engine that ended
+_END_S = 0.5  # time to respond to the requests of an engine that ended
 
 
 class EngineReplica:  # D347: the HTTP process without its listener
-    """Actor that Ray starts, watches and ends. Its engine is a separate process, which ends with it."""
+    """Actor that Ray starts, monitors and ends. The engine is a separate process that ends with the actor."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Start the engine and wait until it is ready.
@@ -34,7 +34,7 @@ class EngineReplica:  # D347: the HTTP process without its listener
 
         def give_up(reason: KVQError) -> None:
             log_event("no engine", reason=str(reason))
-            if is_ready:  # Ray sends no more requests here, and starts another replica
+            if is_ready:  # Ray then stops sending requests here, and starts another replica
                 asyncio.get_running_loop().call_later(_END_S, partial(os._exit, 1))
 
         source, self._remote = make_remote(config, on_failed=give_up)
@@ -49,10 +49,10 @@ class EngineReplica:  # D347: the HTTP process without its listener
         self._app = create_app(self._service, config.access)
 
     async def answer(self, relayed: RelayedRequest) -> AsyncGenerator[Message]:
-        """Yield the messages that the application sends for a request.
+        """Yield the response messages that the application sends for a request.
 
         Raises:
-            Lost: the request can't be accepted here, or the engine ended before anything was sent.
+            Lost: this replica can't accept requests, or the engine ended before the response started.
         """
         messages = relay(self._app, relayed)
         async for message in messages:
@@ -63,7 +63,7 @@ class EngineReplica:  # D347: the HTTP process without its listener
             yield message
 
     async def check_health(self) -> None:  # D348: a replica ends with its engine
-        """Raise an error if `/health/ready` would report one."""
+        """Raise RuntimeError if `/health/ready` would report an error."""
         try:
             await check_readiness(self._service)
         except Problem as problem:

@@ -1,4 +1,4 @@
-"""Ray's prefix router, with routing by load if its tree of prefixes fails."""
+"""Ray's prefix router, with a fallback to routing by load if the prefix tree fails."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,29 +11,29 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 )
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
-_MOST_STALE = 64  # replicas that may have ended unnoticed
+_MOST_STALE = 64  # maximum number of replicas that may have ended unnoticed
 
 
 # D349: guarded, since requests hang if a router raises
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
-    """Router that sends a prompt to the replica that got most of its text before, unless it is much busier.
+    """Router that prefers the replica with the longest matching prefix, unless that replica is much busier.
 
-    If a router raises, Ray never answers the request. Ray's tree of prefixes is an actor, which may end, and
-    which keeps the old replicas of an application that was deleted and deployed again.
+    If a router raises an error, Ray never answers the request. Ray's prefix tree is an actor: it may end, and
+    it keeps the old replicas of an application that is deleted and deployed again.
     """
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
-        """Return one rank of replicas: those that got most of the prompt before, or two random ones."""
+        """Return one rank of replicas: those with the longest matching prefix, or two random replicas."""
         with suppress(RayActorError):
             for _ in range(_MOST_STALE):
                 try:
                     return await super().choose_replicas(candidate_replicas, pending_request)
-                except KeyError as error:  # a replica that only the tree knows
+                except KeyError as error:  # a replica that exists only in the tree
                     (unknown,) = error.args
                     await self._tree_actor.remove_tenants.remote([unknown.to_full_id_str()])
         return await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Record the prompt, if the tree still exists."""
+        """Record the prompt in the prefix tree, if the tree still exists."""
         with suppress(RayActorError):
             super().on_request_routed(pending_request, replica_id, result)

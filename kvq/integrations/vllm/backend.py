@@ -1,4 +1,4 @@
-"""Shared code of kvq's vLLM backends: pages, metadata, and one layer's attention."""
+"""Shared code of kvq's vLLM backends: pages, metadata, and the attention of one layer."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from kvq.kernels import AttentionOptions, SequenceBatch
 
 
 def wanted_format(vllm_config: VllmConfig) -> str | None:
-    """Return the format, pair or kvq.json to serve a model with; None for vLLM's own formats."""
+    """Return the format, pair or kvq.json to serve a model with, or None for vLLM's own formats."""
     additional = vllm_config.additional_config
     options = additional if isinstance(additional, dict) else None
     name = requested(str(vllm_config.cache_config.cache_dtype), options)
@@ -36,7 +36,7 @@ def wanted_format(vllm_config: VllmConfig) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Metadata:
-    """Metadata of a step for the layers of one group."""
+    """Metadata of one step for the layers of one group."""
 
     num_actual_tokens: int
     slot_mapping: Tensor  # int64 [tokens]
@@ -50,9 +50,9 @@ def metadata_of(
     lens: Tensor | None = None,
     is_exact: bool = True,
 ) -> Metadata:
-    """Return a step with `context_lens` tokens; without `is_exact`, these are upper limits.
+    """Return the metadata of a step; `context_lens` are upper bounds unless `is_exact` is True.
 
-    `lens`: the batch's `lens`, int32 [3, requests] on the device, where graphs read them.
+    `lens`: the batch's `lens`, int32 [3, requests], on the device, where captured graphs read them.
 
     Raises:
         ConfigError: the attention is not causal.
@@ -74,10 +74,10 @@ def metadata_of(
     return Metadata(num_actual_tokens=tokens, slot_mapping=common.slot_mapping, batch=batch)
 
 
-def let_layers_say_their_bytes() -> None:  # D341: layers know their bytes; `customize_spec` knows no layer
+def let_layers_say_their_bytes() -> None:  # D341: layers report their bytes; `customize_spec` gets no layer
     """Make kvq's layers report the bytes of their own blocks.
 
-    vLLM asks a backend, which does not know the layer, although formats may differ from layer to layer.
+    By default, vLLM asks the backend, which has no access to the layer, although formats may differ by layer.
     """
     if not hasattr(Attention.get_kv_cache_spec, "__wrapped__"):  # plug-ins may be loaded twice
         Attention.get_kv_cache_spec = _with_own_bytes(Attention.get_kv_cache_spec)
@@ -102,7 +102,7 @@ def _with_own_bytes(original: Any) -> Any:
 
 
 class _ImplOptions(TypedDict, total=False):
-    """Arguments of a layer's attention after its heads, in the order of vLLM's `AttentionImpl`."""
+    """Arguments of vLLM's `AttentionImpl` after `num_kv_heads`, in order."""
 
     alibi_slopes: list[float] | None
     sliding_window: int | None
@@ -136,10 +136,10 @@ class KvqImpl(AttentionImpl):
         *positional: Any,
         **named: Unpack[_ImplOptions],
     ) -> None:
-        """Accept vLLM's arguments for a layer; `positional` has the order of `_ImplOptions`.
+        """Accept vLLM's arguments for a layer; `positional` follows the order of `_ImplOptions`.
 
         Raises:
-            ConfigError: kvq has no kernel for the layer's attention.
+            ConfigError: kvq has no kernel for the attention of this layer.
         """
         in_order = cast("_ImplOptions", dict(zip(_DEFAULTS, positional, strict=False)))
         options: _ImplOptions = {**_DEFAULTS, **in_order, **named}
@@ -151,7 +151,7 @@ class KvqImpl(AttentionImpl):
         name = wanted_format(config)
         assert name is not None, "else vLLM's own was taken"
         self._name, self._num_layers = name, config.model_config.get_total_num_hidden_layers()
-        self._model: str | None = str(config.model_config.model)  # None after the check's result was logged
+        self._model: str | None = str(config.model_config.model)  # None once the check result is logged
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.sliding_window, self.kv_cache_dtype = options["sliding_window"], options["kv_cache_dtype"]
@@ -162,7 +162,7 @@ class KvqImpl(AttentionImpl):
         self._share = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
     def page(self, layer: Any, block_size: int) -> Page:
-        """Return the division of this layer's pages."""
+        """Return the layout of this layer's pages."""
         dims = self.head_size, getattr(layer, "head_size_v", None) or self.head_size
         recipe = recipe_of(self._name, dims, self._num_layers).share(*self._share)
         index = extract_layer_index(self.kv_sharing_target_layer_name or layer.layer_name)
@@ -172,7 +172,7 @@ class KvqImpl(AttentionImpl):
         return Page.of(recipe, index, self.num_kv_heads, block_size, dims)
 
     def spec(self, layer: Any, spec: AttentionSpec) -> AttentionSpec:
-        """Return vLLM's description of the layer's blocks, with the bytes of kvq's blocks."""
+        """Return vLLM's spec of the layer's blocks, changed to the byte size of kvq's blocks."""
         cells = self.page(layer, spec.block_size).cell_bytes
         return replace(spec, dtype=torch.uint8, state_content_bytes=cells)
 
@@ -188,10 +188,10 @@ class KvqImpl(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the attention of the step's tokens, [tokens, heads, dim], into `output`."""
+        """Write the attention output of the step's tokens, [tokens, heads, dim], into `output`."""
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError("kvq's attention gives no quantized outputs")
-        if attn_metadata is None:  # a run that only measures the memory of a step
+        if attn_metadata is None:  # a run that only measures the memory use of a step
             return output
         count = attn_metadata.num_actual_tokens
         out, _ = self._over(layer, kv_cache).attend(query[:count], attn_metadata.batch, self._options)
@@ -201,7 +201,7 @@ class KvqImpl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Quantize the step's K and V into their slots."""
+        """Quantize the step's K and V, and write them to their slots in the cache."""
         store, count = self._over(layer, kv_cache), min(len(slot_mapping), len(key))
         k, v, slots = key[:count], value[:count], slot_mapping[:count]
         if slots.device.type == "cpu":  # on GPUs, the kernel checks the slots itself
@@ -216,7 +216,7 @@ class KvqImpl(AttentionImpl):
         )
 
     def _over(self, layer: Any, pages: Tensor) -> PagedStore:
-        """Return the layer's store, which is made again if vLLM passes other pages."""
+        """Return the layer's store; create a new store if vLLM passes different pages."""
         name = pages.data_ptr(), pages.shape
         if self._store is None or self._store[0] != name:
             if not hasattr(type(layer).get_kv_cache_spec, "__wrapped__"):

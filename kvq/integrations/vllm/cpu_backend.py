@@ -15,19 +15,19 @@ class KvqCpuBackend(CPUAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """Return True for the formats of vLLM and of kvq."""
+        """Return True for vLLM's and kvq's formats."""
         return wanted_format(get_current_vllm_config()) is not None or super().supports_kv_cache_dtype(
             kv_cache_dtype
         )
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True: vLLM and kvq both have a kernel for sinks."""
+        """Return True: both vLLM and kvq have a kernel with support for sinks."""
         return True
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Return kvq's implementation if the model being built requests one of its formats, else vLLM's."""
+        """Return kvq's implementation if the model being built requests a kvq format, else vLLM's."""
         is_own = wanted_format(get_current_vllm_config()) is not None
         return KvqImpl if is_own else CPUAttentionBackend.get_impl_cls()
 
@@ -38,9 +38,9 @@ class KvqCpuBackend(CPUAttentionBackend):
 
 
 class _CpuBuilder(CPUAttentionMetadataBuilder):
-    """Builder of steps for kvq's kernels, or for vLLM's own unless a kvq format is requested.
+    """Builder of step metadata for kvq's kernels if a kvq format is requested, else for vLLM's kernels.
 
-    It is one class for both, because vLLM derives others from it (encoder, chunked and cross attention).
+    One class handles both, because vLLM derives other builders from it (encoder, chunked, cross attention).
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class _CpuBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """Return the step's requests. On a CPU, all tensors are on the host."""
+        """Return the metadata of a step. On a CPU, all tensors are on the host."""
         if not self._is_own:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return metadata_of(common_attn_metadata, common_attn_metadata.seq_lens.tolist())
 
 
 def register() -> None:
-    """Override vLLM's backend for CPUs."""
+    """Override vLLM's CPU backend."""
     register_backend(AttentionBackendEnum.CPU_ATTN)(KvqCpuBackend)
     let_layers_say_their_bytes()

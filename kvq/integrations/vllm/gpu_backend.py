@@ -55,7 +55,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the size of a whole page, since a page can't be divided."""
+        """Return the page size as the only block size, since pages can't be divided."""
         size = kv_cache_spec.block_size if kv_cache_spec is not None else None
         return [MultipleOf(UNPADDED_TOKENS) if size is None else size]
 
@@ -71,27 +71,27 @@ class KvqGpuBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True: the kernels start from sinks."""
+        """Return True: the kernels support sinks."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True: the kernels skip tokens before the window."""
+        """Return True: the kernels skip tokens outside the window."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: launches depend on the lengths on the host."""
+        """Return False: kernel launches depend on the lengths on the host."""
         return False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return separate layers with contiguous pages; vLLM then groups pages of unlike sizes as on CPUs."""
+        """Return the layout of separate layers and contiguous pages; vLLM groups unequal pages as on CPUs."""
         return (KVCacheLayout.LBHNC,)
 
 
 class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
-    """Builder of steps for kvq's kernels; it owns the tensors that captured graphs read."""
+    """Builder of step metadata for kvq's kernels; owns the tensors that captured graphs read."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # grids depend on the numbers of new tokens
 
@@ -104,7 +104,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        """Return the step's requests, without waiting for the device."""
+        """Return the metadata of a step, without waiting for the device."""
         known = common_attn_metadata.seq_lens_cpu_upper_bound
         if known is None:
             return self.build_for_cudagraph_capture(common_attn_metadata)
@@ -113,7 +113,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
 
     # D343: only uniform batches; lengths in one place
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
-        """Return the metadata of a step that a graph captures, or whose contexts are unknown on the host."""
+        """Return the metadata of a step to capture, or of a step whose contexts are unknown on the host."""
         return metadata_of(
             common_attn_metadata,
             [self._longest] * common_attn_metadata.num_reqs,
@@ -122,7 +122,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
     def _filled(self, common: CommonAttentionMetadata) -> Tensor:
-        """Return the step's `lens`, int32 [3, requests], which graphs read; padding has no new tokens."""
+        """Return the `lens` that graphs read in this step, int32 [3, requests]; padding has no new tokens."""
         count = common.num_reqs
         if count > self._lens.shape[1]:
             raise ConfigError(f"vLLM has {count} requests in a step, --max-num-seqs is {self._lens.shape[1]}")
@@ -134,7 +134,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def register() -> None:  # D342: get_attn_backend_cls is wrapped: overriding leaves "auto" open
-    """Register the backend, and make vLLM choose it for all layers of models that request kvq's formats."""
+    """Register the backend, and make vLLM use it for all layers of models that request kvq's formats."""
     path = f"{KvqGpuBackend.__module__}.{KvqGpuBackend.__qualname__}"
     register_backend(AttentionBackendEnum[_NAME], path)
     let_layers_say_their_bytes()
@@ -144,7 +144,7 @@ def register() -> None:  # D342: get_attn_backend_cls is wrapped: overriding lea
 
 
 def _choosing(chosen: Callable[P, Any], path: str) -> Any:
-    """Return vLLM's choice of a backend, replaced by kvq's if one of kvq's formats is requested."""
+    """Return vLLM's selector `chosen`, wrapped to select kvq's backend if a kvq format is requested."""
 
     def get_attn_backend_cls(cls: Any, *args: P.args, **named: P.kwargs) -> str:
         if wanted_format(get_current_vllm_config()) is None:
@@ -161,7 +161,7 @@ def require_own(selected: Any, selector: Any, capability: Any) -> None:
     """Refuse layers that kvq's kernels do not support.
 
     Raises:
-        ConfigError: vLLM has reasons against the layer, or another backend was requested.
+        ConfigError: vLLM finds the layer unsupported by the backend, or another backend was requested.
     """
     if selected is not None and selected.name != _NAME:
         raise ConfigError(

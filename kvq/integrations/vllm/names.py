@@ -1,4 +1,4 @@
-"""Names of kvq's formats in vLLM's options, and their recipes. This module does not need vLLM."""
+"""Names of kvq's formats in vLLM's options, and the recipes of these formats. Does not require vLLM."""
 
 import logging
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ NAMES = tuple(VLLM_PREFIX + name for name in known_names() if "_per_channel" not
 
 
 def is_own(name: object) -> bool:
-    """True if a `--kv-cache-dtype` names a format of kvq."""
+    """Return True if the value of `--kv-cache-dtype` names a kvq format."""
     return isinstance(name, str) and name.startswith((VLLM_PREFIX, VLLM_FILE_PREFIX))
 
 
 def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str | None:
-    """Return the format, pair or kvq.json that the options name; None if they name no format of kvq.
+    """Return the format, pair or kvq.json named in the options, or None if no kvq format is named.
 
     Raises:
-        ConfigError: both options name a format, or the second one is not a name.
+        ConfigError: both options name a format, or the name in `additional` is not a string.
     """
     option = (additional or {}).get(OPTION)
     named = without_prefix(kv_cache_dtype) if is_own(kv_cache_dtype) else None
@@ -40,7 +40,7 @@ def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str 
 
 
 def say_checked(model: str, name: str) -> str:
-    """Log whether kvq's load check ran for a model and a format, and its result; return the message."""
+    """Log the result of kvq's load check for a model and a format, if any; return the logged message."""
     from kvq.models.check.load_check import recalled
     from kvq.models.loading.prepared import prepare
 
@@ -59,10 +59,10 @@ def say_checked(model: str, name: str) -> str:
 
 @lru_cache(maxsize=64)
 def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecipe:
-    """Return the formats of every layer; `head_dims`: (K, V) of the requesting layer, in elements.
+    """Return the recipe for all layers; `head_dims`: (K, V) of the requesting layer, in elements.
 
     Raises:
-        ConfigError: there is no such format, or a file is for another model or lacks scales.
+        ConfigError: the format is unknown, or the file is for another model or lacks scales.
     """
     recipe = KVRecipe.named(name, [head_dims] * num_layers)
     if len(recipe.layers) != num_layers:
@@ -72,5 +72,5 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
 
 
 def without_prefix(name: str) -> str:
-    """Return a format's name in kvq."""
+    """Return the format's name in kvq, without the prefix used in vLLM."""
     return name.removeprefix(VLLM_FILE_PREFIX).removeprefix(VLLM_PREFIX)

@@ -1,8 +1,8 @@
-"""Blocks of one layer in vLLM's memory. This module does not need vLLM.
+"""Blocks of one layer in vLLM's memory. This module does not require vLLM.
 
-vLLM moves, shares and drops whole pages: [kv_heads, block_size, bytes per token and head] of one layer. The
-attention backend decides the content of a page, so a page is kvq's part of a block: codes of K, codes of V,
-scales of K, scales of V, each where kvq's kernels read them best.
+vLLM moves, shares and drops entire pages; a page is [kv_heads, block_size, bytes per token and head] of one
+layer. The attention backend defines the content: a page contains one layer's part of a kvq block, with codes
+of K, codes of V, scales of K and scales of V in the layout that suits kvq's kernels best.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:  # D340: a page is kvq's part of a block, in separate regions
-    """Division of one layer's pages into codes and scales."""
+class Page:  # D340: a page is one layer's part of a kvq block, in separate regions
+    """Layout of one layer's pages: the regions of codes and scales."""
 
     layout: LayerLayout
     recipe: KVRecipe
@@ -32,11 +32,11 @@ class Page:  # D340: a page is kvq's part of a block, in separate regions
     def of(
         cls, recipe: KVRecipe, layer: int, kv_heads: int, block_size: int, head_dims: tuple[int, int]
     ) -> "Page":
-        """Return the pages of layer `layer`, with `kv_heads` heads in this process; `head_dims`: (K, V).
+        """Return the page layout of a layer with `kv_heads` heads in this process; `head_dims`: (K, V).
 
         Raises:
-            ConfigError: the recipe has no such layer, or one with other head dimensions, or pages can't have
-                this block size.
+            ConfigError: the recipe does not contain the layer, or has other head dimensions for it, or pages
+                can't have this block size.
         """
         if not 0 <= layer < len(recipe.layers):
             raise ConfigError(f"the model has a layer {layer}, the recipe {len(recipe.layers)} layers")
@@ -56,7 +56,7 @@ class Page:  # D340: a page is kvq's part of a block, in separate regions
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes per token and head, the unit in which vLLM counts a page."""
+        """Bytes per token and head, the unit of page sizes in vLLM."""
         cells = self.layout.geometry.kv_heads * self.block_size
         assert self.layout.nbytes % cells == 0, "no part is padded"
         return self.layout.nbytes // cells
@@ -65,8 +65,8 @@ class Page:  # D340: a page is kvq's part of a block, in separate regions
         """Return the layer's store in vLLM's pages, uint8 [num_blocks, kv_heads, block_size, cell_bytes].
 
         Raises:
-            ConfigError: the pages have other shapes or strides; or K has a center and the model caps scores.
-            UnsupportedKernel: no kernel runs the formats here.
+            ConfigError: the pages have wrong shapes or strides, or K has a center and the model caps scores.
+            UnsupportedKernel: no kernel supports the formats on this device.
         """
         own, device, paged = self.layout.geometry, pages.device, self.over(pages)
         spec = KernelSpec(
@@ -92,7 +92,7 @@ class Page:  # D340: a page is kvq's part of a block, in separate regions
 
 
 def with_slots(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens with a slot; vLLM pads batches with negative slots. All [tokens, ...], on a CPU."""
+    """Return only the tokens with a slot: vLLM's padding has negative slots. All [tokens, ...], on a CPU."""
     if not len(slots) or int(slots.min()) >= 0:
         return k, v, slots
     kept = slots >= 0

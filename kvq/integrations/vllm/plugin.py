@@ -1,4 +1,4 @@
-"""vLLM plug-in, which runs in every process when vLLM loads its plug-ins."""
+"""vLLM plug-in, which runs in every process that loads vLLM's plug-ins."""
 
 import logging
 import os
@@ -15,9 +15,9 @@ _log = logging.getLogger("vllm.kvq")
 
 
 def register() -> None:
-    """Replace the platform's attention by kvq's, for models that request kvq's formats.
+    """Replace the platform's attention with kvq's for models that request kvq's formats.
 
-    With any other version of vLLM, nothing is changed, and a warning is logged.
+    With an unsupported version of vLLM, change nothing and log a warning.
     """
     found = vllm_version()
     if not found.startswith(SUPPORTED):
@@ -38,9 +38,9 @@ def register() -> None:
 
 
 def register_names() -> None:
-    """Make `--kv-cache-dtype` accept kvq's names, if vLLM lets plug-ins add names (from 0.33 on).
+    """Make `--kv-cache-dtype` accept kvq's names if vLLM lets plug-ins add names (from 0.33 on).
 
-    Names of files, and formats with other group sizes, are added when they are requested.
+    File names, and formats with other group sizes, are added when requested.
     """
     from vllm.config import cache
 
@@ -54,7 +54,7 @@ def register_names() -> None:
     def is_known(name: str) -> bool:
         if is_own(name) and not known(name) and _is_right(name):
             _register_name(cache, name)
-            os.environ[_ASKED] = name  # for the processes that vLLM starts
+            os.environ[_ASKED] = name  # inherited by the processes that vLLM starts
         return bool(known(name))
 
     if not getattr(known, "is_kvqs", False):

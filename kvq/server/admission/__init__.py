@@ -1,1 +1,1 @@
-"""Admission: request bodies and prompts, limits of rate and concurrency, and metrics."""
+"""Admission: request bodies and prompts, rate and concurrency limits, and metrics."""

@@ -1,4 +1,4 @@
-"""Admission control: limits on pools and the queue, checked before any work is done."""
+"""Admission control: limits on KV pools and the request queue, checked before any work is done."""
 
 import random
 from collections import defaultdict
@@ -24,10 +24,10 @@ _MAX_RETRY_S = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionConfig:
-    """Limits on waiting work. Load is the largest of four shares: the used part of each limit."""
+    """Limits on waiting work. The load is the highest utilization of the first four limits."""
 
-    max_queue: int = 1024  # requests without a slot at the engine
-    max_queued_tokens: int = 1 << 20  # tokens of prompts without a first token
+    max_queue: int = 1024  # requests without an engine slot
+    max_queued_tokens: int = 1 << 20  # total tokens of prompts without a first token
     max_wait_s: float = 30.0  # expected wait for the first token
     max_overcommit: float = 16.0  # worst-case blocks of all requests / blocks of the pool
     # Above this share of any limit except `max_queue`, which is exact, requests that would have to wait for
@@ -38,20 +38,20 @@ class AdmissionConfig:
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """Prompt at the engine, and its worst-case need."""
+    """Prompt in the engine, with its worst-case block demand."""
 
     prompt_tokens: int
     share: float  # worst-case blocks / blocks of the pool
-    slots: SequenceSlots  # slots of its request
-    left: int  # its sequences that have not ended
-    tells: bool  # its first token is sent at once; with best_of, results are known only at the end
+    slots: SequenceSlots  # slots of the request that the prompt belongs to
+    left: int  # unfinished sequences
+    tells: bool  # the first token is sent immediately; with best_of, results are sent only at the end
     has_started: bool = False
 
 
 class Admission:
-    """Counter of waiting and running requests that refuses more than the limits allow.
+    """Admission controller: counts waiting and running requests, and refuses requests beyond the limits.
 
-    400: the request can never fit. 429: the tenant's limit. 503: the server's limit, with seconds to wait.
+    Status 400: the request can never fit. 429: a limit of the tenant. 503: a limit of the server.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a slot at the engine, or of those without blocks if that is larger."""
+        """Number of requests without an engine slot, or of requests without blocks, whichever is larger."""
         gauges = self._engine.gauges
         return max(self._concurrency.num_waiting, 0 if gauges is None else gauges.held_up)
 
     @property
     def expected_wait_s(self) -> float:
-        """Expected wait of a new request for its first token; 0 if too little is known."""
+        """Expected time to first token of a new request; 0 if there are too few measurements."""
         per_s = self._first_tokens.per_s()
         return 0.0 if per_s is None else (self._prompts.num_waiting + self._first_tokens.num_awaited) / per_s
 
     @property
     def kv_pressure(self) -> float:
-        """Live blocks / blocks of the fullest pool. Staging areas have room for all, and don't count."""
+        """Live blocks / total blocks of the fullest pool, excluding staging areas, which never fill up."""
         gauges, info = self._engine.gauges, self._engine.info
         pools = [] if gauges is None else gauges.pools
         staging = [] if info is None else info.is_staging
@@ -99,24 +99,24 @@ class Admission:
 
     @property
     def load(self) -> float:
-        """Load of the server: 0 idle, 1 full."""
+        """Server load, from 0 (idle) to 1 (full)."""
         return max(self.num_waiting / self.config.max_queue, *self._estimates())
 
     def check(self, tenant: str) -> None:
-        """Check, before a body is read, that a tenant's request would not be refused with any body.
+        """Check, before the body is read, whether a tenant's request would be refused regardless of the body.
 
         Raises:
-            Problem: 429 or 503, with the seconds after which another try may succeed.
+            Problem: 429 or 503, with the number of seconds after which a retry may succeed.
         """
         self.tenants[tenant].check()
         self._check_bounds()
 
     @contextmanager
     def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
-        """Admit a request of a tenant and count its slots until it ends.
+        """Admit a tenant's request, and count the slots of the request until it ends.
 
         Raises:
-            Problem: 400 if the tenant may never have so many sequences, 429 or 503, with the seconds to wait.
+            Problem: 400 if the tenant may never run this many sequences; 429 or 503 with the seconds to wait.
         """
         limits, sequences = self.tenants[tenant], slots.coming
         limits.check(sequences)
@@ -134,7 +134,7 @@ class Admission:
     def queue(
         self, tokens: Sequence[int], params: SamplingParams, info: Ready, slots: SequenceSlots
     ) -> Iterator[Queued]:
-        """Count a prompt of a request at the engine until it ends.
+        """Count one prompt of a request from its submission to the engine until it ends.
 
         Raises:
             Problem: 400 if the prompt can never fit, 503 if too much work is waiting.
@@ -159,7 +159,7 @@ class Admission:
             self.ended(entry)
 
     def started(self, entry: Queued) -> None:
-        """Record a prompt's first token."""
+        """Record that a prompt has its first token."""
         if not entry.has_started:
             self._concurrency.begin(entry.slots, entry.left)
             self._wait_no_more(entry, started=True)
@@ -169,7 +169,7 @@ class Admission:
         self._end(entry, min(1, entry.left))
 
     def ended(self, entry: Queued) -> None:
-        """Record that a prompt ended, perhaps before its client knows. Further calls do nothing."""
+        """Record that a prompt ended, possibly before the client is notified. Further calls do nothing."""
         self._end(entry, entry.left)
         if not entry.has_started:
             self._wait_no_more(entry, started=False)
@@ -188,7 +188,7 @@ class Admission:
         self._concurrency.end(entry.slots, count, begun=entry.has_started)
 
     def _estimates(self) -> list[float]:
-        """Return the estimated shares of the limits that current requests may still use."""
+        """Return the estimated utilization of each limit by current requests."""
         config = self.config
         shares = [self._waiting_tokens / config.max_queued_tokens, self.expected_wait_s / config.max_wait_s]
         return [*shares, self._overcommit / config.max_overcommit] if self.num_waiting else shares
@@ -204,8 +204,8 @@ class Admission:
         self._check_room(0, 0.0)
 
     def _check_room(self, tokens: int, share: float) -> None:
-        """Raise Problem if so many additional prompt tokens, or this share of a pool, exceed the limits."""
-        if not self._queued:  # a prompt that is alone is served if it fits
+        """Raise Problem if `tokens` more prompt tokens, or `share` more of a pool, would exceed a limit."""
+        if not self._queued:  # an idle server accepts any prompt that fits
             return
         if self._waiting_tokens + tokens > self.config.max_queued_tokens:
             raise self._overloaded(f"{self._waiting_tokens} prompt tokens wait already")
@@ -223,7 +223,7 @@ class Admission:
 
 
 def blocks_wanted(params: SamplingParams, num_tokens: int, info: Ready) -> list[int]:
-    """Return the most blocks per layer group that a prompt of `num_tokens` and its results can hold.
+    """Return, for each layer group, the maximum number of blocks for a prompt and its results.
 
     Raises:
         Problem: the prompt can never fit (400).

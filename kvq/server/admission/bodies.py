@@ -1,7 +1,7 @@
-"""Request bodies in OpenAI's protocol, with the fields of other servers; every field is bounded.
+"""Request bodies in OpenAI's protocol, with extensions of other servers; every field is bounded.
 
-Unknown fields are ignored, as in other servers, and named in a header of the answer. `LABELS` and `USUAL` are
-fields of other servers that request nothing.
+Unknown fields are ignored, as in other servers, and listed in a response header. `LABELS` and `USUAL` are
+fields of other servers that have no effect.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,13 +27,13 @@ MAX_TOOLS = 128
 _MAX_CALLS = 128  # limit per message
 _CallId = Annotated[str, Field(max_length=256)]
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # checked without a Python call for each
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # validated without a Python call per token
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE]
-_TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as in other servers
+_TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1, 0: no limit, as in other servers
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 # Prefixes are shared only between requests with the same key and the same salt
@@ -54,7 +54,7 @@ _NULL = {"type": "null"}
 
 
 def _few(given: Any) -> Any:
-    """Refuse too many entries before each of them is checked."""
+    """Refuse a collection with too many entries before validating the entries."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
     return given
@@ -65,7 +65,7 @@ _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_le
 
 
 class _StreamOptions(Body):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     USUAL: ClassVar = {"include_obfuscation": False}
     include_usage: Flag = False
@@ -73,7 +73,7 @@ class _StreamOptions(Body):
 
 
 class _JsonSchema(Body):
-    """Named schema; the name is only for readers."""
+    """Named JSON schema; the name has no effect."""
 
     LABELS: ClassVar = frozenset(("description",))
     model_config = ConfigDict(populate_by_name=True)
@@ -84,7 +84,7 @@ class _JsonSchema(Body):
 
 
 class _ResponseFormat(Body):
-    """Format of the text."""
+    """Format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -97,7 +97,7 @@ class _ResponseFormat(Body):
 
 
 class _StructuredOutputs(Body):
-    """Constraints on the text, with the names of newer vLLM; the `guided_*` fields have the older names."""
+    """Constraints on the text, named as in newer vLLM versions; `guided_*` are the older names."""
 
     model_config = ConfigDict(extra="forbid")  # an ignored constraint would not constrain
 
@@ -121,7 +121,7 @@ def _says_null(schema: dict[str, Any]) -> None:
 
 
 class Common(Body):
-    """Fields of completions and chat. Null counts as left out, as in other servers."""
+    """Fields shared by completions and chat. Null is treated as absent, as in other servers."""
 
     model_config = ConfigDict(json_schema_extra=_says_null)
 
@@ -170,7 +170,7 @@ class Common(Body):
 
 
 def _kind_of_prompt(given: Any) -> str | None:
-    """Return the kind of a prompt, judged by its first item, so that errors name items and not the list."""
+    """Return the kind of a prompt, judged by its first item; errors then refer to items, not to the list."""
     if isinstance(given, list):
         first = given[0] if given else None
         return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
@@ -202,7 +202,7 @@ class CompletionBody(Common):
 
 
 class _TextPart(Body):
-    """Part of a message's content."""
+    """Text part of a message's content."""
 
     LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
     type: Literal["text"]
@@ -257,9 +257,9 @@ class _CalledFunction(Body):
 
 
 class _ToolCallBody(Body):
-    """Call made by an assistant's message."""
+    """Tool call in a message of the assistant."""
 
-    LABELS: ClassVar = frozenset(("index",))  # position in the stream that the call was read from
+    LABELS: ClassVar = frozenset(("index",))  # position of the call in the stream it came from
     id: _CallId | None = None
     type: Literal["function"] = "function"
     function: _CalledFunction
@@ -271,7 +271,7 @@ _ToolChoices = Literal["none", "auto", "required"] | _ToolChoiceBody
 
 
 class ChatMessage(Body):
-    """Message of a chat; its other fields are for the model's template."""
+    """Message of a chat; extra fields are passed to the model's chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -286,14 +286,14 @@ class ChatMessage(Body):
         check_value(extra)
         if extra.get("function_call") is not None:
             raise ValueError("function_call is not supported; use tool_calls")
-        refusal = extra.get("refusal")  # in place of content, as in OpenAI's API
+        refusal = extra.get("refusal")  # replaces the content, as in OpenAI's API
         if self.role == "assistant" and self.content is None and isinstance(refusal, str):
             self.content = refusal
         return self
 
 
 def plain_text(message: ChatMessage) -> str:
-    """Return a message's content as one text."""
+    """Return a message's content as a single string."""
     content = message.content or ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -301,7 +301,7 @@ def plain_text(message: ChatMessage) -> str:
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
-    LABELS: ClassVar = Common.LABELS | {"prediction"}  # it would only produce the same answer sooner
+    LABELS: ClassVar = Common.LABELS | {"prediction"}  # it would only produce the same response sooner
     USUAL: ClassVar = {"modalities": ["text"], "verbosity": "medium"}
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
@@ -334,7 +334,7 @@ class ChatBody(Common):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`: a prompt, or a chat."""
+    """`POST /tokenize`: a prompt or a chat."""
 
     model: _Name | None = None
     prompt: LongText | None = None

@@ -22,13 +22,13 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """All options of `kvq serve`; the command checks the limits of single numbers."""
+    """All options of `kvq serve`; the command checks the bounds of individual numbers."""
 
     model: str | Path = "tiny"
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | tuple[str, ...] | None = None  # answers have the first one
+    served_model_name: str | tuple[str, ...] | None = None  # responses use the first one
     access: Access = field(default_factory=Access)
     read_access: Callable[[], Access] | None = None  # returns `access` from the files' current content
     tls: Callable[[], SSLContext] | None = None  # returns the context for the current certificate
@@ -40,11 +40,11 @@ class ServerConfig:
     max_restarts: int = 5  # restarts of the engine within ten minutes
     kv_events: EventsConfig | None = None
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them
-    grace_s: float = 30.0  # for running requests after SIGTERM
-    timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    grace_s: float = 30.0  # time for running requests to finish after SIGTERM
+    timeout_s: float | None = 600.0  # limit on a request, from its arrival at the engine
     chat_template: str | None = None  # text of a template that replaces the model's
-    tool_call_parser: str = "auto"  # "auto": found by the chat template; "none"; or a format's name
-    reasoning_parser: str = "auto"  # "auto": by the chat template or tokenizer; "none"; or a name
+    tool_call_parser: str = "auto"  # "auto": detected from the chat template; "none"; or a format name
+    reasoning_parser: str = "auto"  # "auto": detected from the chat template or tokenizer; "none"; or a name
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
     generation_config: str = "auto"  # source of defaults for sampling; see `read_defaults`
     # True if control tokens in clients' texts take effect; in chats, in texts of users, tools and documents
@@ -67,9 +67,10 @@ class ServerConfig:
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the accepted Host headers: `given` and loopback; None (any) for a public `host` without `given`.
+    """Return the accepted Host headers: `given` and loopback, or None to accept any.
 
-    Otherwise, a web page could reach a server on loopback under the page's own host name.
+    None is returned only if `host` is public and `given` is empty. Without the check of Host headers, a web
+    page could reach a server on loopback through the page's own host name.
     """
     if not given and host not in LOCAL:
         return None
@@ -77,10 +78,10 @@ def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read API keys from a file, one per line, in order; lines that begin with # are comments.
+    """Return the API keys in a file, one per line, in order; lines that begin with # are comments.
 
     Raises:
-        ConfigError: the file does not exist, has no key, or can be read by others (`check_secret`).
+        ConfigError: the file does not exist, contains no key, or is readable by other users (`check_secret`).
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]

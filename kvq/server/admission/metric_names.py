@@ -1,4 +1,4 @@
-"""Names of metrics: kvq's own, and those of common dashboards."""
+"""Names of metrics: kvq's native names, and the names used by common dashboards."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from kvq.errors import ConfigError, nearest
 
 
 class _Named(NamedTuple):
-    """Name and help text of a metric, a histogram's buckets, and the metric's own labels."""
+    """Name, help text and labels of a metric, and its buckets if it is a histogram."""
 
     name: str
     text: str
@@ -18,10 +18,10 @@ class _Named(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """All metrics under one kind of names, by the keys of their values in `Metrics`.
+    """Naming scheme: the names of all metrics, under the same keys as the values in `Metrics`.
 
-    `endings`: values of the last label of `ends`, for a request's status (success, error, cancelled, or why
-    it was refused) and for a result's "stop" and "length". Endings without a value are not counted.
+    `endings`: maps a request's outcome (success, error, cancelled, or the reason for refusal) and a result's
+    "stop" or "length" to a value of the last label of `ends`. Other outcomes are not counted.
     """
 
     ends: _Named  # any label before the last is the model's name
@@ -207,10 +207,10 @@ ALL_NAMES = {"kvq": KVQ, "vllm": VLLM, "llm": LLM}
 
 
 def parse_names(given: Iterable[str]) -> tuple[str, ...]:
-    """Parse kinds of names from options, which may each list several with commas; `kvq` is always included.
+    """Parse naming schemes from option values, each a comma-separated list; `kvq` is always included.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: a naming scheme is unknown.
     """
     wanted = {"kvq"} | {part.strip() for text in given for part in text.split(",") if part.strip()}
     for name in sorted(wanted - set(ALL_NAMES)):

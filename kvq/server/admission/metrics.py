@@ -1,7 +1,7 @@
-"""Metrics for Prometheus at `/metrics`; some are counted on events, others read at every scrape.
+"""Prometheus metrics at `/metrics`; some are updated on events, others are read at every scrape.
 
-A new total of the engine is a field of `kvq.server.engine.messages.Gauges`, which the worker fills, and a
-name in `_ENGINE_TOTALS` and in `metric_names`.
+To add a total of the engine, add a field to `kvq.server.engine.messages.Gauges`, which the worker fills, and
+a name to `_ENGINE_TOTALS` and to `metric_names`.
 """
 
 import collections
@@ -39,7 +39,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Source:
-    """Source of the engine's figures after its last step, and of totals since the server's start."""
+    """Source of the engine's gauges after its last step, and of totals since the server's start."""
 
     def __init__(self, model: str, remote: Remote) -> None:
         """`model`: the model's name for clients."""
@@ -52,7 +52,7 @@ class _Source:
         self._life = 0
 
     def take(self, stepped: Stepped) -> None:
-        """Add a step's counts."""
+        """Add the counts of one step."""
         if self._life != self._remote.num_restarts:
             self._before.update(self._now)
             self._life = self._remote.num_restarts
@@ -65,7 +65,7 @@ class _Source:
             self.block_times.add(stepped.block_times)
 
     def total(self, name: str) -> int:
-        """Return a total that never decreases: the engine's `restarts`, or a count of gauges and receipts."""
+        """Return the total `name`, which never decreases: `restarts`, or a count from gauges or receipts."""
         if name == "restarts":
             return self._remote.num_restarts
         return self._before[name] + self._now.get(name, 0)
@@ -110,10 +110,10 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
 
 
 class Metrics:  # D331: totals are kept here: the engine may restart
-    """Counters and gauges, under every enabled kind of names."""
+    """Counters and gauges, exported under every enabled naming scheme."""
 
     def __init__(self, remote: Remote, model: str, kinds: Iterable[str] = ("kvq",)) -> None:
-        """`model`: the model's name for clients; `kinds`: as `parse_names` returns them."""
+        """`model`: the model's name for clients; `kinds`: naming schemes, as `parse_names` returns them."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, useless series for each metric
         self._registry = CollectorRegistry()
         self._source = _Source(model, remote)
@@ -139,12 +139,12 @@ class Metrics:  # D331: totals are kept here: the engine may restart
             self._observe(key, value)
 
     def count(self, ending: str) -> None:
-        """Count an end: success, error, cancelled, timeout; before the engine: invalid, limited, refused."""
+        """Count an outcome: success, error, cancelled or timeout; invalid, limited or refused."""
         for named in self._named:
             named.count(ending)
 
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
-        """Add a gauge of the HTTP process, read at every scrape."""
+        """Add a gauge of the HTTP process, whose value is read at every scrape."""
         Gauge(name, what, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
@@ -165,7 +165,7 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
 
 class _Named(Collector):
-    """Metrics under one kind of names."""
+    """Metrics under one naming scheme."""
 
     def __init__(self, names: Names, source: _Source, registry: CollectorRegistry) -> None:
         self._names = names
@@ -213,7 +213,7 @@ class _Named(Collector):
 
 
 def _values_of(ended: Ended) -> dict[str, float]:
-    """Return a request's durations in seconds and sizes in tokens; for a failed request, only its `ttft`."""
+    """Return a request's durations in seconds and sizes in tokens; if the request failed, only its `ttft`."""
     times = {key: getattr(ended.timing, f"{key}_s", None) for key in ("ttft", "queue", "prefill", "e2e")}
     found = {key: value for key, value in times.items() if value is not None}
     if ended.error is not None or ended.receipt is None:

@@ -1,4 +1,4 @@
-"""Prompts: convert texts and conversations to token ids and back, in other processes, without the model."""
+"""Prompts: conversion of texts and conversations to token ids and back, in separate processes."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from kvq.server.reading import Lane, Overran, Readers
 from kvq.server.reading.jobs import Job, JobResult
 
 _log = logging.getLogger("kvq")
-DEADLINE_S = 30.0  # for a prompt, including the wait for a free reader
-_MAX_COUNTING = 64  # texts that wait only to be counted
+DEADLINE_S = 30.0  # limit per prompt, including the wait for a free reader
+_MAX_COUNTING = 64  # waiting texts that are only counted
 _WIDTH = 2  # prompts of a kind that are read at the same time
 _A_FEW = 128  # messages converted without a pause
 PROBE = "\0probe"  # a separate tenant, so that it waits for at most one job of each other tenant
@@ -32,13 +32,13 @@ _BROKEN = "the model's chat template is broken: for one short message"
 
 
 class _TemplateFails(Problem):
-    """Problem: the chat template failed with an unintended error."""
+    """Problem: the chat template failed with an error that it did not raise on purpose."""
 
 
 class Prompts:
-    """Model's tokenizer and chat template, with limits and deadlines, fair across tenants.
+    """Client of the tokenizer and chat template, with limits and deadlines, fair across tenants.
 
-    Texts and conversations have separate readers: a template that never ends does not block completions.
+    Texts and conversations have separate readers: a template that never returns does not block completions.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Prompts:
         deadline_s: float = DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`tokenizer`: the readers' own, for quick work in this process. `plain_texts`: texts outside
-        conversations never have control tokens. `deadline_s`: for one prompt, including the wait for a free
-        reader. `max_tokens` returns the number of tokens that fit the model: a text that certainly has more
-        is refused by its length.
+        """`tokenizer`: the one that the readers use, for quick work in this process. `plain_texts`: control
+        tokens in texts outside conversations are read as plain text. `deadline_s`: time limit per prompt,
+        including the wait for a free reader. `max_tokens` returns the model's maximum number of tokens; texts
+        that are certain to exceed this number are refused without tokenizing them.
         """
         self.texts = TokenTexts(tokenizer)
-        self.why_broken: str | None = None  # why no conversation can be read, if that is known
+        self.why_broken: str | None = None  # why no conversation can be read, or None
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._readers = readers
         self._plain_texts = plain_texts
@@ -69,11 +69,11 @@ class Prompts:
 
     @property
     def num_waiting(self) -> int:
-        """Number of texts and conversations that are not token ids yet."""
+        """Number of texts and conversations that are not yet tokenized."""
         return sum(lane.num_waiting for lane in {self._for_texts, self._for_chats})
 
     async def start(self) -> None:
-        """Load the readers' tokenizer and try the chat template, instead of at first use.
+        """Load the readers' tokenizer and try the chat template now rather than at first use.
 
         Raises:
             KVQError: the tokenizer can't be loaded.
@@ -86,10 +86,10 @@ class Prompts:
                 _log.info("chat template: no place for %s; the model will not see any", lacking)
 
     async def forms(self) -> Forms:
-        """Return the result of a trial of the chat template: the parts that it renders, and their forms.
+        """Return which message parts the chat template renders, and in which forms, as found by a trial.
 
         Raises:
-            Problem: the template can't be tried now.
+            Problem: the template can't be tried at the moment.
         """
         readers = self._readers
         if not self._has_template:
@@ -104,7 +104,7 @@ class Prompts:
             return readers.forms
 
     def for_counting(self) -> "Prompts":
-        """Return a copy with a separate queue and no length limit, for requests that only count or read."""
+        """Return a copy with a separate queue and no length limit, for requests that do not generate."""
         other = copy.copy(self)
         other._max_tokens = lambda: None
         other._bounds = {"most_told": MAX_TOKEN_IDS}
@@ -115,11 +115,11 @@ class Prompts:
         """Return the token ids of a text.
 
         Raises:
-            Problem: the text is not valid Unicode, or takes too long.
+            Problem: the text is not valid Unicode, or tokenizing it takes too long.
         """
         given = {
             "text": text,
-            "special": special,  # with the special tokens that the tokenizer puts around it
+            "special": special,  # add the special tokens that the tokenizer puts around a text
             "plain": self._plain_texts,
             "max_tokens": self._max_tokens(),
         }
@@ -127,10 +127,10 @@ class Prompts:
         return (await self._do(self._for_texts, job, tenant, len(text))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> Sequence[int]:
-        """Return the token ids of a conversation in the model's own format.
+        """Return the token ids of a conversation, rendered with the model's chat template.
 
         Raises:
-            Problem: the model has no template, or the template refuses the messages, or takes too long.
+            Problem: the model has no template, or the template rejects the messages or takes too long.
         """
         if not self._has_template:
             raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
@@ -154,12 +154,12 @@ class Prompts:
     async def shared_lengths(
         self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
     ) -> Sequence[int]:
-        """Return how many first tokens `whole` shares with each of `others`; 0 if they are equal.
+        """Return the length of the common prefix of `whole` and each of `others`, or 0 if the two are equal.
 
         `tokens`: the result of `chat` for `whole`.
 
         Raises:
-            Problem: the template refuses one of the others, or takes too long.
+            Problem: the template rejects one of `others`, or takes too long.
         """
         read = [(await _as_dicts(messages), options) for messages, options in (whole, *others)]
         given = {"tokens": pack(tokens), "whole": read[0], "others": read[1:]}
@@ -168,22 +168,22 @@ class Prompts:
         return (await self._do(self._for_chats, job, tenant, num_bytes)).numbers
 
     async def detokenize(self, tokens: Sequence[int], *, tenant: str = "") -> str:
-        """Return the text of token ids, with special tokens."""
+        """Return the text of token ids, including special tokens."""
         job = Job(task="decode", given={"tokens": pack(tokens)})
         return (await self._do(self._for_texts, job, tenant, 4 * len(tokens))).text
 
     async def probe(self) -> str | None:
-        """Return why prompts can't be read, or None, from a recent trial with a small prompt of each kind."""
+        """Return the reason why a recent trial with small prompts failed, or None if it succeeded."""
         self._look_again()
         if self._probing is not None:
             await asyncio.wait((self._probing,))
         return self.why_broken
 
     async def try_one(self) -> str | None:
-        """Try a small prompt of each kind now, and return why prompts can't be read, or None.
+        """Try a small text and a small conversation now; return the reason for a failure, or None.
 
         Raises:
-            Problem: the trial is not possible now.
+            Problem: the trial can't be run at the moment.
         """
         try:
             await self.tokenize("ping", tenant=PROBE)
@@ -203,7 +203,7 @@ class Prompts:
         return None
 
     def close(self) -> None:
-        """End the readers, even busy ones."""
+        """Kill the readers, including busy ones."""
         if self._probing is not None:
             self._probing.cancel()
         self._for_texts.close()
@@ -247,7 +247,7 @@ class Prompts:
 
 
 async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as dicts; with many messages, the loop serves others in between."""
+    """Return messages as dicts; yield to the event loop at intervals if there are many."""
     turns: list[dict[str, Any]] = []
     for at in range(0, len(messages), _A_FEW):
         if at:
@@ -257,7 +257,7 @@ async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _num_bytes(turns: Sequence[dict[str, Any]]) -> int:
-    """Return the approximate number of bytes to read."""
+    """Return the approximate size of the conversation's texts in bytes."""
     return sum(
         len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
         for turn in turns

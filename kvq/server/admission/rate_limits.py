@@ -1,4 +1,4 @@
-"""Rate limits of one API key: sequences at once, requests and tokens per minute."""
+"""Rate limits of an API key: concurrent sequences, and requests and tokens per minute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantLimits:
-    """Limits of every key; None: no limit. Without keys, all clients are one tenant."""
+    """Limits for each API key (None: no limit). Without keys, all clients are one tenant."""
 
-    max_concurrency: int | None = None  # sequences at once: prompts times results of a request
+    max_concurrency: int | None = None  # concurrent sequences: prompts times results of a request
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt tokens that had to be computed, and generated ones
 
 
 class _Bucket:
-    """Token bucket that refills steadily up to one minute's amount; costs known late may overdraw it."""
+    """Token bucket that refills steadily up to one minute's amount; costs charged later may overdraw it."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute = per_minute
@@ -29,12 +29,12 @@ class _Bucket:
         self._filled_s = now
 
     def wait_s(self, now: float, amount: float) -> float:
-        """Return the seconds until `amount` can be taken; 0 if it can be taken now."""
+        """Return the number of seconds until `amount` is available, or 0 if it is available now."""
         self._fill(now)
         return max(0.0, amount - self._left) / self._per_minute * _MINUTE_S
 
     def take(self, now: float, amount: float) -> None:
-        """Take `amount`, even if less is left."""
+        """Subtract `amount`, even if less is left."""
         self._fill(now)
         self._left -= amount
 
@@ -45,7 +45,7 @@ class _Bucket:
 
 
 class Tenant:
-    """Requests of one key."""
+    """Tenant: the current requests and the limits of one API key."""
 
     def __init__(self, limits: TenantLimits, clock: Callable[[], float] = monotonic) -> None:
         self.num_active = 0  # sequences
@@ -57,7 +57,7 @@ class Tenant:
         self._tokens = None if tpm is None else _Bucket(tpm, now)
 
     def check(self, sequences: int = 1) -> None:
-        """Raise Problem if another request with `sequences` is too many now (429) or always (400)."""
+        """Raise Problem if `sequences` more sequences exceed the limit now (429) or on their own (400)."""
         most = self._limits.max_concurrency
         if most is not None and sequences > most:
             raise Problem(400, f"{sequences} sequences at once; {most} are allowed for this key", param="n")
@@ -75,7 +75,7 @@ class Tenant:
 
     @contextmanager
     def active(self, sequences: int = 1) -> Iterator[None]:
-        """Count an admitted request and its sequences until its end."""
+        """Count an admitted request and its sequences until the request ends."""
         self.num_active += sequences
         self.charge_request()
         try:
@@ -84,12 +84,12 @@ class Tenant:
             self.num_active -= sequences
 
     def charge_request(self) -> None:
-        """Count a request, even if it fails."""
+        """Count a request toward the limit per minute, even if it fails."""
         if self._requests is not None:
             self._requests.take(self._clock(), 1)
 
     def charge(self, tokens: int) -> None:
-        """Count tokens that a request used."""
+        """Count the tokens that a request used toward the limit per minute."""
         if self._tokens is not None:
             self._tokens.take(self._clock(), tokens)
 

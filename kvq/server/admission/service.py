@@ -35,7 +35,7 @@ _PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
 
 
 class Service:
-    """Front end of the engine: accepts requests and returns their messages, until the server shuts down."""
+    """Front end of the engine: admits requests and streams their results until the server shuts down."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Service:
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`names`: the model's names for clients; answers have the first. `tools`: its format of tool calls.
-        `defaults`: values for fields that requests leave out.
+        """`names`: the model's names for clients; responses use the first. `tools`: the model's tool-call
+        format. `defaults`: values for fields that requests omit.
         """
         config = config or ServerConfig()
         self.names = (names,) if isinstance(names, str) else names
         self.name = self.names[0]
         self.remote = remote
         self.prompts = prompts
-        self.counting = prompts.for_counting()  # for requests without the engine
+        self.counting = prompts.for_counting()  # for requests that do not use the engine
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
@@ -71,7 +71,7 @@ class Service:
 
     @property
     def why_not_ready(self) -> str | None:
-        """Reason why no request can be accepted now, or None."""
+        """Reason why no request can be accepted at the moment, or None."""
         if self._draining:
             return "the server is shutting down"
         if self.remote.state is not State.READY:
@@ -84,7 +84,7 @@ class Service:
             raise unavailable(reason)
 
     def check_model(self, name: str | None) -> None:
-        """Raise Problem if a request is for another model."""
+        """Raise Problem if `name` is not a name of the served model."""
         if name is not None and name not in self.names:
             raise Problem(
                 404,
@@ -97,7 +97,7 @@ class Service:
         """Count the ignored fields of a decoded body and return their paths; see `find_ignored`.
 
         Raises:
-            Problem: this server is strict, and there is an unknown field that is not a label.
+            Problem: the server is strict, and an unknown field is not a label.
         """
         is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
         forms = await self.prompts.forms() if is_for_template else None
@@ -110,13 +110,13 @@ class Service:
         return names
 
     def check_arrival(self, tenant: str) -> None:
-        """Raise Problem if a tenant's request can't be accepted with any body."""
+        """Raise Problem if a tenant's request can't be accepted whatever its body."""
         with self._counting_refusals():
             self.check_ready()
             self.admission.check(tenant)
 
     def check_prompt(self, tokens: Sequence[int], params: SamplingParams, where: str) -> None:
-        """Raise Problem if the engine would refuse a prompt, before any of a request's prompts is begun."""
+        """Raise Problem if the engine would refuse a prompt; used before any prompt of a request starts."""
         info = self._info()
         with self._counting_refusals():
             try:
@@ -128,9 +128,9 @@ class Service:
     def thinks(
         self, params: SamplingParams, tokens: Sequence[int], begun: str | None = None
     ) -> tuple[bool | None, SamplingParams]:
-        """Return whether an answer begins with thinking (`Thinking.is_open`), and parameters that allow it.
+        """Return `Thinking.is_open` for the response, and sampling parameters that allow thinking.
 
-        `begun`: the beginning of an answer to continue.
+        `begun`: the start of the assistant message that the response continues, if any.
         """
         if (thinking := self.tools.thinking) is None:
             return False, params
@@ -154,10 +154,10 @@ class Service:
 
     @contextmanager
     def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
-        """Admit a request and count its slots until it is answered.
+        """Admit a request and count its slots until the response is complete.
 
         Raises:
-            Problem: the server can't accept it now, or the tenant has sent too many requests.
+            Problem: the server can't accept the request now, or the tenant has sent too many requests.
         """
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
@@ -171,10 +171,10 @@ class Service:
     async def stream(
         self, tokens: Sequence[int], options: RequestOptions, slots: SequenceSlots
     ) -> AsyncGenerator[Piece | Ended]:
-        """Yield a prompt's messages up to its `Ended`, which has no error. `slots`: those of its request.
+        """Yield a prompt's messages up to its successful `Ended`. `slots`: the slots of the prompt's request.
 
         Raises:
-            Problem: the prompt can't be served now or at all, or it failed.
+            Problem: the prompt failed, or can't be served now or at all.
         """
         info = self._info()
         with contextlib.ExitStack() as stack:
@@ -183,7 +183,7 @@ class Service:
             messages = self.remote.stream(
                 tokens, options, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
             )
-            status = "cancelled"  # unless it ends in another way
+            status = "cancelled"  # unless it is replaced below
             try:
                 async for message in messages:
                     if isinstance(message, Ended):
@@ -205,13 +205,13 @@ class Service:
                 await messages.aclose()
 
     def _info(self) -> Ready:
-        """Return the engine's description. Raises Problem: there is no engine now."""
+        """Return the engine's description. Raises Problem: no engine is running."""
         self.check_ready()
         assert self.remote.info is not None, "a ready engine said what it is"
         return self.remote.info
 
     def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
-        """Report a prompt's progress to admission, even if its client is far behind."""
+        """Report a prompt's progress to admission, even if the client reads slowly."""
         if not isinstance(message, Piece):
             self.admission.ended(entry)
             return
@@ -220,18 +220,18 @@ class Service:
             self.admission.ended_one(entry)
 
     async def drain(self, grace_s: float) -> None:
-        """Accept no new requests; return when the running ones have ended, or after `grace_s`."""
+        """Stop accepting requests; return when all running requests have ended, or after `grace_s`."""
         self._draining = True
         self.loop_budget.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
 
     def hurry(self) -> None:
-        """End a drain immediately."""
+        """Make `drain` return immediately."""
         self._idle.set()
 
     async def close(self) -> None:
-        """End the engine; waiting requests get an error object."""
+        """Terminate the engine; waiting requests get an error object."""
         await self.remote.close()
         self.counting.close()
         self.prompts.close()
@@ -278,7 +278,7 @@ class Service:
 
 
 def describe(service: Service, created: int, name: str) -> dict[str, Any]:
-    """Return the model with one of its names, in the form of `/v1/models`."""
+    """Return the entry in `/v1/models` for one of the model's names."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
     return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

@@ -1,7 +1,7 @@
-"""Slots of the engine: which requests run, which wait, and the expected time to the first token.
+"""Engine slots: which requests are running or waiting, and the rate of first tokens.
 
-The engine begins prompts in the order of arrival, as long as it has free slots. So the waiting requests are
-known at any time, even during a step. The engine's own figures are a step old, and miss later bursts.
+The engine starts prompts in order of arrival while it has free slots, so the waiting requests can be derived
+at any time, even during a step. The engine's own gauges are one step old and miss bursts since then.
 """
 
 from collections import deque
@@ -11,9 +11,9 @@ _MANY = 1 << 62
 
 
 class SequenceSlots:
-    """Slots that one request needs: one for each of its sequences, until the sequence ends.
+    """Slots that one request needs: one per sequence, until that sequence ends.
 
-    The sequences of one prompt begin together; while fewer slots are free, the prompt waits.
+    The sequences of one prompt start together; the prompt waits until enough slots are free for all of them.
     """
 
     def __init__(self, *, prompts: int = 1, sequences: int = 1) -> None:
@@ -24,16 +24,16 @@ class SequenceSlots:
 
 
 class EngineSlots:  # D299: counted here, since the engine's figures are a step old
-    """Slots of all requests. A request has a slot as soon as its first prompt has one."""
+    """Engine slots of all requests. A request has a slot as soon as its first prompt has one."""
 
     def __init__(self, num_slots: Callable[[], int | None]) -> None:
-        """`num_slots` returns the engine's number of slots, None while it is unknown."""
+        """`num_slots` returns the engine's number of slots, or None while the number is unknown."""
         self._num_slots = num_slots
         self._num_held = 0
         self._coming: dict[
             SequenceSlots, None
-        ] = {}  # requests with sequences that have not begun, in order of arrival
-        self._num_new = 0  # the number of these without any slot
+        ] = {}  # requests with sequences that have not started, in order of arrival
+        self._num_new = 0  # number of requests in `_coming` that have no slot
 
     @property
     def num_waiting(self) -> int:
@@ -41,7 +41,7 @@ class EngineSlots:  # D299: counted here, since the engine's figures are a step 
         return self._look()[0]
 
     def has_room(self, slots: SequenceSlots) -> bool:
-        """True if a request would find its slots free now."""
+        """Return True if enough slots are free for a new request to start now."""
         return slots.at_once <= self._look()[1]
 
     def enter(self, slots: SequenceSlots) -> None:
@@ -49,15 +49,15 @@ class EngineSlots:  # D299: counted here, since the engine's figures are a step 
         self._num_new += 1
 
     def begin(self, slots: SequenceSlots, count: int) -> None:
-        """Record that `count` sequences have their first token, perhaps before those of earlier requests."""
+        """Record the first tokens of `count` sequences, possibly before sequences of earlier requests."""
         self._change(slots, coming=-count, held=count)
 
     def end(self, slots: SequenceSlots, count: int, *, begun: bool) -> None:
-        """Record that `count` sequences ended; `begun`: they had their first token."""
+        """Record that `count` sequences ended; `begun` is True if these sequences had a first token."""
         self._change(slots, coming=0 if begun else -count, held=-count if begun else 0)
 
     def leave(self, slots: SequenceSlots) -> None:
-        """Free all slots of a request that is over."""
+        """Free all slots of a finished request."""
         self._change(slots, coming=-slots.coming, held=-slots.held)
 
     def _change(self, slots: SequenceSlots, *, coming: int, held: int) -> None:
@@ -70,7 +70,7 @@ class EngineSlots:  # D299: counted here, since the engine's figures are a step 
         self._num_new += (slots in self._coming and not slots.held) - is_new
 
     def _look(self) -> tuple[int, int]:
-        """Return (waiting requests, free slots for a new request)."""
+        """Return the number of waiting requests and the number of free slots for a new request."""
         most = self._num_slots()
         free = (_MANY if most is None else most) - self._num_held
         num_new = self._num_new
@@ -83,37 +83,37 @@ class EngineSlots:  # D299: counted here, since the engine's figures are a step 
 
 
 _WINDOW_S = 10.0
-_MIN_STARTS = 16  # fewest first tokens within the window for a known rate
+_MIN_STARTS = 16  # minimum number of first tokens in the window for an estimate
 
 
 class FirstTokens:  # D300: waits follow from the rate of first tokens while a prompt waits
-    """Prompts that wait for their first token, and the recent rate of first tokens.
+    """Tracker of prompts without a first token, and of the recent rate of first tokens.
 
-    Only the time in which a prompt waited counts, because an idle server has few first tokens per second
-    even if it is fast.
+    The rate counts only time during which some prompt was waiting, because an idle server produces few first
+    tokens per second even if it is fast.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.num_awaited = 0
         self._clock = clock
-        self._awaited_s = 0.0  # time in which a prompt waited, up to the last look at the clock
+        self._awaited_s = 0.0  # time during which some prompt was waiting, up to the last clock reading
         self._looked_s = clock()
         self._starts: deque[tuple[float, float]] = deque()  # (time, `_awaited_s` at that time)
 
     def await_one(self) -> None:
-        """Count a waiting prompt."""
+        """Add a prompt that waits for its first token."""
         self._look()
         self.num_awaited += 1
 
     def leave(self, *, started: bool) -> None:
-        """Record that a prompt got its first token, or will not get one."""
+        """Remove a waiting prompt; `started` is True if it got its first token, False if it never will."""
         now = self._look()
         self.num_awaited -= 1
         if started:
             self._starts.append((now, self._awaited_s))
 
     def per_s(self) -> float | None:
-        """Return first tokens per second; None if too little is known."""
+        """Return the rate of first tokens per second, or None if there are too few measurements."""
         self._look()
         if len(self._starts) < _MIN_STARTS:
             return None

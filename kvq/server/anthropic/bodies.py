@@ -1,6 +1,7 @@
 """Request bodies in Anthropic's protocol; every field is bounded.
 
-Unknown fields are ignored and named in a header. Fields whose loss would change an answer are refused.
+Unknown fields are ignored and listed in a response header. Fields that can't be ignored without changing the
+response are refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,17 +15,17 @@ from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
-# Kinds of blocks in the turns of other models, in addition to those of this module
+# Kinds of blocks in the turns of other models, beyond those in this module
 _THOUGHTS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
-# Error code that Anthropic's client recognizes; it then sends whole conversations instead of a thread
+# Error code that makes Anthropic's client send complete conversations instead of a thread
 _NO_THREADS = "thread_unsupported_request"  # D323: threads refused with the code its client looks for
 _Id = Annotated[str, Field(max_length=256)]
 
 
 class _CacheControl(Body):
-    """Request to keep a block and everything before it cached."""
+    """Request to cache a block and everything before it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -35,20 +36,20 @@ class _CacheControl(Body):
 
 
 class _Marked(Body):
-    """Block or tool that a breakpoint may follow."""
+    """Block or tool that may be followed by a cache breakpoint."""
 
     cache_control: _CacheControl | None = None
 
 
 class TextBlock(_Marked):
-    """Text of a message."""
+    """Text block of a message."""
 
     type: Literal["text"]
     text: LongText
 
 
 def _blocks_of(*kinds: str) -> BeforeValidator:
-    """Return a "before" validator for blocks of these kinds: a text becomes one block, others are refused."""
+    """Return a "before" validator that converts a text to one block and refuses blocks of other kinds."""
     check = content_of("block", kinds, _THOUGHTS)
 
     def as_blocks(content: Any) -> Any:
@@ -61,7 +62,7 @@ TextBlocks = Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=
 
 
 class ToolUseBlock(_Marked):
-    """Call that the assistant made."""
+    """Tool call made by the assistant."""
 
     USUAL: ClassVar = {"caller": {"type": "direct"}}
     type: Literal["tool_use"]
@@ -72,7 +73,7 @@ class ToolUseBlock(_Marked):
 
 
 class ToolResultBlock(_Marked):
-    """Result of a call. Its text must state whether the call failed, as no template reads the flag."""
+    """Result of a tool call. Its text must state whether the call failed, as no template reads the flag."""
 
     LABELS: ClassVar = frozenset(("is_error",))
     type: Literal["tool_result"]
@@ -121,7 +122,7 @@ class _ToolChoice(Body):
 
 
 class Message(Body):
-    """One turn."""
+    """One turn of a conversation."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
@@ -148,26 +149,26 @@ class _Thinking(Body):
 
 
 class _OutputFormat(Body):
-    """Format of the text."""
+    """Format of the generated text."""
 
     type: Literal["json_schema"]
     definition: JsonObject = Field(alias="schema")
 
 
 class _OutputConfig(Body):
-    """Options of the answer; `effort` is not supported."""
+    """Options of the output; `effort` is not supported."""
 
     format: _OutputFormat | None = None
 
 
 class _Metadata(Body):
-    """Metadata of the request, which is not used."""
+    """Metadata of the request, which the server ignores."""
 
     user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
 class PromptBody(Body):
-    """Fields of a prompt; all of them may also be given when its tokens are only counted."""
+    """Fields that define a prompt, in requests for a message or for a token count."""
 
     LABELS: ClassVar = frozenset(("user_profile_id",))
     USUAL: ClassVar = {"speed": "standard"}
@@ -204,4 +205,4 @@ class MessagesBody(PromptBody):
     stream: Flag = False
     metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
-    cache_salt: CacheSalt | None = None  # not Anthropic's
+    cache_salt: CacheSalt | None = None  # not in Anthropic's API

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: the content blocks of an answer, the events that stream them, and the routes."""
+"""`POST /v1/messages`: the content blocks of a response, the events that stream them, and the routes."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -51,7 +51,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class _MessageCall(Call):
-    """One request. A whole answer consists of the events of the streamed one."""
+    """Messages request. A complete response is assembled from the events of a stream."""
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
         """Raise Problem if the body requests something that this server does not support."""
@@ -122,14 +122,14 @@ class _MessageCall(Call):
 
 
 class _Content:
-    """Content blocks of an answer while it is generated."""
+    """Content blocks of a response during generation."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
-        """Without a parser, everything except thinking is text."""
+        """If `parser` is None, everything except thinking is text."""
         self.blocks: list[dict[str, Any]] = []
         self._parser = parser
         self._thoughts = thoughts
-        self._arguments: list[str] = []  # of the last block, if it is a call
+        self._arguments: list[str] = []  # arguments of the last block, if it is a call
         self._is_open = False
 
     @property
@@ -137,14 +137,14 @@ class _Content:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
-        """Add text to the answer, and return the resulting events."""
+        """Add text to the response, and return the resulting events."""
         thought, rest = self._thoughts.feed(text, is_last=is_last)
         found = [Found(rest)] if self._parser is None else self._parser.feed(rest)
         events = self._add("thinking", thought)
         return [*events, *(event for one in found for event in self._take(one))]
 
     def close(self) -> list[Event]:
-        """End the answer, and return the last events."""
+        """End the response, and return the last events."""
         found = [] if self._parser is None else self._parser.close()
         return [*(event for one in found for event in self._take(one)), *self._stop()]
 
@@ -157,7 +157,7 @@ class _Content:
         return self._add("text", found.text)
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Extend the current block of text or thinking, or begin one."""
+        """Append text to the current block, or start a new block if its kind differs."""
         if not text:
             return []
         is_same = self._is_open and self.blocks[-1]["type"] == kind
@@ -201,7 +201,7 @@ def _params(body: MessagesBody, offer: Offer | None, defaults: SamplingDefaults)
     schema = None if format is None else schema_text(format.definition)
     others = {
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "top_k": body.top_k or None,  # 0 keeps all
+        "top_k": body.top_k or None,  # 0: no limit
         "stop": body.stop_sequences,
         "structured": None if schema is None else StructuredOutput(json_schema=schema),
     }
@@ -210,7 +210,7 @@ def _params(body: MessagesBody, offer: Offer | None, defaults: SamplingDefaults)
 
 
 def _usage(prompt: PromptUse) -> dict[str, int]:
-    """Return the usage of a prompt: cached tokens count as read, pinned ones beyond them as written."""
+    """Return a prompt's usage: cached tokens count as read, and pinned tokens beyond those as written."""
     written = max(0, prompt.pinned - prompt.cached)
     return {
         "input_tokens": prompt.total - prompt.cached - written,
@@ -221,7 +221,7 @@ def _usage(prompt: PromptUse) -> dict[str, int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Decode a call's arguments; return an empty object if they are incomplete or not an object."""
+    """Return a call's decoded arguments, or {} if the arguments are incomplete or not an object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Prompts of Anthropic's conversations: their form for the model's chat template, and cache breakpoints."""
+"""Prompts from Anthropic conversations: input for the model's chat template, and cache breakpoints."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,19 +21,19 @@ from kvq.server.http.problems import Problem
 
 T = TypeVar("T")
 _MAX_BREAKPOINTS = 4
-_OTHER = "\ue000"  # a private-use character, with which no user's text continues
+_OTHER = "\ue000"  # a private-use character, which no user's text continues with
 
 
 async def prompt_pins(
     prompts: Prompts, body: PromptBody, tokens: Sequence[int], tenant: str
 ) -> list[PrefixPin]:
-    """Return the pins that the body's breakpoints request.
+    """Return the prefix pins for the body's cache breakpoints.
 
-    A prefix consists of the tokens that stay the same if other text follows its last block. This holds for
-    any template.
+    A prefix consists of the tokens that do not change if other text follows its last block. This definition
+    works for any template.
 
     Raises:
-        Problem: too many breakpoints, or the template takes too long.
+        Problem: there are too many breakpoints, or the template takes too long.
     """
     found = _breakpoints(body)
     if not found:
@@ -47,7 +47,7 @@ async def prompt_pins(
 
 
 def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, float]]:  # D80
-    """Return the blocks with a breakpoint: each one's list, its index there, and the seconds to keep it."""
+    """Return (list that contains the block, index in the list, seconds to keep) for each breakpoint."""
     lists: list[list[Any]] = [body.tools, body.system, *(message.content for message in body.messages)]
     places = [(blocks, at, block.cache_control) for blocks in lists for at, block in enumerate(blocks)]
     if places and places[-1][2] is None:
@@ -59,7 +59,7 @@ def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, float]]:  # D80
 
 
 def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
-    """Return the conversation with other text after a block. The body stays unchanged."""
+    """Return the conversation with different text after a block; do not modify the body."""
     block = blocks[at]
     others = [block]
     if isinstance(block, CustomTool):
@@ -78,10 +78,10 @@ def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
 
 
 def conversation(body: PromptBody) -> Conversation:
-    """Return the conversation for the model's template.
+    """Return the conversation in the form that the model's chat template expects.
 
-    Successive turns of one role are joined, as in Anthropic's API, because templates require alternating
-    roles. If the last turn is the assistant's, the model continues it.
+    Consecutive turns of the same role are merged, as in Anthropic's API, because templates require
+    alternating roles. If the last turn is the assistant's, the model continues that turn.
 
     Raises:
         Problem: the last turn can't be continued.
@@ -89,7 +89,7 @@ def conversation(body: PromptBody) -> Conversation:
     messages: list[ChatMessage] = []
     if body.system:
         messages.append(ChatMessage(role="system", content=text_of(body.system)))
-    names: dict[str, str] = {}  # of the tools that were called
+    names: dict[str, str] = {}  # of called tools, keyed by call id
     for role, turns in groupby(body.messages, key=lambda message: message.role):
         if role == "user":
             messages += _user(list(turns), names)
@@ -106,7 +106,7 @@ def conversation(body: PromptBody) -> Conversation:
 
 
 def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Yield the messages of the user's turns; results of calls are separate messages."""
+    """Yield the messages for the user's turns; each tool result becomes a separate message."""
     parts: list[str | ChatMessage] = []
     for turn in turns:
         for is_result, blocks in groupby(turn.content, key=lambda block: isinstance(block, ToolResultBlock)):
@@ -159,5 +159,5 @@ def _only(kind: type[T], items: Iterable[object]) -> list[T]:
 
 
 def text_of(blocks: Iterable[object]) -> str:
-    """Return the text of all text blocks, joined."""
+    """Return the concatenated text of all text blocks."""
     return "".join(block.text for block in _only(TextBlock, blocks))

@@ -1,1 +1,1 @@
-"""Batch runs (`kvq run-batch`): answer a file of requests into a file of results, without a port."""
+"""Batch runs (`kvq run-batch`): process a file of requests into a file of results, without a port."""

@@ -1,4 +1,4 @@
-"""Batch calls: answer a line as the server would, and try again when the engine ends."""
+"""Batch calls: process a line as the server would, and retry the line if the engine ends."""
 
 import asyncio
 import logging
@@ -27,33 +27,33 @@ _BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/complet
 _MAY_HAVE_GRAMMAR = {"response_format", "structured_outputs", "tools"} | {
     f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
-_GRAMMARS = 48  # at a time; the engine refuses more of one tenant's grammars that wait to be compiled
-_TRIES = 3  # D335: suspects are tried alone
+_GRAMMARS = 48  # concurrent; the engine limits the grammars of a tenant that wait for compilation
+_TRIES = 3  # D335: suspects are retried alone
 _POLL_S = 0.05
 
 
 class Calls:
-    """Calls that answer lines.
+    """Executor of a batch's calls.
 
-    Lines that were running when the engine ended are tried again, each alone, so that a line that ends the
-    engine every time does not fail the others.
+    Lines that were running when the engine ended are retried, each alone: a line that always crashes the
+    engine then does not fail the others.
     """
 
     def __init__(
         self, service: Service, on_ignored: Callable[[list[str]], object] = lambda names: None
     ) -> None:
-        """`on_ignored` gets the names of ignored fields, once for each line that has any."""
+        """`on_ignored` is called with the names of a line's ignored fields, for each line that has any."""
         self._service = service
         self._on_ignored = on_ignored
         self._room = _Room()
         self._grammars = asyncio.Semaphore(_GRAMMARS)
 
     async def answer(self, line: Line) -> dict[str, Any]:
-        """Return the answer's body.
+        """Return the body of the response to a line.
 
         Raises:
-            Problem: the request can't be served, or failed (several times, if it did not cause the failure).
-            EngineError: the engine ended for good.
+            Problem: the request can't be served, or failed (repeatedly, if it did not cause the failure).
+            EngineError: the engine ended and is not restarted.
         """
         body = await self._body(line)
         for again in range(_TRIES - 1):
@@ -87,7 +87,7 @@ class Calls:
                 raise problem from error
 
     async def _body(self, line: Line) -> Body:
-        """Return a line's body. Raises Problem: it is invalid, or has unknown fields in a strict run."""
+        """Return the request body of a line. Raises Problem: the body is invalid, or has a refused field."""
         given = dict(line.body)
         if given.pop("stream", False):
             raise Problem(400, "a batch has no streams; leave stream out", param="stream")
@@ -111,12 +111,12 @@ class Calls:
 
 
 class _Room:
-    """Lock that many tasks share or one holds alone; a task that waits to be alone goes before later ones."""
+    """Shared-exclusive lock; a task that waits for exclusive access has priority over later shared access."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
         self._num_inside = 0
-        self._num_alone = 0  # including waiting ones
+        self._num_alone = 0  # including waiting tasks
 
     @asynccontextmanager
     async def enter(self, *, alone: bool) -> AsyncIterator[None]:

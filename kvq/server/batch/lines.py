@@ -1,4 +1,4 @@
-"""Batch lines: requests and their results in OpenAI's format, one at a time."""
+"""Batch lines: requests and results in OpenAI's batch format, one line at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import msgspec
 
 from kvq.server.http.json_bounds import scan
 
-MAX_LINE = 8 << 20  # bytes, as many as the server takes for one request
+MAX_LINE = 8 << 20  # bytes, the limit of the server for one request
 MAX_CUSTOM_ID = 512  # characters
 FIELDS = ("custom_id", "method", "url", "body")
 _BOM = b"\xef\xbb\xbf"
@@ -21,7 +21,7 @@ _PASSING = (429, 500, 502, 503, 504)  # statuses of failures that the request di
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Request of one line, or, in `fault`, the reason why the line has none."""
+    """Request in one line, or, in `fault`, the reason why the line contains no valid request."""
 
     number: int  # from 1
     custom_id: str | None = None  # None if it could not be read
@@ -29,11 +29,11 @@ class Line:
     body: dict[str, Any] = field(default_factory=dict)
     fault: str | None = None
     fault_code: str = "invalid_line"
-    unknown: str | None = None  # its first unknown field
+    unknown: str | None = None  # first unknown field of the line
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield all lines except empty ones. Only one line is in memory at a time.
+    """Yield all nonempty lines. Only one line is in memory at a time.
 
     Raises:
         OSError: the file can't be read.
@@ -52,10 +52,10 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield parse_line(number, raw)
 
 
-def parse_line(number: int, raw: bytes) -> Line:  # D336: a line has the limits of a body
-    """Return the request of a line; if the line has none, `fault` says why."""
+def parse_line(number: int, raw: bytes) -> Line:  # D336: lines have the limits of bodies
+    """Return the request in a line; if the line contains no valid request, `fault` is the reason."""
     try:
-        for _ in scan(raw, inside=1):  # without pauses, since no client waits for a token meanwhile
+        for _ in scan(raw, inside=1):  # without pauses, since no client is waiting for tokens
             pass
         given = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -92,7 +92,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Line of results: the fields that a later run reads again."""
+    """Result line: the fields that a later run reads."""
 
     id: str
     custom_id: str | None
@@ -101,12 +101,12 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def is_failed(self) -> bool:
-        """True unless the line has an answer."""
+        """True if the line contains no successful response."""
         return self.response is None or self.response.status_code != 200
 
     @property
     def is_passing(self) -> bool:
-        """True if the request failed because of the engine or the load, so that another try may succeed."""
+        """True if the request failed because of the engine or the load; a retry may then succeed."""
         return self.response is not None and self.response.status_code in _PASSING
 
 
@@ -114,7 +114,7 @@ _decoder = msgspec.json.Decoder(Result)
 
 
 def parse_result(raw: bytes) -> Result | None:
-    """Decode a line that an earlier run wrote; return None if the line is anything else."""
+    """Return the result that an earlier run wrote in a line, or None if the line is anything else."""
     try:
         result = _decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -123,13 +123,13 @@ def parse_result(raw: bytes) -> Result | None:
 
 
 def encode_answer(line: Line, body: dict[str, Any], status: int = 200) -> bytes:
-    """Encode the result of a request: an answer, or the error object of a request that failed."""
+    """Encode the result of a request; `body`: a response, or an error object if the request failed."""
     response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
     return _encode(line.custom_id, response, None)
 
 
 def encode_fault(line: Line) -> bytes:
-    """Encode the result of a line that has no request."""
+    """Return the encoded result of a line that contains no valid request."""
     assert line.fault is not None, "only a faulty line has a fault"
     error = {"code": line.fault_code, "message": line.fault, "line": line.number}
     return _encode(line.custom_id, None, error)

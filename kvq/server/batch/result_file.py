@@ -1,4 +1,4 @@
-"""Result file of a batch: one whole line for each finished request, even if a run is interrupted."""
+"""Result file of a batch: one complete line per finished request, even if a run is interrupted."""
 
 import fcntl
 import hashlib
@@ -13,21 +13,21 @@ from kvq.errors import ConfigError
 from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
 from kvq.server.batch.lines import BEGIN, Line, Result, parse_result
 
-_FINISHED, _SEEN = 1, 2  # the line has a result; it was in the input of this run
+_FINISHED, _SEEN = 1, 2  # the line has a result; the line was in the input of this run
 
 
 class ResultFile:  # D334: results are the only record
-    """File of results, which are appended as they arrive, and the lines that already have one.
+    """File to which results are appended as they arrive; tracks which lines already have a result.
 
-    The file is locked while it is open. A process that is killed leaves at most one incomplete line, which
-    the next run removes. A digest of every custom_id is kept in memory, about 100 bytes each.
+    The file is locked while it is open. If a process is killed, at most one line is incomplete, and the next
+    run removes that line. A digest of every custom_id is kept in memory, at about 100 bytes each.
     """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        """Open or create the file. `retry_failed` drops failures that the engine or the load caused.
+        """Open or create the file. `retry_failed`: drop results of failures caused by the engine or the load.
 
         Raises:
-            ConfigError: the file can't be written, contains something else, or another run writes it.
+            ConfigError: the file can't be written, has other content, or is in use by another run.
         """
         self.num_failed = 0
         self._path = check_writable(path)
@@ -47,11 +47,11 @@ class ResultFile:  # D334: results are the only record
 
     @property
     def num_strangers(self) -> int:
-        """Number of custom_ids with a result that were not in the input so far."""
+        """Number of custom_ids that have a result but have not been seen in the input so far."""
         return sum(state == _FINISHED for state in self._ids.values())
 
     def unfinished(self, line: Line) -> Line | None:
-        """Return the line if it has no result yet, with a fault if an earlier line has the same custom_id."""
+        """Return the line, or None if it has a result; set `fault` if its custom_id is a duplicate."""
         if line.custom_id is not None:
             key = _digest(line.custom_id)
             state = self._ids.get(key, 0)
@@ -66,7 +66,7 @@ class ResultFile:  # D334: results are the only record
         """Append a result.
 
         Raises:
-            ConfigError: the file can't be written any more.
+            ConfigError: the file can no longer be written.
         """
         left = memoryview(result + b"\n")
         try:
@@ -84,13 +84,13 @@ class ResultFile:  # D334: results are the only record
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the file; remove it if a failed run created it and answered nothing."""
+        """Close the file; remove it if this run created the file, failed and wrote no result."""
         if kind is not None and self._is_new and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
         self.close()
 
     def _read(self, *, forget_passing: bool) -> tuple[int, int]:
-        """Record the finished lines. Return the number of dropped results, and where whole lines end."""
+        """Record the finished lines; return the number of dropped results and the end of complete lines."""
         num_forgotten = end = 0
         for raw, result in self._results():
             end += len(raw)
@@ -105,10 +105,10 @@ class ResultFile:  # D334: results are the only record
         return num_forgotten, end
 
     def _results(self) -> Iterator[tuple[bytes, Result]]:
-        """Yield whole lines from the file's beginning.
+        """Yield the complete lines of the file and their results.
 
         Raises:
-            ConfigError: a line, or the beginning of an incomplete last line, is not a result of kvq.
+            ConfigError: a line, or the start of an incomplete last line, is not a result written by kvq.
         """
         self._file.seek(0)
         number = 0
@@ -126,9 +126,9 @@ class ResultFile:  # D334: results are the only record
                 )
 
     def _rewrite(self) -> None:
-        """Replace the file atomically by one without the dropped results.
+        """Atomically replace the file with one that omits the dropped results.
 
-        The new file is locked before it gets the name, so that the name is never without a lock.
+        The new file is locked before it is renamed, so the file at this path is locked at all times.
         """
         other = self._path.with_name(f".{self._path.name}.kvq-retry")
         other.unlink(missing_ok=True)  # left by a run that was killed
@@ -150,7 +150,7 @@ class ResultFile:  # D334: results are the only record
 
 
 def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
-    """Open a file to read and append, or create it with these permissions.
+    """Open a file for reading and appending, or create the file with these permissions.
 
     Raises:
         ConfigError: the file can't be written, or another process holds its lock.
@@ -161,7 +161,7 @@ def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
         raise ConfigError(f"can't write {path}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:  # otherwise it was just replaced
+        if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:  # otherwise, the file was just replaced
             return file
     except BlockingIOError:
         pass

@@ -23,19 +23,19 @@ from kvq.server.batch.result_file import ResultFile
 from kvq.server.http.problems import Problem
 from kvq.server.logs import LogConfig
 
-Progress = Callable[[int, int | None], object]  # (finished lines, all lines or None if unknown)
-_TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
+Progress = Callable[[int, int | None], object]  # called with (finished lines, total lines or None if unknown)
+_TOKENIZE_S = 600.0  # long, since many lines wait for the tokenizer at once
 _BOUNDLESS = AdmissionConfig(  # max_in_flight limits the waiting requests
     max_queue=1 << 62, max_queued_tokens=1 << 62, max_wait_s=1e9, max_overcommit=1e9, max_kv_pressure=1.0
 )
-_NAMED = 8  # most ignored fields, and most reasons, that are named
-_AT_A_TIME = 1000  # finished lines that are skipped before other tasks run
+_NAMED = 8  # maximum number of ignored fields, and of reasons, that are listed
+_AT_A_TIME = 1000  # finished lines skipped before other tasks run
 _CHUNK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """Options of a batch run; `serving`: the model, its engine and the reading of requests."""
+    """Options of a batch run. `serving`: options of the model, its engine and request parsing."""
 
     source: Path
     target: Path
@@ -54,19 +54,19 @@ class BatchConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
-    """Figures of a run."""
+    """Statistics of a batch run."""
 
     num_new: int = 0  # lines finished by this run
-    num_skipped: int = 0  # lines that were finished before
-    num_failed: int = 0  # results without an answer, including those of earlier runs
+    num_skipped: int = 0  # lines finished by earlier runs
+    num_failed: int = 0  # results without a response, including those of earlier runs
     reasons: Counter[str] = field(default_factory=Counter)  # why requests of this run failed
     num_strangers: int = 0  # results of custom_ids that are not in the input
     num_ignoring: int = 0  # requests with fields that were ignored
-    ignored: list[str] = field(default_factory=list)  # the first few of these fields
+    ignored: list[str] = field(default_factory=list)  # the first few ignored fields
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    seconds: float = 0.0  # time with an engine
+    seconds: float = 0.0  # time during which the engine was running
     is_complete: bool = False
 
     def ignore(self, names: list[str]) -> None:
@@ -77,7 +77,7 @@ class Summary:
                 self.ignored.append(name)
 
     def fail(self, reason: str) -> None:
-        """Record a request without an answer; only the first few different reasons are kept."""
+        """Record a failed request; only the first few distinct reasons are kept."""
         self.num_failed += 1
         if reason in self.reasons or len(self.reasons) < _NAMED:
             self.reasons[reason] += 1
@@ -93,20 +93,20 @@ def run_batch(
     progress: Progress = lambda done, total: None,
     on_model: Callable[[ModelSource, str], object] = lambda source, digest: None,
 ) -> Summary:
-    """Answer the requests that have no result yet. SIGINT and SIGTERM end the run; another run continues it.
+    """Process all requests still without a result. SIGINT and SIGTERM end the run; a later run continues.
 
-    `on_model` gets the model that was loaded, and the digest of its tensors.
+    `on_model` is called with the source of the loaded model and the digest of its tensors.
 
     Raises:
         ConfigError: a file can't be used, or the engine can't be built.
-        EngineError: the engine ended too often.
+        EngineError: the engine ended too many times.
     """
     with ResultFile(config.target, retry_failed=config.retry_failed) as results:
         return asyncio.run(_Batch(config, results, progress, on_model).run())
 
 
 class _Batch:
-    """One run."""
+    """State and tasks of one batch run."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Batch:
 
     async def _run(self) -> None:
         lines = self._unfinished()
-        for first in lines:  # checked first, so that no engine is started for nothing
+        for first in lines:  # checked first, to start no engine in vain
             if first is not None:
                 break
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ class _Batch:
             await service.close()
 
     async def _answer_all(self, calls: Calls, lines: Iterator[Line | None]) -> None:
-        """Answer lines with `max_in_flight` workers; a free worker takes the next line."""
+        """Process lines with `max_in_flight` workers; each worker takes the next line when it is free."""
         try:
             async with asyncio.TaskGroup() as group:
                 counting = group.create_task(self._count())
@@ -195,7 +195,7 @@ class _Batch:
         return encode_answer(line, body)
 
     def _unfinished(self) -> Iterator[Line | None]:
-        """Yield the lines to answer, and None now and then while finished lines are skipped."""
+        """Yield the unfinished lines, and None at intervals while finished lines are skipped."""
         for given in read_lines(self._config.source):
             line = self._results.unfinished(given)
             if line is not None:
@@ -210,7 +210,7 @@ class _Batch:
         self._progress(self.summary.num_new + self.summary.num_skipped, self._total)
 
     async def _count(self) -> None:
-        """Count the lines, for the progress bar."""
+        """Count the lines of the input for the progress bar."""
         count = 0
         with self._config.source.open("rb") as file:
             while chunk := file.read(_CHUNK):
@@ -221,7 +221,7 @@ class _Batch:
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error that ended the others."""
+    """Return the first error in a group, which caused the other tasks to be cancelled."""
     found: BaseException = errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

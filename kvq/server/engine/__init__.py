@@ -1,1 +1,1 @@
-"""Engine process, and its client in the HTTP process."""
+"""Engine process, and the client in the HTTP process that talks to it."""

@@ -1,4 +1,4 @@
-"""Message frames: four bytes of length, little-endian, then MessagePack."""
+"""Message frames: a four-byte little-endian length, followed by MessagePack."""
 
 import asyncio
 import socket
@@ -27,14 +27,14 @@ def encode(message: object) -> bytes:
     return len(payload).to_bytes(4, "little") + payload
 
 
-# D294: msgspec: declared types, nothing executable
-Decoder = msgspec.msgpack.Decoder  # for the messages of one side
+# D294: msgspec decodes declared types only, nothing executable
+Decoder = msgspec.msgpack.Decoder  # decoder for the messages from one side
 to_engine: Decoder[ToEngine] = Decoder(ToEngine)
 from_engine: Decoder[FromEngine] = Decoder(FromEngine)
 
 
 def read(sock: socket.socket, decoder: "Decoder[T]") -> T | None:
-    """Return the next message from a blocking socket; None at the end of the stream.
+    """Return the next message from a blocking socket, or None at the end of the stream.
 
     Raises:
         EngineError: the message is invalid, too long or incomplete.
@@ -49,9 +49,9 @@ def read(sock: socket.socket, decoder: "Decoder[T]") -> T | None:
 
 
 async def read_async(receive: Callable[[int], Awaitable[bytes]], decoder: "Decoder[T]") -> T | None:
-    """Return the next message; None if the stream ends, even within a message.
+    """Return the next message, or None if the stream ends, even within a message.
 
-    `receive`: reads the given number of bytes or raises IncompleteReadError, as asyncio's `readexactly` does.
+    `receive`: reads exactly that many bytes or raises IncompleteReadError, like asyncio's `readexactly`.
 
     Raises:
         EngineError: the message is invalid or too long.
@@ -74,7 +74,7 @@ async def receive(sock: socket.socket, count: int) -> bytes:
     """Return `count` bytes from a non-blocking socket.
 
     Raises:
-        IncompleteReadError: the stream ends earlier.
+        IncompleteReadError: the stream ends before `count` bytes arrive.
     """
     loop, parts = asyncio.get_running_loop(), bytearray()
     while len(parts) < count:
@@ -93,7 +93,7 @@ def _length(head: bytes) -> int:
 
 
 def _receive(sock: socket.socket, count: int) -> bytes | None:
-    """Return `count` bytes; empty at the end of the stream, None if the stream ends within them."""
+    """Return `count` bytes, b"" at the end of the stream, or None if the stream ends after fewer bytes."""
     parts = bytearray()
     while len(parts) < count:
         part = sock.recv(min(count - len(parts), 1 << 20))

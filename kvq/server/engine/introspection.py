@@ -1,4 +1,4 @@
-"""Engine introspection: remembers recent requests, and takes snapshots for the web page on demand."""
+"""Engine introspection: records recent requests, and takes snapshots for the web page on demand."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
 from kvq.server.engine.messages import EngineSnapshot
 
-_MAX_CELLS = 1 << 17  # most blocks of a pool in a snapshot
-_MAX_REQUESTS = 32  # most live requests of a tenant, and most ended ones
-_MAX_GAPS = 4096  # most times between tokens, per tenant
-_MAX_TENANTS = MAX_OWNERS + 1  # remembered tenants; the last one stands for all others
+_MAX_CELLS = 1 << 17  # maximum number of blocks of a pool in a snapshot
+_MAX_REQUESTS = 32  # maximum number of live, and of ended, requests per tenant
+_MAX_GAPS = 4096  # maximum number of inter-token times per tenant
+_MAX_TENANTS = MAX_OWNERS + 1  # recorded tenants; the last one stands for all others
 
 
 class _Memory:
@@ -30,7 +30,7 @@ class _Memory:
         self.itl_s: deque[float] = deque(maxlen=_MAX_GAPS)
 
     def latency(self) -> dict[str, Any]:
-        """Return percentiles over the remembered requests, in seconds; None if none was measured."""
+        """Return latency percentiles of the recorded requests, in seconds or None if not measured."""
         ttft, itl = sorted(self.ttft_s), sorted(self.itl_s)
         of_ttft = {f"ttft_p{percent}": _percentile(ttft, percent) for percent in (50, 95)}
         of_itl = {f"itl_p{percent}": _percentile(itl, percent) for percent in (50, 95, 99)}
@@ -38,12 +38,12 @@ class _Memory:
 
 
 class Introspection:
-    """Recent requests of one engine process, times between their tokens, and snapshots of its state."""
+    """Recorder of recent requests and inter-token times of an engine process; also takes snapshots."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
-        self._gaps_s: list[float] = []  # times between tokens since the last `take_gaps_s`
-        self._num_taken: dict[int, int] = {}  # number of gaps already taken, for running requests
+        self._gaps_s: list[float] = []  # inter-token times since the last `take_gaps_s`
+        self._num_taken: dict[int, int] = {}  # number of gaps already returned, per running request
 
     def meet(self, tenant: str) -> None:
         """Register the tenant of a new request."""
@@ -51,7 +51,7 @@ class Introspection:
             self._memories[tenant] = _Memory()
 
     def ended(self, number: int, tenant: str | None, output: RequestOutput) -> None:
-        """Record the end of a request. `tenant`: None for a refused request."""
+        """Record the end of a request. `tenant` is None for a refused request."""
         timing = output.timing
         self._gaps_s += timing.itl_s[self._num_taken.pop(number, 0) :]
         memory = self._memories.get(tenant) if tenant is not None else None
@@ -74,7 +74,7 @@ class Introspection:
         )
 
     def take_gaps_s(self, jobs: dict[int, Job]) -> list[float]:
-        """Return the times between consecutive tokens of all requests since the last call."""
+        """Return the inter-token times of all requests since the last call."""
         for number, job in jobs.items():
             if found := job.timing.itl_s:
                 self._gaps_s += found[self._num_taken.get(number, 0) :]
@@ -83,7 +83,7 @@ class Introspection:
         return gaps
 
     def look(self, core: EngineCore, jobs: dict[int, Job]) -> EngineSnapshot:
-        """Return a snapshot of the engine. O(blocks); large pools are sampled."""
+        """Return a snapshot of the engine, in O(blocks); large pools are sampled."""
         began = perf_counter()
         pools = self._pools(core)
         tenants = self._tenants(jobs.values())
@@ -104,7 +104,7 @@ class Introspection:
         stride = ceil(max(pool.num_blocks for pool in manager.pools) / _MAX_CELLS)
         return [
             {
-                "cells": cells,  # a byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
+                "cells": cells,  # one byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
                 "stride": stride,
                 "usage": pool.usage(),
                 "window": layout.group.window,  # tokens; None: full attention
@@ -153,16 +153,16 @@ def _live(number: int, job: Job, now: float) -> dict[str, Any]:
         "prompt_tokens": job.prompt_length,
         "cached_tokens": job.cached_tokens,
         "generated_tokens": sum(len(result.output.token_ids) for result in job.results),
-        # held now, over all layer groups
+        # currently held, summed over all layer groups
         "blocks": sum(branch.sequence.num_held for branch in live if branch.sequence is not None),
         "preemptions": job.preemptions,
-        "seconds": now - job.timing.arrival_s,  # since it arrived
+        "seconds": now - job.timing.arrival_s,  # since arrival
         "ttft_s": job.timing.ttft_s,
     }
 
 
 def _parts(layout: GroupLayout) -> list[dict[str, Any]]:
-    """Return each format's share of a group's blocks, scales included, largest first."""
+    """Return each format's share of the bytes of a group's blocks, including scales, largest first."""
     found: dict[str, tuple[set[str], set[int], int]] = {}
     for layer in layout.layers:
         k_bytes = layer.k_codes.nbytes + layer.k_scales.nbytes

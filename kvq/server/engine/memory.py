@@ -1,4 +1,4 @@
-"""Memory of the engine process, for `/metrics`; also returns freed memory to the system."""
+"""Memory of the engine process: usage for `/metrics`, and return of freed memory to the system."""
 
 import os
 from time import monotonic
@@ -12,11 +12,11 @@ _GIVE_BACK_EVERY_S = 30.0
 
 
 class Memory:
-    """Memory of this process: reads its size at most once a second, and returns freed memory at intervals.
+    """Memory of this process: measures usage at most once a second, and returns freed memory at intervals.
 
-    After a prompt's activations are freed, smaller allocations reuse parts of them, and glibc keeps most of
-    the pages. Under the mixed load of benchmarks/reliability.py, this was 49 of the 75 MB gained in the
-    first minute. Returning the pages takes 0.3 to 2 ms.
+    After a prompt's activations are freed, smaller allocations reuse parts of their pages, and glibc keeps
+    most of the pages. Under the mixed load of benchmarks/reliability.py, this caused 49 of the 75 MB of
+    growth in the first minute. Returning the pages takes 0.3 to 2 ms.
     """
 
     def __init__(self, device: torch.device, every_s: float = _GIVE_BACK_EVERY_S) -> None:
@@ -28,7 +28,7 @@ class Memory:
         self._is_used = False
 
     def look(self) -> dict[str, int]:
-        """Return bytes by device: resident on the host, reserved by PyTorch on a GPU."""
+        """Return bytes per device: resident memory on the host, memory reserved by PyTorch on a GPU."""
         now = monotonic()
         if now - self._looked_s >= _MEMORY_EVERY_S:
             self._looked_s = now
@@ -37,11 +37,11 @@ class Memory:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until freed memory is returned; None if no work was done since the last time."""
+        """Seconds until freed memory is to be returned, or None if no work was done since the last return."""
         return max(0.0, self._trimmed_s + self._every_s - monotonic()) if self._is_used else None
 
     def tend(self) -> bool:
-        """Return freed memory to the system if it is time; True if that was done. Called after any work."""
+        """Return freed memory to the system if due, and return True if so. Call this after any work."""
         now = monotonic()
         self._is_used = now - self._trimmed_s < self._every_s
         if self._is_used:

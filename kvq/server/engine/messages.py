@@ -17,14 +17,14 @@ from kvq.server.logs import LogConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 # To the engine
 
 
 class Start(Message, frozen=True):
-    """First message: the engine to build."""
+    """First message: a description of the engine to build."""
 
     folder: str  # absolute path of the model folder; never looked up as a model name
     kv: str
@@ -34,27 +34,27 @@ class Start(Message, frozen=True):
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Return token ids as bytes, so that the ids of a long prompt are not encoded one by one."""
+    """Return token ids as bytes; this avoids encoding the ids of a long prompt one by one."""
     return array("I", tokens).tobytes()
 
 
 def unpack(packed: bytes) -> "array[int]":
-    """Return the token ids that were packed into these bytes."""
+    """Return the token ids that `pack` packed into these bytes."""
     tokens = array("I")
     tokens.frombytes(packed)
     return tokens
 
 
 class Submit(Message, frozen=True):
-    """Request to generate from a prompt."""
+    """Message: a request to generate from a prompt."""
 
     number: int
     prompt: bytes  # token ids, packed
     options: RequestOptions
 
 
-# A number cancels that request, unless it has ended. "ping" is answered at once with "ping", even during a
-# step; "look" is answered between two steps with a snapshot of the engine, which may answer several.
+# A number cancels the request with this number, unless it has ended. "ping" is answered immediately with
+# "ping", even during a step; "look" is answered between two steps with one snapshot for all looks so far.
 Ping = Literal["ping"]
 Look = Literal["look"]
 
@@ -63,7 +63,7 @@ Look = Literal["look"]
 
 
 class Ready(Message, frozen=True):
-    """Notice that the engine was built."""
+    """Message: the engine is ready, with a description of it."""
 
     model_digest: str  # digest of the checkpoint's tensors
     vocab_size: int
@@ -71,16 +71,16 @@ class Ready(Message, frozen=True):
     kv: list[str]  # the formats' full names per layer group: "int4_g32_s8_rot", or K/V where they differ
     shape: PoolShape
     scheduler: SchedulerConfig
-    is_staging: list[bool] = []  # per layer group: it holds unquantized tokens; empty: no group does
+    is_staging: list[bool] = []  # per layer group: True if its tokens are unquantized; empty: none
 
     @property
     def max_context(self) -> int:
-        """Maximum number of tokens of a prompt and its output together."""
+        """Maximum number of tokens in a prompt and its output together."""
         return self.scheduler.max_context
 
 
 class Refused(Message, frozen=True):
-    """Notice that the engine can't be built; another try helps only if `may_pass`."""
+    """Message: the engine can't be built. A retry may succeed only if `may_pass` is True."""
 
     reason: str
     may_pass: bool = False
@@ -91,7 +91,7 @@ ErrorKind = Literal["request", "busy", "engine"]  # cause: the request, the load
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """End of a request. Without an error, its results are complete."""
+    """Message: a request has ended. If there is no error, its results are complete."""
 
     number: int
     receipt: Receipt | None = None  # None if it was refused
@@ -101,7 +101,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     kind: ErrorKind | None = None  # kind of the error
 
     def failed(self, error: KVQError) -> "Ended":
-        """Return this message for a failed request, with the kind of its error."""
+        """Return a copy of this message for a request that failed with `error`."""
         kind: ErrorKind = "request" if isinstance(error, RequestError) else "engine"
         kind = "busy" if isinstance(error, Overloaded) else kind
         return msgspec.structs.replace(self, error=str(error), kind=kind)
@@ -109,19 +109,19 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauges(Snapshot):
-    """Engine gauges after a step; totals are counted since the engine's start."""
+    """Engine gauges after a step; totals count from the engine's start."""
 
     generated_tokens: int
-    evictions: int = 0  # blocks that left the prefix index
-    pinned: list[int] = field(default_factory=list)  # blocks under a pin, per layer group
+    evictions: int = 0  # blocks removed from the prefix index
+    pinned: list[int] = field(default_factory=list)  # pinned blocks, per layer group
     refused_pins: int = 0
     kv_events: int = 0  # block changes that were published
     dropped_kv_events: int = 0  # block changes dropped for lack of room
-    memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
+    memory: dict[str, int] = field(default_factory=dict)  # bytes, keyed by device: "host", "cuda:0"
 
 
 class Stepped(Message, frozen=True):
-    """Result of a step."""
+    """Message: results of one step."""
 
     pieces: list[Piece]
     ended: list[Ended]
@@ -131,18 +131,18 @@ class Stepped(Message, frozen=True):
 
 
 class EngineSnapshot(Message, frozen=True):
-    """State of the engine between two steps for the web page; it never contains the text of a prompt.
+    """State of the engine between two steps, for the web page; never contains the text of a prompt.
 
-    `Introspection` makes the objects.
+    `Introspection` creates the snapshots.
     """
 
     cost_s: float  # time to make this snapshot
-    kv: str  # the recipe's name
+    kv: str  # name of the recipe
     block_size: int  # tokens
-    pools: list[dict[str, Any]]  # one for each layer group
+    pools: list[dict[str, Any]]  # one per layer group
     tenants: list[dict[str, Any]]  # in the order of the owner codes
-    live: list[dict[str, Any]]  # requests, a few of each tenant, oldest first
-    past: list[dict[str, Any]]  # a few of each tenant, latest first
+    live: list[dict[str, Any]]  # live requests, a few per tenant, oldest first
+    past: list[dict[str, Any]]  # ended requests, a few per tenant, latest first
 
 
 ToEngine = Start | Submit | int | Ping | Look

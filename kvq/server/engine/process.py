@@ -1,4 +1,4 @@
-"""Handle of the engine process: starts and ends it, and writes to its socket."""
+"""Handle of the engine process, to start it, end it and write to its socket."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ from kvq.server.engine.frames import encode
 from kvq.server.engine.messages import ToEngine
 
 # D297: shutdown waits for no client
-_END_S = 0.4  # for the process to end on its own; it has nothing to save
+_END_S = 0.4  # time for the process to exit by itself; it has nothing to save
 
 
 def start_module(name: str, end: socket.socket, *, is_quiet: bool = False) -> subprocess.Popen[bytes]:
-    """Start a module of this library in a process that gets one end of a socket pair.
+    """Start a module of this library in a new process, and pass it one end of a socket pair.
 
-    `is_quiet`: discard output, as a crash would quote a prompt. Raises OSError: no memory or descriptor left.
+    `is_quiet`: discard output, since a crash could quote a prompt. Raises OSError: no memory or descriptor.
     """
     output = subprocess.DEVNULL if is_quiet else None
     return subprocess.Popen(
@@ -41,21 +41,21 @@ class EngineProcess:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     answered_s: float = field(default_factory=monotonic)  # time of its last message
-    is_ready: bool = False  # it has reported that it was ready
+    is_ready: bool = False  # the process has sent `Ready`
 
     @classmethod
     async def spawn(cls) -> Self:
         """Start a process.
 
         Raises:
-            OSError: there is no memory or no descriptor left.
+            OSError: no memory or no descriptor is left.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             popen = start_module("kvq.server.engine.worker", theirs)
         try:
             reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # the caller does not know the process yet
+        except BaseException:  # the caller has no handle of the process yet
             popen.kill()
             popen.wait()
             raise
@@ -67,13 +67,13 @@ class EngineProcess:
             self.writer.write(encode(message))
 
     async def send(self, message: ToEngine) -> None:
-        """Write a message, and wait while too much is left for the engine to read."""
+        """Write a message, and wait while the engine has too much unread data."""
         self.say(message)
         with contextlib.suppress(ConnectionError):  # the reader notices the end
             await self.writer.drain()
 
     async def end(self) -> None:
-        """Close the socket, which ends the process; kill it if it does not end."""
+        """Close the socket, which makes the process exit; kill the process if it does not exit in time."""
         self.writer.close()
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()

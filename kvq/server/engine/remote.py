@@ -1,4 +1,4 @@
-"""Remote engine: starts the engine process, watches it, and restarts it when it ends."""
+"""Remote engine: starts and monitors the engine process, and restarts it when it ends."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,8 @@ from kvq.server.engine.process import EngineProcess
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
-_START_S = 1800.0  # to load the model and be ready
-_FIRST_DELAY_S = 0.5  # wait before restarting an engine that was never ready; doubled each time
+_START_S = 1800.0  # limit for loading the model
+_FIRST_DELAY_S = 0.5  # delay before restarting an engine that was never ready; doubled each time
 
 
 class State(Enum):
@@ -48,7 +48,7 @@ _Heard = Piece | Ended | EngineError
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """Messages of a request: queued for its reader, and passed to `on_message` at once."""
+    """Messages of a request: queued for the reader, and passed to `on_message` on arrival."""
 
     on_message: Callable[[_Heard], object]
     queue: asyncio.Queue[_Heard | TimeoutError] = field(default_factory=asyncio.Queue)
@@ -66,8 +66,8 @@ class Remote:
         async for message in remote.stream([1, 2, 3], RequestOptions()): ...
         await remote.close()
 
-    When the process ends or stops answering, all waiting requests get an `EngineError` at once, and it is
-    restarted, at most `max_restarts` times in ten minutes. All calls come from one event loop.
+    If the process ends or stops responding, all waiting requests get an `EngineError` immediately, and the
+    process is restarted, at most `max_restarts` times in ten minutes. Make all calls from one event loop.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Remote:
         stall_s: float = 4.0,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without an
-        answer before the process is killed. `on_failed`: called with the reason if the engine fails for good.
+        """`max_restarts`: limit per ten minutes. `ping_s`: time between pings. `stall_s`: time without a
+        reply before the process is killed. `on_failed`: called with the error if the engine fails for good.
         """
         self.state = State.STARTING
-        self.info: Ready | None = None  # facts about the engine, from the first time it was ready
+        self.info: Ready | None = None  # description of the engine, set when it is first ready
         self.gauges: Gauges | None = None  # gauges of the running process
         self.num_restarts = 0
         self.on_stepped: Callable[[Stepped], object] | None = None  # called with the result of every step
@@ -94,18 +94,18 @@ class Remote:
         self._looking: asyncio.Future[EngineSnapshot] | None = None  # shared by all callers of `look`
         self._process: EngineProcess | None = None
         self._restarts: deque[float] = deque()
-        self._delay_s = 0.0  # wait before the next process starts
+        self._delay_s = 0.0  # delay before the next process starts
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, if it runs."""
+        """Process id of the engine, or None if it is not running."""
         return None if self._process is None else self._process.popen.pid
 
     @property
     def num_slots(self) -> int | None:
-        """Maximum number of sequences that the engine runs at once; None before it is ready."""
+        """Maximum number of concurrent sequences in the engine, or None before it is ready."""
         return None if self.info is None else self.info.scheduler.max_num_seqs
 
     async def start(self) -> Ready:
@@ -113,7 +113,7 @@ class Remote:
 
         Raises:
             ConfigError: the engine can't be built; the message states the reason.
-            EngineError: the process ended, or took too long to start, too many times.
+            EngineError: after `max_restarts` restarts, the process ended or took too long to start.
         """
         self._life = asyncio.create_task(self._live())
         while self.state in (State.STARTING, State.RESTARTING):
@@ -134,10 +134,10 @@ class Remote:
     ) -> AsyncGenerator[Piece | Ended]:
         """Yield the messages of a request up to its `Ended`. Closing the generator early cancels the request.
 
-        `on_message`: called with every message when it arrives, even if the reader is slower.
+        `on_message`: called with every message on arrival, even if the reader of the generator is slower.
 
         Raises:
-            EngineError: no engine is ready, or it ended before the request did.
+            EngineError: no engine is ready, or the engine ended before the request.
             TimeoutError: the request did not end in time and was cancelled.
         """
         process = self._ready_process()
@@ -167,7 +167,7 @@ class Remote:
         """Return a snapshot of the engine, taken after the current step.
 
         Raises:
-            EngineError: no engine is ready, or it ended before it answered.
+            EngineError: no engine is ready, or the engine ended before sending the snapshot.
         """
         process = self._ready_process()
         if self._looking is None:
@@ -191,7 +191,7 @@ class Remote:
     # The process
 
     async def _live(self) -> None:
-        """Run one process after another."""
+        """Run the engine process, and a new one each time it ends."""
         while True:
             await self._live_once()
             self._restart_or_raise()
@@ -219,7 +219,7 @@ class Remote:
                 stream.put(ended)
             self._show(ended)
             if is_closing and not process.is_ready:
-                process.popen.kill()  # it may load for minutes before it reads its socket
+                process.popen.kill()  # loading may take minutes before it reads its socket
             await process.end()
             if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has already sent its reason
                 _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
@@ -266,7 +266,7 @@ class Remote:
                 self._set(State.RESTARTING)
 
     async def _ping(self, process: EngineProcess) -> None:
-        """Ping the process; kill it if it does not answer: it is stopped, or its interpreter is blocked."""
+        """Ping the process; kill it if it does not reply, which means that it is stopped or blocked."""
         while True:
             process.say("ping")
             said = monotonic()
@@ -282,13 +282,13 @@ class Remote:
         items: list[tuple[int, Piece | Ended]] = [(int(piece.request_id), piece) for piece in message.pieces]
         items += [(ended.number, ended) for ended in message.ended]
         for number, item in items:
-            if number in self._streams:  # otherwise no reader waits for it
+            if number in self._streams:  # otherwise no reader waits for the message
                 self._streams[number].put(item)
         self.gauges = message.gauges
         if self.on_stepped is not None:
             self.on_stepped(message)
 
-    def _restart_or_raise(self) -> None:  # D296: at once after it was ready; with delays before that
+    def _restart_or_raise(self) -> None:  # D296: immediately if it was ready before; otherwise with delays
         now = monotonic()
         while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
             self._restarts.popleft()
@@ -300,7 +300,7 @@ class Remote:
         self._set(State.RESTARTING)
 
     def _failed(self, error: KVQError) -> KVQError:
-        """Record that the engine has failed for good; return the reason."""
+        """Record that the engine has failed permanently, and return the error."""
         self._set(State.FAILED)
         if self._on_failed is not None:
             self._on_failed(error)

@@ -1,4 +1,4 @@
-"""Block residency: lifetimes and reuse of indexed blocks, from the block manager's events."""
+"""Block residency: lifetimes and reuse of indexed blocks, measured from the block manager's events."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class _Spread(msgspec.Struct, kw_only=True):
 
 
 class BlockTimes(msgspec.Struct, kw_only=True):
-    """Histograms of the times of indexed blocks."""
+    """Histograms of lifetime, idle time and reuse gap of indexed blocks."""
 
     lifetime: _Spread = msgspec.field(default_factory=_Spread)  # from entering the index to leaving it
     idle: _Spread = msgspec.field(default_factory=_Spread)  # from the last use to leaving the index
@@ -42,10 +42,10 @@ class BlockTimes(msgspec.Struct, kw_only=True):
 
 
 class Residency:
-    """Subscriber to block events: O(1) per event, two numbers per indexed block.
+    """Subscriber to block events; takes O(1) time per event, and stores two numbers per indexed block.
 
-    A block counts as used when it enters the index and whenever a new sequence finds it; reads in steps are
-    not counted.
+    A block counts as used when it enters the index and each time a new sequence finds it there; reads during
+    steps are not counted.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -57,7 +57,7 @@ class Residency:
         self._is_new = False
 
     def __call__(self, event: Event) -> None:
-        """Count one event."""
+        """Update the histograms with one event."""
         if isinstance(event, Stored):
             key = (event.group, event.block)
             self._stored[key] = self._used[key] = self._clock()
@@ -74,7 +74,7 @@ class Residency:
             self._is_new = True
 
     def take(self) -> BlockTimes | None:
-        """Return the counts since the last call; None if there are none."""
+        """Return the counts since the last call, or None if there are none."""
         if not self._is_new:
             return None
         times, self._times, self._is_new = self._times, BlockTimes(), False

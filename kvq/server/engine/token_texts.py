@@ -8,11 +8,11 @@ from typing import Any
 from kvq.engine import TokenLogprobs
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 
 
 class TokenTexts:
-    """Token texts of one tokenizer, cached by token, since answers may have a million tokens."""
+    """Token texts of a tokenizer, cached per token, since a response may have a million tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -25,11 +25,11 @@ class TokenTexts:
         self._look = cache(self._read)
 
     def text(self, token: int) -> str:
-        r"""Return the text of a token; a partial character has the form of OpenAI's API: `bytes:\xf0\x9f`."""
+        r"""Return the text of a token; partial characters appear as in OpenAI's API: `bytes:\xf0\x9f`."""
         return self._look(token)[0]
 
     def raw(self, token: int) -> bytes:
-        """Return the bytes of a token; joined in order, they are the bytes of the text."""
+        """Return the bytes of a token; concatenating the bytes of all tokens gives the bytes of the text."""
         return self._look(token)[1]
 
     def completion_logprobs(
@@ -37,7 +37,7 @@ class TokenTexts:
     ) -> dict[str, Any]:
         """Return log-probabilities of tokens from text offset `start` on; a prompt's first token has none.
 
-        `within`: the prompt that was tokenized; tokens that the tokenizer added are not in it.
+        `within`: the text of the prompt, without tokens that the tokenizer added.
         """
         tokens, values, tops, offsets = [], [], [], []
         for token, entry in zip(ids, entries, strict=True):
@@ -49,12 +49,12 @@ class TokenTexts:
             if within and not within.startswith(raw.decode(errors="ignore"), start):
                 is_space = within.startswith(" ", start)
                 raw = b"" if token in self._special else raw if is_space else raw.removeprefix(b" ")
-            start += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
+            start += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that start in this token
             start = min(start, len(within)) if within else start
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Return the log-probabilities of a message's tokens."""
+        """Return the log-probabilities of a message's tokens in the form of the chat API."""
         content = [
             self._named(entry.token, entry.logprob)
             | {"top_logprobs": [self._named(*top) for top in entry.top]}
@@ -76,7 +76,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
     def _raw(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None if the notation of this vocabulary is unknown."""
+        """Return the bytes of a token, or None if the vocabulary's notation for bytes is unknown."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(piece, str):
             return None
@@ -89,13 +89,13 @@ class TokenTexts:
 
 
 def _finite(value: float) -> float:
-    """Return the value, at least -9999 as in OpenAI's API, because JSON has no infinity."""
+    """Return the value, clamped to at least -9999 as in OpenAI's API, because JSON has no infinity."""
     return max(value, -9999.0)
 
 
 def _byte_level() -> dict[str, int]:
     """Return the byte for each character in byte-level vocabularies (GPT-2, Radford et al., 2019):
-    printable bytes are their own characters, the others are characters from U+0100 on.
+    printable bytes map to themselves, all others to characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

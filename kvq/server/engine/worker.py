@@ -1,4 +1,4 @@
-"""Engine process: `python -m kvq.server.engine.worker FD`, where FD is its end of a socket pair."""
+"""Engine process: `python -m kvq.server.engine.worker FD`, where FD is one end of a socket pair."""
 
 import gc
 import logging
@@ -52,12 +52,12 @@ from kvq.server.kv_events.stream import EventStream
 from kvq.server.logs import configure
 
 _log = logging.getLogger("kvq")
-_SWITCH_S = 5e-4  # longest time that a step waits for Python code of other threads; Python's default is 5 ms
+_SWITCH_S = 5e-4  # maximum wait of a step for Python code of other threads; Python's default is 5 ms
 STUCK = 70  # exit status after a step that never ended
 
 
 class Worker:
-    """Engine process's main loop: runs steps and sends their results until the HTTP process ends."""
+    """Main loop of the engine process: runs steps and sends their results until the HTTP process ends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -68,7 +68,7 @@ class Worker:
         self._generated = 0
         self._residency = Residency()
         self._introspection = Introspection()
-        self._is_looked_at = False  # a snapshot was requested since the last one
+        self._is_looked_at = False  # a snapshot was requested since the last snapshot
         self._events: EventStream | None = None  # sends KV events to routers
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class Worker:
 
     def _run(self, start: Start) -> None:
         try:
-            with unseen("scipy"):  # transformers imports it for losses: half a second and 40 MB
+            with unseen("scipy"):  # transformers imports scipy for losses: half a second and 40 MB
                 import transformers  # noqa: F401
             model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
@@ -145,8 +145,8 @@ class Worker:
             memory.tend()
 
     def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
-        """Publish block events to routers from now on, and all blocks to every new subscriber."""
-        from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, which only this needs
+        """Start publishing block events to routers, and report all blocks to every new subscriber."""
+        from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, needed only here
 
         manager = loop.core.scheduler.manager
 
@@ -234,7 +234,7 @@ class Worker:
                     self._send(message)
                 elif not isinstance(message, Start):
                     loop.ask(partial(self._do, loop.core, message, perf_counter()))
-        except ConnectionError:  # the HTTP process is gone
+        except ConnectionError:  # the HTTP process has ended
             pass
         except (OSError, KVQError):
             _log.exception("the HTTP process can't be understood")
@@ -246,13 +246,13 @@ class Worker:
 
 
 def _formats(group: GroupLayout) -> str:
-    """Return the full names of a layer group's formats, joined by + if its layers differ."""
+    """Return the full names of a layer group's formats, joined by + if the layers have different formats."""
     pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
     return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
 
 
 def main() -> None:
-    """Serve until the other end of the socket is closed."""
+    """Run the worker until the other end of the socket is closed."""
     sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the HTTP process handles Ctrl-C and ends this one
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its log may go to a terminal of another process group

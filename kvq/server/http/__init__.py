@@ -1,1 +1,1 @@
-"""HTTP edge: listener, protocol, limits on requests, JSON, access and error answers."""
+"""HTTP layer: listener, protocol, request limits, JSON, access control and error responses."""

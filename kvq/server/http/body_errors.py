@@ -1,4 +1,4 @@
-"""Validation errors of request bodies, in the client's field names; refusals of content that is not text."""
+"""Validation errors of request bodies, under the client's field names; refusal of non-text content."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -9,13 +9,13 @@ from pydantic_core import PydanticCustomError
 from kvq.errors import nearest
 from kvq.server.http.problems import Problem
 
-_MAX_KEY = 60  # characters of a key in an error
+_MAX_KEY = 60  # maximum length of a key in an error, in characters
 _VALID = "Input should be a valid "
 _OF_TYPE, _OF_WORDS = "_type", "literal_error"
 _Placed = tuple[list[str], Any]  # a path in the body, and one of pydantic's errors
-# Suffixes of error types after which another type may have been meant
+# Suffixes of error types that mean that the value may be of another type
 _ELSE = (_OF_TYPE, _OF_WORDS, "missing")
-_MAX_KIND = 20  # characters of a kind that are compared with known kinds
+_MAX_KIND = 20  # maximum length of a kind that is compared with known kinds
 _ALIKE = 0.5  # so that input_text matches text, and image does not
 _JSON: dict[type, str] = {
     str: "a text",
@@ -29,9 +29,9 @@ _JSON: dict[type, str] = {
 
 
 def of_body(errors: Sequence[Any], body: Any) -> Problem:  # D319: the most fitting of pydantic's errors
-    """Return the problem for pydantic's errors in a body: the deepest error of the first field.
+    """Return the problem to report for pydantic's errors in a body: the deepest error of the first field.
 
-    If a field may have one of several types, pydantic reports an error for each.
+    For a field that may have one of several types, pydantic reports one error per type.
     """
     field = _path(errors[0], body)[:1]
     placed = ((_path(one, body), one) for one in errors)
@@ -46,17 +46,17 @@ def of_body(errors: Sequence[Any], body: Any) -> Problem:  # D319: the most fitt
 
 
 def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Return a check to run before validation: content must be a text or a list of `noun`s of these kinds.
+    """Return a "before" validator that accepts a text, or a list of `noun`s of the given kinds.
 
-    `others`: known kinds whose content can't be described in words; they are refused as useless here.
+    `others`: kinds that are recognized, but refused because their content can't be expressed as text.
 
-    The check raises PydanticCustomError for anything else; `at` in its context is the index in the list.
+    The validator raises PydanticCustomError for any other value; `at` in its context is the list index.
     """
     known = " or ".join(map(repr, kinds))
 
     def check(given: Any) -> Any:
         if isinstance(given, list):
-            for at, part in enumerate(given):  # there may be a quarter of a million parts
+            for at, part in enumerate(given):  # up to a quarter of a million parts
                 if not (isinstance(part, dict) and part.get("type") in kinds):
                     _refuse(part, at)
         elif given is not None and not isinstance(given, str):
@@ -85,12 +85,12 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
 
 
 def json_kind(value: Any) -> str:
-    """Return the kind of a decoded value, in words."""
+    """Return a phrase that names the JSON type of a decoded value."""
     return _JSON.get(type(value), "something else")
 
 
 def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
-    """Return the first error for each type that a field may have; `loc` has types as well as path parts."""
+    """Return the first error for each type that a field may have; `loc` contains types and path parts."""
     firsts: dict[tuple[Any, ...], _Placed] = {}
     for path, one in placed:
         place = one["loc"]
@@ -100,7 +100,7 @@ def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
 
 
 def _message(found: Any, there: Sequence[Any]) -> str:
-    """Return the message of an error; `there`: all errors of the same value."""
+    """Return the message of an error; `there` contains all errors of the same value."""
     message: str = found["msg"].removeprefix("Value error, ")
     kinds = dict.fromkeys(one["msg"].removeprefix(_VALID) for one in there if one["msg"].startswith(_VALID))
     if not message.startswith(_VALID):
@@ -119,9 +119,9 @@ def _got(error: Any) -> str:
 
 
 def _path(error: Any, body: Any) -> list[str]:
-    """Return the path to an error in the body. Other parts of its `loc` name the type that was tried."""
+    """Return the path of an error in the body, without the parts of `loc` that name a type."""
     path, value, parts = [], body, error["loc"]
-    own = error.get("ctx", {}).get("at")  # deeper than pydantic knows
+    own = error.get("ctx", {}).get("at")  # one level deeper than pydantic's `loc`
     parts = (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,)))
     for i, part in enumerate(parts, 1):
         is_missing = error["type"] == "missing" and i == len(parts)

@@ -1,4 +1,4 @@
-"""Credentials: API keys and the certificate, as last read from their files."""
+"""Credentials: API keys and the TLS certificate, as last read from their files."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ class Access:
     api_keys: tuple[str, ...] = ()  # keys of tenants, in order
     metrics_keys: tuple[str, ...] = ()  # may read metrics and health, and nothing else
     hosts: frozenset[str] | None = None  # names of this server, without ports; None: any
-    origins: frozenset[str] = frozenset()  # of pages that may call the server, such as https://a.org; *: all
+    origins: frozenset[str] = frozenset()  # of pages that may call the server: https://a.org; *: all
 
     def __post_init__(self) -> None:
         for origin in self.origins:
@@ -42,10 +42,10 @@ class Access:
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Return the TLS context for handshakes, from the current PEM files; both may be the same file.
+    """Return a TLS context that uses the current PEM files; both paths may name the same file.
 
     Raises:
-        ConfigError: the files are not a certificate and its unencrypted key, or others may read the key.
+        ConfigError: the files are not a certificate and its unencrypted key, or other users may read the key.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -63,7 +63,7 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 class Credentials:
-    """Valid keys. A key keeps its tenant while it is in the file; no other key ever gets the same tenant."""
+    """Valid keys. A key keeps its tenant while the key is in the file; no other key ever gets this tenant."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Credentials:
         read: Callable[[], Access] | None = None,
     ) -> None:
         """`tls` and `read` return the current content of the files."""
-        self.context = None if tls is None else tls()  # for handshakes that begin from now on
+        self.context = None if tls is None else tls()  # used by handshakes that start from now on
         self._tls, self._read = tls, read
         self._tenants: dict[bytes, str] = {}
         self._num_tenants = 0
         self._take(access)
 
     def read_again(self) -> None:  # D329: on SIGHUP, all files or none; a new key is a new tenant
-        """Read the files again; if one of them can't be used, log that and keep everything unchanged."""
+        """Reload the files; if one of them can't be used, log the error and keep all current credentials."""
         try:
             access = None if self._read is None else self._read()
             context = None if self._tls is None else self._tls()
@@ -92,7 +92,7 @@ class Credentials:
         log_event("reread", keys=len(self._tenants), certificate=context is not None)
 
     def tenant(self, given: bytes) -> str | None:
-        """Return the tenant of a key: "" if no key is needed, `WATCHER`, or None for an unknown key."""
+        """Return the tenant of a key, or None for an unknown key; "" if the server has no keys."""
         if not self._tenants:
             return ""
         found = [tenant for key, tenant in self._tenants.items() if secrets.compare_digest(given, key)]

@@ -1,4 +1,4 @@
-"""Guard that checks all requests before they are read: host, origin, key, size and time."""
+"""Guard that checks the host, origin, key, size and time of every request before reading its body."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ from kvq.server.http.problems import Problem, error_object
 from kvq.server.logs import log_event, request_id
 
 MAX_HEADERS = 64 << 10  # bytes of all names and values together
-OPEN = ("/health/live",)  # need no key
+OPEN = ("/health/live",)  # accessible without a key
 _WATCHED = ("/metrics", "/health", "/version")  # and paths below; a metrics key may read only these
 DOCS, DOCUMENT = "/docs", "/openapi.json"
 POLLED = "/pool"  # polled by every open page, four times a second
@@ -32,13 +32,13 @@ _QUIET = {
 }
 ADMITTED = "kvq_admitted"  # scope key of an admitted request, for which its tenant was charged
 REASON = "kvq_reason"  # scope key of the code or type of the problem that answers a request
-# Refusals of invalid requests: finding the fault costs as much as reading a valid request
+# Refusals of invalid requests: finding the error costs as much as reading a valid request
 _COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
-_BURST, _PER_S = 500, 5.0  # log lines that any client can cause: at once, and per second after that
+_BURST, _PER_S = 500, 5.0  # log lines that any client can cause: burst, and rate per second
 
 
 class _LogLimit:
@@ -50,7 +50,7 @@ class _LogLimit:
         self._num_left_out = 0
 
     def take(self) -> int | None:
-        """Return the number of lines left out before this one; None if this one has to be left out."""
+        """Return the number of lines dropped before this line, or None if this line must be dropped."""
         now = perf_counter()
         self._left = min(_BURST, self._left + (now - self._filled_s) * _PER_S)
         self._filled_s = now
@@ -63,7 +63,7 @@ class _LogLimit:
 
 
 class Guard:
-    """ASGI middleware that refuses, counts and logs requests, and gives each an id."""
+    """ASGI middleware that checks, counts and logs requests, and assigns each an id."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Guard:
         charge: Callable[[str], object] = lambda tenant: None,
         count: Callable[[str, Problem], object] = lambda path, problem: None,
     ) -> None:
-        """`credentials`: the valid keys, if not those of `access`. `check` gets the path and the tenant, and
-        raises Problem for a request that can't be served with any body. `charge` gets the tenant of each
-        invalid request, `count` the path and the problem of each POST that is refused here.
+        """`credentials`: the valid keys; default: keys in `access`. `check(path, tenant)` raises Problem if a
+        request can't be served whatever its body. `charge(tenant)` is called for each invalid request,
+        and `count(path, problem)` for each POST that the guard refuses.
         """
         self._app = app
         self._access = access
@@ -111,7 +111,7 @@ class Guard:
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
-                # HEAD is handled as GET; the connection leaves out the body
+                # HEAD is handled as GET; the connection omits the body
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
                 await self._app(as_get, whole, answer.send)
         finally:
@@ -154,7 +154,7 @@ class Guard:
         if b"transfer-encoding" in headers and b"content-length" in headers:
             raise Problem(400, "Content-Length and Transfer-Encoding exclude each other")
         length = headers.get(b"content-length", b"0")
-        if len(length) > 16 or int(length) > _most_bytes(scope):  # h11 has checked that it is a number
+        if len(length) > 16 or int(length) > _most_bytes(scope):  # h11 has verified the digits
             raise too_large(_most_bytes(scope))
         self._check_arrival(scope["path"], scope["kvq_tenant"])
 
@@ -179,12 +179,12 @@ class Guard:
 
 
 def is_browsed(path: str) -> bool:
-    """True for paths that a browser opens on its own, where a key may be sent as a Basic password."""
+    """Return True if browsers open this path directly and may send a key as a Basic password."""
     return path in ("/", POLLED, DOCS, DOCUMENT) or path.startswith("/page/")
 
 
 def basic_password(authorization: bytes) -> bytes:  # D332: Basic authentication opens the page only
-    """Return the password of a `Basic` authorization header; empty for another header."""
+    """Return the password in a `Basic` authorization header, or b"" if the header has another scheme."""
     scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() != b"basic":
         return b""
@@ -195,7 +195,7 @@ def basic_password(authorization: bytes) -> bytes:  # D332: Basic authentication
 
 
 class _Answer:
-    """Sender of an answer: records its status, and adds the request's id and the names of ignored fields."""
+    """Sender of a response: records its status, and adds the request's id and the names of ignored fields."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status: int | None = None
@@ -214,18 +214,18 @@ class _Answer:
 
 
 def _most_bytes(scope: Scope) -> int:
-    """Return the size limit of a request's body; this is `FREE` for requests whose body is not read."""
+    """Return the size limit of a request's body, which is `FREE` if the route does not read the body."""
     is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
     return MAX_BODY if is_read else FREE
 
 
 def as_response(problem: Problem, path: str) -> JSONResponse:
-    """Return a problem as an answer in the protocol of a path."""
+    """Return a problem as a response in the protocol of the path."""
     return JSONResponse(error_object(problem, path), problem.status, problem.headers())
 
 
 def _name(host: str) -> str:
-    """Return a Host header without its port."""
+    """Return the host name in a Host header, without the port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
 

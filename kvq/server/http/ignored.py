@@ -1,4 +1,4 @@
-"""Unknown fields of a request: found and named in a header, or refused by a strict server."""
+"""Unknown request fields: listed in a response header, or refused if the server is strict."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,11 +17,11 @@ from kvq.server.http.problems import Problem
 HEADER = "x-kvq-ignored-fields"  # D321: ignored fields: named in a header and counted
 IGNORED = "kvq_ignored"  # scope key of the header's value
 ONLY_USUAL = "Ignored; a strict server takes only the default."
-_MOST = 8  # most fields that are named
-_MAX_NAME = 100  # characters of a name in an answer
-_MAX_WORD = 64  # characters of the longest name that is compared with known ones
+_MOST = 8  # maximum number of fields listed
+_MAX_NAME = 100  # maximum length of a name in a response, in characters
+_MAX_WORD = 64  # maximum length of a name that is compared with known names
 _ALIKE = 0.7  # so that max_token matches max_tokens, and tools does not
-_SAME = (  # names of one field in other protocols and servers
+_SAME = (  # groups of names for one field in various protocols and servers
     frozenset(("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")),
     frozenset(("stop", "stop_sequences")),
     frozenset(("prompt", "input", "inputs")),
@@ -29,16 +29,16 @@ _SAME = (  # names of one field in other protocols and servers
     frozenset(("repetition_penalty", "repeat_penalty")),
 )
 _NO_TOOLS = ("none", {"type": "none"})  # choices with which the model sees no tools
-_UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
+_UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # characters that are unsafe in a header or on a terminal
 
 
 class Body(BaseModel):
-    """Request body. Some unknown fields are labels: they request nothing, so nothing is lost without them."""
+    """Request body. Some unknown fields are labels: they have no effect, so ignoring them is harmless."""
 
-    LABELS: ClassVar[frozenset[str]] = frozenset()  # labels with any value
-    USUAL: ClassVar[Mapping[str, Any]] = {}  # labels only with this value, which applies anyway
-    NAMES: ClassVar[frozenset[str]]  # of known fields
-    PARTS: ClassVar[Mapping[str, str]]  # the attributes of fields that hold models, by name
+    LABELS: ClassVar[frozenset[str]] = frozenset()  # labels, whatever their value
+    USUAL: ClassVar[Mapping[str, Any]] = {}  # fields that are labels only with this value, the default
+    NAMES: ClassVar[frozenset[str]]  # names of known fields
+    PARTS: ClassVar[Mapping[str, str]]  # attributes of fields that contain models, keyed by field name
     PLAIN: ClassVar[frozenset[str]]  # names of the other fields
 
     @classmethod
@@ -67,7 +67,7 @@ def _holds_models(annotation: Any) -> bool:
 
 
 def check_usual(cls: type[Body], given: Any) -> Any:  # D322: labels pass: the answer is the same without them
-    """Refuse values of another type in `USUAL` fields, before validation; other values are ignored."""
+    """Refuse `USUAL` fields with a value of the wrong type, before validation; ignore other values."""
     for name, usual in cls.USUAL.items():
         value = given.get(name) if isinstance(given, dict) else None
         if value is not None and type(value) is not type(usual):
@@ -78,12 +78,12 @@ def check_usual(cls: type[Body], given: Any) -> Any:  # D322: labels pass: the a
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """Field that was ignored."""
+    """Ignored field of a request."""
 
-    path: str  # with dots
-    name: str  # the last part of the path
-    known: frozenset[str]  # names that may have been meant
-    is_label: bool = False  # it requests nothing, so nothing is lost without it
+    path: str  # dotted path
+    name: str  # last component of the path
+    known: frozenset[str]  # names that the client may have meant
+    is_label: bool = False  # the field has no effect, so ignoring it is harmless
 
     def refusal(self) -> Problem:
         message = unknown_field(self.path, self.name, self.known)
@@ -91,12 +91,12 @@ class _Field:
 
 
 def safe_name(path: str) -> str:
-    """Return a field name sent by a client, made safe for headers and terminals."""
+    """Return a field name from a client, sanitized for headers and terminals."""
     return _UNSAFE.sub("?", path[:_MAX_NAME]) or "?"  # a header can't end in a comma and a space
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
-    """Return the error for a field that can't be ignored; `known`: names that may have been meant."""
+    """Return the error message for a field that can't be ignored; `known`: names that may have been meant."""
     hint = nearest(name, sorted(known), cutoff=_ALIKE) if len(name) <= _MAX_WORD else ""
     for same in _SAME:
         if name in same and (here := same & set(known)):
@@ -105,13 +105,13 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
 
 
 def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> tuple[list[str], _Field | None]:
-    """Find the fields of a decoded body that neither its model nor the chat template reads.
+    """Find the fields of a decoded body that neither the body's model nor the chat template reads.
 
-    Returns their paths (safe to show, at most a kilobyte, labels last, with "..." if there are more), and the
-    first field that is not a label.
+    Return the paths of these fields (sanitized, at most a kilobyte, labels last, with "..." if there are
+    more), and the first field that is not a label.
 
-    Null counts as left out. The contents of tools and schemas are not searched. The search stops when enough
-    fields are found: a million unknown fields cost no more than a few.
+    Null is treated as absent. The contents of tools and schemas are not searched. The search stops once
+    enough fields are found, so a million unknown fields cost no more than a few.
     """
     unknown: list[_Field] = []
     labels: list[_Field] = []
@@ -126,7 +126,7 @@ def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> tuple[li
 
 
 def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[_Field]:
-    """Yield the fields that are meant for the chat template but that it does not read."""
+    """Yield the fields intended for the chat template that the template does not read."""
     fields = {name: given[name] for name in taken & given.keys() if given[name]}
     if "tools" in fields and forms.only_calls and fields.get("tool_choice") not in _NO_TOOLS:
         yield _Field("tools", "tools", frozenset())
@@ -140,7 +140,7 @@ def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[_Field]
 
 
 def _walk(given: Any, body: Body, place: str) -> Iterator[_Field]:
-    """Yield the unknown fields of `given`; `place` is its path, with a dot at the end."""
+    """Yield the unknown fields of `given`; `place` is the path of `given`, with a trailing dot."""
     if not isinstance(given, dict):
         return
     model = type(body)

@@ -1,4 +1,4 @@
-"""Limits on request bodies: size, time to arrive, and total bytes at a time."""
+"""Limits on request bodies: size, arrival time, and total bytes in memory."""
 
 import asyncio
 import contextlib
@@ -10,28 +10,28 @@ from kvq.cache.heap import give_back
 from kvq.server.http.problems import Problem, unavailable
 
 MAX_BODY = 8 << 20  # bytes
-MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
-FREE = 64 << 10  # bytes of each body that don't count, so that large bodies never shut out small ones
+MAX_BODIES = 256 << 20  # bytes, in total for all unanswered requests
+FREE = 64 << 10  # uncounted bytes of each body; large bodies then never shut out small ones
 BODY_S = 30.0  # for a body to arrive
 _SKIP_S = 1.0
-_TRIM_S = 0.5  # after a large body's end
+_TRIM_S = 0.5  # delay after a large body is freed
 
 
 class Incoming:
-    """Bytes in the bodies of unanswered requests; one tenant may use three quarters of the limit."""
+    """Byte counts of the bodies of unanswered requests; a tenant may use three quarters of the limit."""
 
     def __init__(self, most: int = MAX_BODIES) -> None:
         self.num_bytes = 0
-        self._of: Counter[str] = Counter()  # by tenant
+        self._of: Counter[str] = Counter()  # bytes per tenant
         self._most = most
         self._is_trimming = False
 
     def body(self) -> "_RequestBody":
-        """Return the body of a new request, to be released when it is answered."""
+        """Provide the body of a new request, and free its bytes when the request has been answered."""
         return _RequestBody(self)
 
     def take(self, tenant: str, count: int) -> None:  # D303: one key may use three quarters
-        """Count `count` more bytes. Raises Problem: a limit would be exceeded."""
+        """Count `count` more bytes for a tenant. Raises Problem: a limit would be exceeded."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
         if self._of[tenant] + count > self._most * 3 // 4:
@@ -40,7 +40,7 @@ class Incoming:
         self._of[tenant] += count
 
     def give(self, tenant: str, count: int) -> None:
-        """Free `count` bytes; soon after, make the C library return freed memory to the system."""
+        """Subtract `count` bytes; soon afterwards, make the C library return freed memory to the system."""
         self.num_bytes -= count
         self._of[tenant] -= count
         if not self._of[tenant]:
@@ -62,11 +62,11 @@ class _RequestBody:
 
     # D311: read before the application is called
     async def read(self, receive: Receive, tenant: str = "", most: int = MAX_BODY) -> Receive | None:
-        """Read a body of at most `most` bytes. Return a function that returns the body, and then what
-        `receive` returns; None if the client disconnected.
+        """Read a body of at most `most` bytes. Return a `receive` function that first returns this body and
+        then forwards to the original one, or None if the client disconnected.
 
         Raises:
-            Problem: the body is too large, takes too long, or there is no room for it.
+            Problem: the body is too large, arrives too slowly, or would exceed the limit on total bytes.
         """
         self._tenant = tenant
         body, more = bytearray(), True  # joined on arrival: several bodies may end at the same time
@@ -99,8 +99,8 @@ class _RequestBody:
 
 
 async def skip(receive: Receive) -> None:
-    """Read and discard the rest of a refused body for a moment: if the connection were closed at once, a
-    client that is still sending would get a reset instead of the answer.
+    """Read and discard the rest of a refused body for a moment: if the connection were closed immediately, a
+    client that is still sending would get a reset instead of the response.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SKIP_S):

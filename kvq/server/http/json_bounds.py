@@ -1,7 +1,7 @@
-"""Limits on a JSON body: values, names, depth and repeated names, checked in slices before anything is built.
+"""Limits on a JSON body: values, names, depth and duplicate names, checked in slices before decoding.
 
-Building and checking four million values takes seconds in which nothing else runs. Invalid JSON is left to
-the decoder, which stops at the first error; up to that point, both read the same values.
+Decoding and validating four million values would block the event loop for seconds. Invalid JSON is left to
+the decoder, which stops at the first error; up to that point, scanner and decoder read the same values.
 """
 
 import contextlib
@@ -15,33 +15,33 @@ import msgspec
 
 from kvq.server.http.loop_budget import Again
 
-MAX_VALUES = 1 << 15  # of one body, names of fields included
-MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which don't count among the values
+MAX_VALUES = 1 << 15  # per body, including field names
+MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which are not counted as values
 IDS_IN = (b"prompt", b"tokens")
-MAX_KEYS = 4096  # of one object
+MAX_KEYS = 4096  # per object
 MAX_NAME = 1 << 20  # bytes
 MAX_NESTING = 72  # strict_json.MAX_DEPTH for an arbitrary value, plus the levels around it
 MAX_DIGITS = 64
 MAX_EXPONENTS = 1024  # numbers with an exponent; those near a float's limits take 8 us each
 _LEAST, _LARGEST = "-1.79e308", "1.79e308"  # limits of a float
-_SLICE_S = 0.0005  # D313: half a millisecond: 2 ms delayed tokens
-_SHOWN = 40  # characters of a name in an error
-_STEPS = 6  # of the path to a refused value
-_TOKENS = 64  # between two looks at the clock
-# Each of these stops after some ten thousand bytes, even if its match could continue
+_SLICE_S = 0.0005  # D313: half a millisecond, since 2 ms delayed tokens
+_SHOWN = 40  # maximum length of a name in an error, in characters
+_STEPS = 6  # maximum number of path components of a refused value
+_TOKENS = 64  # between two clock readings
+# Each pattern matches at most some ten thousand bytes at a time
 _TOKEN = re.compile(rb'[\s,:]{0,4096}("[^"\\]{0,1024}"|[\[\]{}"]|[^"\[\]{},:\s]{1,%d})' % (MAX_DIGITS + 1))
 _BETWEEN = re.compile(rb"[\s,:]{1,4096}")
 _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
 _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
-def scan(  # D312: counted before they are built
+def scan(  # D312: values are counted before decoding
     body: bytes | bytearray, *, inside: int = 0, long: list[tuple[int, int]] | None = None
 ) -> Iterator[Again]:
     """Count the values of a body, in slices of half a millisecond.
 
-    `inside`: number of objects around the body, as in a batch's line. `long` receives the positions of values
-    that are texts of more than a MiB, without their quotes.
+    `inside`: number of objects that enclose the body, as in a line of a batch. `long` receives the positions,
+    without quotes, of string values longer than 1 MiB.
 
     Raises:
         ValueError: a limit is exceeded.
@@ -62,14 +62,14 @@ class _Scan:
     num_values: int = 0
     num_ids: int = 0
     num_exponents: int = 0
-    escape: int = 0  # position of the next escape, or of one before `pos`; -1: there is none
-    has_ids: bool = False  # the body's current field has token ids
-    entries: list[int] = field(default_factory=list)  # number in each open list or object; names count, too
+    escape: int = 0  # position of the next escape, or of one before `pos`; -1: no more escapes
+    has_ids: bool = False  # the current field of the body contains token ids
+    entries: list[int] = field(default_factory=list)  # entries in each open list or object, including names
     names: list[set[bytes] | None] = field(default_factory=list)  # names in each open object; None for a list
-    way: list[bytes] = field(default_factory=list)  # last name in each of these, quoted
+    way: list[bytes] = field(default_factory=list)  # last name in each open list or object, quoted
 
     def steps(self) -> Iterator[None]:
-        """Scan the body, a little at a time."""
+        """Scan the body in small steps."""
         body, num_tokens = self.body, 0
         while self.pos < len(body):
             num_tokens += 1
@@ -96,7 +96,7 @@ class _Scan:
             elif kind != ord('"'):
                 self._count_number(found[1])
                 continue
-            elif found[1] == b'"':  # only the quote: the text is long, or has escapes
+            elif found[1] == b'"':  # only the quote: the string is long or has escapes
                 yield from self._skip_string()
             if self.entries and self.entries[-1] % 2 == 1 and (names := self.names[-1]) is not None:
                 self._take_name(bytes(memoryview(body)[found.start(1) : self.pos]), names)
@@ -118,7 +118,7 @@ class _Scan:
         self.way.append(b"")
 
     def _take_name(self, name: bytes, names: set[bytes]) -> None:  # D318
-        """Record the name of a field; `name` is its JSON source, including the quotes."""
+        """Record a field name; `name` is its JSON source, including the quotes."""
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a field may have {MAX_NAME} bytes")
         if b"\\" in name:
@@ -174,5 +174,5 @@ class _Scan:
 
 
 def _shown(name: bytes) -> str:
-    """Return the text of a quoted name for an error."""
+    """Return a quoted name in the form shown in errors."""
     return f"{name[1:-1].decode(errors='replace'):.{_SHOWN}}"

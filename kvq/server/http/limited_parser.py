@@ -1,6 +1,6 @@
-"""HTTP parser that works in small slices, so that no client's bytes block the event loop for other clients.
+"""HTTP parser that works in small slices, which keeps any one client from blocking the event loop.
 
-h11 takes about 30 microseconds per event, and one read from a socket may return ten thousand one-byte chunks.
+h11 takes about 30 microseconds per event, and a single socket read may return ten thousand one-byte chunks.
 """
 
 from typing import Any, NoReturn
@@ -11,14 +11,14 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from kvq.server.http.problems import Problem
 
 # D307: 64 KB may contain ten thousand events of 30 us
-SLICE_EVENTS = 32  # parsed at once, about 1 ms
+SLICE_EVENTS = 32  # events per slice, about 1 ms
 # D309: at most 128 lines; heads that arrive together are parsed in turn
 MAX_LINES = 128  # lines of a head, or of the trailers after the last chunk
 MAX_HEAD = 64 << 10  # bytes of a request's head, or of a chunk's head
 _FREE_CHUNKS = 1024  # chunks of a body that may have any size
-_LEAST_CHUNK = 128  # average bytes per chunk of a body with more chunks
+_LEAST_CHUNK = 128  # minimum average bytes per chunk of a body with more chunks
 _INSTEAD = "send larger ones, or Content-Length"
-_FREE_WIRE = 1 << 20  # bytes that may surround a body's content
+_FREE_WIRE = 1 << 20  # bytes of overhead that a body may have
 
 
 class LimitedParser(h11.Connection):
@@ -27,9 +27,9 @@ class LimitedParser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
         self._receive_buffer = _Lines()
-        self.allowance = SLICE_EVENTS  # events before it pretends to need more data
+        self.allowance = SLICE_EVENTS  # remaining events before `next_event` returns NEED_DATA
         self.ran_out = False  # the allowance was used up
-        self.refusal: Problem | None = None  # why this client's connection ends
+        self.refusal: Problem | None = None  # reason for closing the connection
         self._num_chunks = 0
         self._num_bytes = 0
         self._num_wire = 0
@@ -42,7 +42,7 @@ class LimitedParser(h11.Connection):
         """Return the next event, or h11.NEED_DATA if the allowance is used up.
 
         Raises:
-            h11.RemoteProtocolError: the bytes are not HTTP, or the body is in tiny chunks.
+            h11.RemoteProtocolError: the bytes are not HTTP, or the chunks of the body are too small.
         """
         if self.allowance <= 0:
             self.ran_out = True
@@ -73,17 +73,17 @@ class LimitedParser(h11.Connection):
 
 
 class _TooManyLines(h11.RemoteProtocolError):
-    """A head, or the trailers after the last chunk, have too many lines."""
+    """Error: a head, or the trailers after the last chunk, have too many lines."""
 
 
 class _Lines(ReceiveBuffer):
-    """Buffer of unparsed bytes. For h11, a head or trailers with any number of lines are one event.
+    """Buffer of unparsed bytes that limits lines; h11 parses a head or trailers of any length as one event.
 
-    It has no reference to its parser: such a cycle would stay in memory until garbage is collected.
+    The buffer has no reference to its parser: the cycle would stay in memory until garbage collection.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return all lines up to an empty line, once that has arrived; lines are counted as they arrive."""
+        """Return all lines up to the first empty line, or None before an empty line arrives."""
         if len(self._data) > MAX_LINES:
             end = blank_line_regex.search(self._data, self._multiple_lines_search)
             if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # plus first and last

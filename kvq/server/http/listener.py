@@ -1,4 +1,4 @@
-"""Listener: limits connections from the moment they are accepted, in total and per address, including TLS."""
+"""Listener that limits connections, in total and per address, including those in a TLS handshake."""
 
 import asyncio
 import contextlib
@@ -18,16 +18,16 @@ from kvq.errors import ConfigError
 from kvq.server.http.loop_budget import Again, LoopBudget
 
 _log = logging.getLogger("kvq")
-_HANDSHAKE_S = 10.0  # for a handshake to begin, and again for it to finish
-_MAX_HANDSHAKES = 256  # at once; a silent connection is in none, and costs only a descriptor
-_SHARE = 0.5  # of the loop's time, for handshakes and parsing
+_HANDSHAKE_S = 10.0  # for a handshake to start, and again for it to finish
+_MAX_HANDSHAKES = 256  # concurrent handshakes; silent connections cost only a descriptor
+_SHARE = 0.5  # share of the loop's time for handshakes and parsing
 _AT_A_TIME = 8  # connections accepted before the loop runs other work
 _FOR_OTHERS = 32  # descriptors left for everything except connections
-_AGAIN_S = 1.0  # until the next try after the system had no descriptor
-_TO_SPEAK_S = 0.1  # least time that a silent connection is kept
-_REST_S = 0.05  # before another look at an incomplete ClientHello
-_HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's header, and of a whole record
-_QUIET_S = 60.0  # without problems before the next one is logged
+_AGAIN_S = 1.0  # delay after the system ran out of descriptors
+_TO_SPEAK_S = 0.1  # minimum time that a silent connection is kept
+_REST_S = 0.05  # before an incomplete ClientHello is checked again
+_HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's header, and of a full record
+_QUIET_S = 60.0  # time without problems before the next one is logged
 _READ = 32 << 10  # bytes per read; asyncio would read 256 KB from each connection
 _TLS_BUFFER = 16 << 10  # bytes per connection, one TLS record; asyncio would use 256 KB
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -36,7 +36,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Stage(Enum):
     """Activity of a connection; the least active connections are closed first."""
 
-    SILENT = "silent"  # before or in its handshake, or without any request so far
+    SILENT = "silent"  # before or during its handshake, or before its first request
     IDLE = "idle"  # between two requests
     BUSY = "busy"
 
@@ -47,11 +47,11 @@ class Slot:
 
     listener: "Listener"
     address: str
-    sock: socket.socket | None  # until its handshake begins
-    since_s: float  # when it was accepted, or its handshake began
+    sock: socket.socket | None  # until its handshake starts
+    since_s: float  # time of accept, or of the start of its handshake
     stage: Stage = Stage.SILENT
-    timer: asyncio.TimerHandle | None = None  # until its first bytes
-    rest: asyncio.TimerHandle | None = None  # between two looks at an incomplete ClientHello
+    timer: asyncio.TimerHandle | None = None  # deadline for its first bytes
+    rest: asyncio.TimerHandle | None = None  # until an incomplete ClientHello is checked again
     task: asyncio.Task[None] | None = None  # its handshake
     transport: asyncio.Transport | None = None  # after its handshake
 
@@ -63,7 +63,7 @@ class Slot:
         self.listener._leave(self)
 
     def drop(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         if self.transport is not None:
             self.transport.abort()
         elif self.task is not None:
@@ -74,7 +74,7 @@ class Slot:
         self.leave()
 
     def listen_no_more(self) -> None:
-        """Stop waiting for the first bytes."""
+        """Stop waiting for the first bytes of the connection."""
         if self.timer is not None and self.sock is not None:
             self.timer.cancel()
             self.timer = None
@@ -85,7 +85,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Address:
-    """Connections of one client address, by stage, the one longest in its stage first."""
+    """Connections of one client address, grouped by stage and sorted by time in the stage, longest first."""
 
     slots: dict[Stage, OrderedDict[Slot, None]] = field(
         default_factory=lambda: {stage: OrderedDict() for stage in Stage}
@@ -96,11 +96,11 @@ class _Address:
 
 
 class Listener:  # D306: asyncio accepts without a limit
-    """Acceptor of connections, which closes unused ones to make room for new ones.
+    """Acceptor of connections that closes unused connections to make room for new ones.
 
-    When all slots are taken, the longest silent connection of the address with the most silent connections is
-    closed; if none is silent, an idle one. When all are busy, nothing is accepted until one ends, and clients
-    wait in the system's queue. An address at its limit loses an unused connection, or its new one is refused.
+    When all slots are taken, a silent connection is closed: the oldest of the address that has the most. If
+    none is silent, the same rule applies to idle connections. If all are busy, clients wait in the system's
+    queue. At its own limit, an address loses an unused connection, or its new connection is refused.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class Listener:  # D306: asyncio accepts without a limit
         max_connections: int,
         max_per_address: int,
     ) -> None:
-        """`tls` returns the context for a new handshake. `max_connections` is lowered to the number that the
-        system's limit on descriptors allows.
+        """`tls` returns the context for a new handshake. `max_connections` is lowered to the number that
+        the system's limit on descriptors allows.
 
         Raises:
-            ConfigError: that limit allows no connections.
+            ConfigError: the limit on descriptors allows no connections.
         """
         self.budget = LoopBudget(_SHARE)  # for handshakes and heads
-        self.body_budget = LoopBudget(_SHARE)  # separate: no head waits for bodies
+        self.body_budget = LoopBudget(_SHARE)  # separate, so heads never wait for bodies
         self.max_connections = min(max_connections, _room(max_connections))
         self._max_per_address = min(max_per_address, self.max_connections)
         self._sock = sock
@@ -128,7 +128,7 @@ class Listener:  # D306: asyncio accepts without a limit
         self._handshakes: OrderedDict[Slot, None] = OrderedDict()
         self._spoken: OrderedDict[Slot, None] = OrderedDict()  # connections that wait for a handshake
         self._is_admitting = False  # a timer for `_admit_on` is set
-        self._num_owed = 0  # handshakes that found no room in their turn
+        self._num_owed = 0  # handshakes that found no room when it was their turn
         self._make: Callable[[Slot], asyncio.Protocol] | None = None
         self._is_accepting = False
         self._troubled_s = -_QUIET_S
@@ -137,11 +137,11 @@ class Listener:  # D306: asyncio accepts without a limit
 
     @property
     def num_connections(self) -> int:
-        """Number of open connections, including those in their handshake."""
+        """Number of open connections, including those still in a handshake."""
         return sum(self._num.values())
 
     def open(self, make: Callable[[Slot], asyncio.Protocol]) -> None:
-        """Start accepting; `make` returns a connection's protocol, which moves its slot between stages."""
+        """Start accepting connections; `make` returns the protocol for a slot."""
         if self._tls is not None:
             sslproto.SSLProtocol.max_size = _TLS_BUFFER
         self._make = make
@@ -149,7 +149,7 @@ class Listener:  # D306: asyncio accepts without a limit
         self._resume()
 
     def close(self) -> None:
-        """Stop accepting, and close connections that have not finished their handshake."""
+        """Stop accepting connections, and close those that have not finished their handshake."""
         self._pause()
         self._make = None
         self._sock.close()
@@ -170,7 +170,7 @@ class Listener:  # D306: asyncio accepts without a limit
             asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _pause(self, duration_s: float | None = None) -> None:
-        """Accept nothing until a connection ends or becomes idle, or for `duration_s` at most."""
+        """Stop accepting until a connection ends or becomes idle, or for `duration_s` at most."""
         if self._is_accepting:
             self._is_accepting = False
             asyncio.get_running_loop().remove_reader(self._sock)
@@ -194,13 +194,13 @@ class Listener:  # D306: asyncio accepts without a limit
             self._enter(sock, str(address[0]))
 
     def _make_room(self) -> bool:
-        """True if one more connection can be accepted now; if not, accepting pauses until one can."""
+        """Return True if a connection can be accepted now; otherwise, pause until one can."""
         if self.num_connections < self.max_connections:
             return True
         for stage in (Stage.SILENT, Stage.IDLE):
             if self._num[stage]:
                 most = max(self._addresses.values(), key=lambda one: len(one.slots[stage]))
-                slot = next(iter(most.slots[stage]))  # the one longest in this stage
+                slot = next(iter(most.slots[stage]))  # the longest in this stage
                 if (left_s := self._left_to_speak(slot)) > 0:
                     self._pause(left_s)
                     return False
@@ -234,12 +234,12 @@ class Listener:  # D306: asyncio accepts without a limit
         loop.add_reader(sock, self._speaks, slot)
 
     def _speaks(self, slot: Slot) -> None:
-        """Handle the first bytes of a connection, or its end."""
+        """Handle the first bytes of a connection, or the end of its stream."""
         assert slot.sock is not None, "it is listened to"
         loop = asyncio.get_running_loop()
         if not _has_hello(
             slot.sock
-        ):  # the handshake's costly part follows the last byte, and has to wait its turn
+        ):  # the costly part of the handshake follows the last byte, and must wait its turn
             loop.remove_reader(slot.sock)
             slot.rest = loop.call_later(_REST_S, loop.add_reader, slot.sock, self._speaks, slot)
             return
@@ -248,9 +248,9 @@ class Listener:  # D306: asyncio accepts without a limit
         self.budget.soon(slot.address, self._admit)
 
     def _admit(self) -> Again:
-        """Begin a handshake; if too many are under way, drop the oldest one after its least time."""
+        """Start a handshake; if too many are in progress, drop the oldest after its minimum time."""
         loop = asyncio.get_running_loop()
-        if not self._spoken:  # the connection was dropped since
+        if not self._spoken:  # the connection was dropped in the meantime
             return Again.NO
         if len(self._handshakes) >= _MAX_HANDSHAKES:
             oldest = next(iter(self._handshakes))
@@ -275,7 +275,7 @@ class Listener:  # D306: asyncio accepts without a limit
             self.budget.soon(slot.address, self._admit)
 
     async def _begin(self, slot: Slot) -> None:
-        """Perform the handshake, and make the connection's protocol."""
+        """Perform the handshake, and create the connection's protocol."""
         make, (sock, slot.sock) = self._make, (slot.sock, None)
         assert make is not None, "a closed listener drops connections that have not begun"
         assert sock is not None, "it begins once"
@@ -326,7 +326,7 @@ class Listener:  # D306: asyncio accepts without a limit
         return True
 
     def _tell(self, trouble: str) -> None:
-        """Log a warning, unless one was logged and problems have continued since."""
+        """Log a warning, unless the problems have continued since the last warning."""
         now = asyncio.get_running_loop().time()
         if now - self._troubled_s >= _QUIET_S:
             _log.warning("%s", trouble)
@@ -334,7 +334,7 @@ class Listener:  # D306: asyncio accepts without a limit
 
 
 def _has_hello(sock: socket.socket) -> bool:  # D308: a handshake begins with a complete ClientHello
-    """False while the first record of a TLS handshake is incomplete."""
+    """Return False as long as the first record of a TLS handshake is incomplete."""
     try:
         begun = sock.recv(_RECORD, socket.MSG_PEEK)
     except OSError:  # the next read gets the same error and reports it

@@ -1,4 +1,4 @@
-"""Event loop time: a budget for work in slices of milliseconds, and the longest stretch without a pause."""
+"""Event loop time: a budget for work in slices of milliseconds, and the longest time without a pause."""
 
 import asyncio
 import selectors
@@ -10,54 +10,54 @@ from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 
 _SHARE = 0.25  # share of the loop's time
-_LONG_S = 0.003  # length of a slice that delays everyone's tokens
+_LONG_S = 0.003  # slices of this length delay the tokens of all requests
 _LONG_SHARE = 0.05  # share of the loop's time for such slices
-_HOPS = 3  # rounds of the loop in which a slice's result is used
-_AT_ONCE_S = 0.005  # budget of first steps that run at once
-_LEAST_S = 0.001  # least time charged for each of them, for the work that follows from it
+_HOPS = 3  # loop iterations in which a slice's result is used
+_AT_ONCE_S = 0.005  # budget for first steps that run immediately
+_LEAST_S = 0.001  # minimum charge per first step, for the work that it causes
 
 
 class Again(Enum):
-    """Result of a step: whether and when to call it again."""
+    """Result of a step: tells whether and when to call the step again."""
 
     NO = 0
     IN_TURN = 1  # after the waiting steps
-    NEXT = 2  # before its owner's other steps, so that few steps hold much memory at the same time
+    NEXT = 2  # before its owner's other steps; few steps then hold much memory at once
 
     def __bool__(self) -> bool:
         return self is not Again.NO
 
 
 class LoopBudget:
-    """Scheduler of slices of a few milliseconds, one at a time; between slices, the loop serves the rest."""
+    """Scheduler that runs slices of a few milliseconds one at a time, with other loop work in between."""
 
     def __init__(self, share: float = _SHARE) -> None:
-        """`share`: share of the loop's time; long slices get less."""
+        """`share`: share of the loop's time for slices; long slices get a smaller share."""
         self._share = share
         self._line: FairQueue[Callable[[], Again]] = FairQueue()
         self._is_running = False
         self._spare_s = _AT_ONCE_S
         self._counted_s = 0.0
-        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # calls of `through`, their errors
+        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # calls of `through`, and errors
         self._is_closed = False
 
     def add(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` in its turn, and again as its result requests."""
+        """Queue a call of `step`; the result of `step` determines further calls."""
         self._line.put(owner, step)
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def soon(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` at once, or in its turn if the budget is used up; again as its result requests."""
+        """Call `step`, or queue the call if the budget is used up; the result determines further calls."""
         if not self._has_spare() or self._at_once(step):
             self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
-        """Run an iterator: up to its first yield at once, from there on in its turn.
+        """Run an iterator: immediately up to its first yield, then in turn with other steps.
 
-        If many callers do this at the same time, most of them wait for their turn from the beginning. Raises
-        the iterator's exception, or EngineError if `close` was called before the end.
+        If many callers do this at the same time, most have to wait for their turn from the start. Raise the
+        iterator's exception, or EngineError if `close` is called before the iterator ends.
         """
         if self._is_closed:
             raise _closing()
@@ -87,7 +87,7 @@ class LoopBudget:
             raise failures.pop()
 
     def close(self) -> None:
-        """Raise EngineError from all present and future calls of `through`. Single steps continue."""
+        """Make all current and future calls of `through` raise EngineError. Other steps continue."""
         self._is_closed = True
         for done, failures in self._waiting.items():
             if not done.done():
@@ -124,7 +124,7 @@ class LoopBudget:
             self._settle(began, _HOPS)
 
     def _settle(self, began_s: float, hops: int) -> None:
-        """Pause after a slice, in proportion to its time and that of the work that followed from it."""
+        """Pause after a slice, in proportion to the time of the slice and of the work that it caused."""
         loop = asyncio.get_running_loop()
         if hops:
             loop.call_soon(self._settle, began_s, hops - 1)
@@ -141,14 +141,14 @@ def _closing() -> EngineError:
 
 
 class Stretches(selectors.DefaultSelector):
-    """Event loop selector that records the longest time that the loop computes without serving its sockets.
+    """Event loop selector that records the longest time for which the loop does not poll its sockets.
 
-    It measures each stretch between two polls in processor time, so other processes do not matter.
+    The time between two polls is measured as processor time, so other processes do not affect it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest_s = 0.0  # since the start
+        self.longest_s = 0.0  # since the start, or since the last reset
         self._since_s: float | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:

@@ -1,4 +1,4 @@
-"""Problems: error answers in OpenAI's and Anthropic's protocols."""
+"""Problems: error responses in OpenAI's and Anthropic's protocols."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Problem(Exception):
-    """Error answer: an HTTP status other than 200, and a message."""
+    """Error response: an HTTP status other than 200, and a message."""
 
     def __init__(
         self,
@@ -25,11 +25,11 @@ class Problem(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
-        self.is_counted = False  # in the metrics, among the requests that ended
+        self.is_counted = False  # the metrics already include the request
 
     @property
     def ending(self) -> str:
-        """Ending of a request with this answer, as metrics name it."""
+        """Outcome label in the metrics for a request that gets this response."""
         other = "invalid" if self.status < 500 else "error" if self.status == 500 else "refused"
         return {429: "limited", 504: "timeout"}.get(self.status, other)
 
@@ -43,7 +43,7 @@ class Problem(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Return `Retry-After`, if trying again may help."""
+        """Return the `Retry-After` header if a retry may succeed, else no headers."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
@@ -56,7 +56,7 @@ def timed_out(message: str) -> Problem:
 
 
 def failed(message: str) -> Problem:
-    """Return the problem of a request that failed through no fault of its own."""
+    """Return the problem for a request that the engine failed to process."""
     return Problem(500, message, type="server_error", code="engine_error")
 
 
@@ -75,12 +75,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def is_messages_path(path: str) -> bool:
-    """True if requests at this path are in Anthropic's protocol, not in OpenAI's."""
+    """Return True if this path uses Anthropic's protocol rather than OpenAI's."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def error_object(problem: Problem, path: str) -> dict[str, Any]:
-    """Return a problem as the error object of a path's protocol."""
+    """Return a problem as an error object in the path's protocol."""
     if not is_messages_path(path):
         return problem.body()
     other = "invalid_request_error" if problem.status < 500 else "api_error"
@@ -91,11 +91,11 @@ def error_object(problem: Problem, path: str) -> dict[str, Any]:
 
 
 def event_of(body: dict[str, Any], path: str) -> bytes:
-    """Return a chunk or an error object as a server-sent event of a path's protocol."""
+    """Return a chunk or an error object as a server-sent event in the path's protocol."""
     name = f"event: {body['type']}\n".encode() if is_messages_path(path) else b""
     return b"%bdata: %b\n\n" % (name, _encoder.encode(body))
 
 
 def last_event(path: str) -> bytes:
-    """Return the end of a complete stream."""
+    """Return the event that ends a complete stream, or b"" if the protocol has none."""
     return b"" if is_messages_path(path) else b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections, with limits on the time for a request head, on parsing and on buffers."""
+"""HTTP/1.1 connections with limits on parsing, on buffers and on the arrival time of request heads."""
 
 import asyncio
 import json
@@ -16,16 +16,16 @@ from kvq.server.http.listener import Slot, Stage
 from kvq.server.http.loop_budget import Again, LoopBudget
 from kvq.server.http.problems import Problem, unavailable
 
-HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's start
+HEAD_S = 10.0  # limit for a request head, from its first byte or the connection's start
 _SMALL_READ = 1 << 10  # bytes
-_SMALL_READS = 64  # reads per second of a connection that complete nothing
+_SMALL_READS = 64  # small reads per second and connection that complete nothing
 _WRITE_BUFFER = 8 << 10  # bytes
 _KERNEL_BUFFER = 64 << 10  # bytes to send; the kernel would buffer megabytes for a client that does not read
 _UNREAD_S = 60  # until the kernel drops a connection whose client reads nothing
 
 
 class _Flow(FlowControl):
-    """Flow control of reading, which is paused while the application or this server requests it."""
+    """Flow control for reading, which is paused at the request of the application or of this server."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -42,7 +42,7 @@ class _Flow(FlowControl):
             super().resume_reading()
 
     def hold(self, is_held: bool) -> None:
-        """Pause reading while held, even if the application resumes it."""
+        """Pause or resume reading; while `is_held`, the application can't resume it."""
         self._is_held = is_held
         if is_held:
             super().pause_reading()
@@ -51,10 +51,10 @@ class _Flow(FlowControl):
 
 
 class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small write buffer
-    """uvicorn's connection, except that refusals are error objects.
+    """uvicorn's connection with limited parsing, and with refusals as error objects.
 
-    Parsing is limited: the first slice is parsed at once, the rest in turn with other connections. Small
-    reads that complete nothing are limited, too, because they cost as much as large ones.
+    The first slice of data is parsed immediately, the rest in turn with other connections. The rate of small
+    reads that complete nothing is also limited, because such reads cost as much as large ones.
     """
 
     flow: _Flow
@@ -74,8 +74,8 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._slot = slot
         self._budget = LoopBudget() if slot is None else slot.listener.budget
         self._body_budget = self._budget if slot is None else slot.listener.body_budget
-        self._is_in_line = False  # it waits to continue parsing
-        self._stage = Stage.SILENT  # stage before it was in line
+        self._is_in_line = False  # the connection is queued to continue parsing
+        self._stage = Stage.SILENT  # stage before the connection was queued
         self._is_resting = False  # reading pauses after too many small reads
         self._num_small = 0
         self._counted_s = 0.0
@@ -88,7 +88,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data; the connection is refused if a request's head does not arrive in time."""
+        """Parse data; refuse the connection if a request head does not arrive in time."""
         before = self.cycle, self.conn.their_state
         super().data_received(data)
         is_parsed = not self._is_in_line
@@ -97,7 +97,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Parse a slice, at once if the budget allows it; parse the rest in turn with other connections."""
+        """Parse a slice, immediately if the budget allows; queue the rest with other connections."""
         if self._is_in_line:
             return
         self._is_in_line = True
@@ -107,7 +107,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             self._hold()
             if self._slot is not None and self._slot.stage is not Stage.BUSY:
                 self._stage = self._slot.stage
-                self._slot.enter(Stage.BUSY)  # it may have sent a request
+                self._slot.enter(Stage.BUSY)  # the data may contain a request
 
     def on_response_complete(self) -> None:
         if self._slot is not None:
@@ -132,7 +132,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             self.cycle.message_event.set()
 
     def shutdown(self) -> None:
-        """Finish an answer that has begun, or refuse an incomplete request, because the server shuts down."""
+        """For shutdown, finish a response in progress or refuse an incomplete request."""
         is_asking = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
         if is_asking and self.cycle is not None:
             self._refuse(unavailable("the server is shutting down"))
@@ -141,7 +141,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             super().shutdown()
 
     def _parse(self) -> bool:
-        """Parse a slice; return True if there is more."""
+        """Parse a slice; return True if unparsed data remains."""
         self.conn.allowance, self.conn.ran_out = SLICE_EVENTS, False
         if not self.transport.is_closing():
             super().handle_events()
@@ -154,7 +154,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         return self.conn.ran_out and not self.transport.is_closing()
 
     def _parse_on(self) -> Again:
-        """Parse the next slice, and request another one if there is more."""
+        """Parse the next slice, and request another call if unparsed data remains."""
         self._is_in_line = self._parse()
         if not self._is_in_line:
             self._hold()
@@ -197,7 +197,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             self._refuse(Problem(408, f"no request came within {HEAD_S:g} s"))
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer with an error object if an answer can still be sent, and close the connection."""
+        """Send an error object if a response can still be sent, then close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(problem.body()).encode()
             headers = [("content-type", "application/json"), ("connection", "close")]
@@ -216,7 +216,7 @@ def prepare(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
     # asyncio sets this only if it knows the protocol, which create_server leaves unset. Without it, an
-    # answer's body waits until the client's kernel has acknowledged the head, which takes 40 ms.
+    # response's body waits until the client's kernel has acknowledged the head, which takes 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # D305
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)

@@ -1,4 +1,4 @@
-"""Answers, sent whole or as server-sent events to clients that may be slow or disconnect."""
+"""Responses, sent as one JSON body or as server-sent events to clients that may be slow or disconnect."""
 
 import asyncio
 import logging
@@ -13,24 +13,24 @@ from kvq.server.http.problems import Problem, error_object, event_of, failed, la
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; the connection may buffer as much again, in addition to its own 8 KiB
-_PATIENCE_S = 2.0  # longest wait for a client that is so far behind
-_PIECE = 64 << 10  # bytes of a whole answer that are sent at a time
-_PIECE_S = 10.0  # for a client to take a piece
+_PATIENCE_S = 2.0  # maximum wait for a client that is this far behind
+_PIECE = 64 << 10  # bytes of a JSON response that are sent at a time
+_PIECE_S = 10.0  # limit for a client to read a piece
 
 
 class WholeAnswer(Response):
-    """JSON answer, sent as fast as the client reads; disconnects clients that read no piece for 10 s."""
+    """JSON response, sent as fast as the client reads; disconnects clients that read no piece for 10 s."""
 
     media_type = "application/json"
 
     def __init__(self, content: bytes, *, on_cut: Callable[[], object], on_end: Callable[[], object]) -> None:
-        """`on_cut` is called if the client is too slow, `on_end` when nothing is left to send."""
+        """`on_cut` is called if the client reads too slowly, `on_end` when nothing is left to send."""
         super().__init__(content)
         self._on_cut = on_cut
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the content, or as much as the client reads."""
+        """Send the content until the end, or until the client stops reading."""
         content = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -46,10 +46,10 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Answer in chunks, each sent when it is ready.
+    """Streamed response; each chunk is sent as soon as it is generated.
 
-    A client that falls too far behind is disconnected, and its work ends. A failure becomes an error object,
-    which is sent as the last event.
+    A client that falls too far behind is disconnected, and its request is cancelled. If the request fails,
+    the last event is an error object.
     """
 
     media_type = "text/event-stream"
@@ -62,8 +62,8 @@ class EventStream(Response):
         on_cut: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`path`: the request's path, which determines the protocol. `on_cut` is called if the client is too
-        slow, `on_end` when the stream is over.
+        """`path`: the request's path, which determines the protocol. `on_cut` is called if the client reads
+        too slowly, `on_end` when the stream ends.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -78,7 +78,7 @@ class EventStream(Response):
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all chunks, or as many as the client reads."""
+        """Send chunks until the end, or until the client stops reading."""
         work = (self._fill(scope), self._send(send), until_gone(receive))
         tasks = [asyncio.create_task(one) for one in work]
         sending = tasks[1]
@@ -94,7 +94,7 @@ class EventStream(Response):
             self._on_end()
 
     async def _fill(self, scope: Scope) -> None:
-        """Encode chunks when they are ready, as far ahead as the client may be behind."""
+        """Encode chunks as they arrive; pause while the client is too far behind."""
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
@@ -113,7 +113,7 @@ class EventStream(Response):
             self._changed.set()
 
     async def _send(self, send: Send) -> None:
-        """Send all waiting events at once; wait while the connection is full."""
+        """Send all queued events together; wait while the connection's buffer is full."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while True:
             await self._changed.wait()
@@ -126,7 +126,7 @@ class EventStream(Response):
                 return
 
     async def _wait_for_room(self) -> None:
-        """Wait until the client has read more, since a step may produce more than fits."""
+        """Wait until the client has read more; a single step may produce more than fits in the buffer."""
         if self._num_bytes <= MAX_BEHIND:
             return
         async with asyncio.timeout(_PATIENCE_S):
@@ -144,7 +144,7 @@ class EventStream(Response):
 
 
 def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
-    """Abort the connection of a client that is too slow, and discard all unsent data."""
+    """Abort the connection of a client that reads too slowly, and discard all unsent data."""
     on_cut()
     transport = scope.get("state", {}).get("kvq_transport")
     if transport is not None:
@@ -152,6 +152,6 @@ def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has disconnected; discard any data that it still sends."""
+    """Return once the client has disconnected; discard all data received until then."""
     while (await receive())["type"] != "http.disconnect":
         pass

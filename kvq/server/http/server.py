@@ -1,4 +1,4 @@
-"""HTTP server: uvicorn's protocol behind a listener that limits connections."""
+"""HTTP server: uvicorn's protocol, used with a listener that limits connections."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ from kvq.server.http.credentials import Credentials
 from kvq.server.http.listener import Listener
 from kvq.server.http.protocol import Connection, prepare
 
-_END_S = 0.3  # for answers to be written after the engine is gone
-_STUCK_S = 2  # for all connections to be closed after that
+_END_S = 0.3  # time to write responses after the engine has ended
+_STUCK_S = 2  # time to close all connections afterwards
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server that does not handle signals, so that running requests end before sockets are closed."""
+    """uvicorn server without signal handlers, which lets running requests end before sockets are closed."""
 
     def __init__(self, app: FastAPI) -> None:
-        app.openapi()  # made once, now: it takes long, and later a client would wait for it
+        app.openapi()  # generated now, once: this is slow, and a client would have to wait later
         super().__init__(
             uvicorn.Config(
                 app,
@@ -48,7 +48,7 @@ class HttpServer(uvicorn.Server):
         """Accept connections on a listening socket, with TLS if the server has a certificate.
 
         Raises:
-            ConfigError: the limit of open files leaves none for connections.
+            ConfigError: the limit on open files leaves none for connections.
         """
         listener = Listener(
             sock,
@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
         return listener
 
     async def end(self, listener: Listener, serving: "asyncio.Task[None]") -> None:
-        """Close the listener, give answers a moment to be written, and wait for the end of `serving`."""
+        """Close the listener, allow a moment for responses to be written, and wait for `serving` to end."""
         listener.close()
         self.should_exit = True
         asyncio.get_running_loop().call_later(_END_S, listener.drop_all)
@@ -68,7 +68,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address; clients can queue there from now on.
+    """Return a socket that listens on an address; clients can connect and queue from then on.
 
     Raises:
         ConfigError: the address can't be bound.

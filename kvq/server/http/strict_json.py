@@ -17,18 +17,18 @@ from kvq.server.http.json_bounds import scan
 from kvq.server.http.loop_budget import Again
 from kvq.strict_json import check_value
 
-DECODED = "kvq_decoded"  # scope key of a request's decoded body, until it is taken
+DECODED = "kvq_decoded"  # scope key of a request's decoded body, until a route removes it
 MAX_TEXT = 4 << 20  # characters
-_LARGE = 64 << 10  # bytes from which a body is decoded in a separate turn
+_LARGE = 64 << 10  # bodies of at least this many bytes are decoded in a separate turn
 Span = tuple[int, int]  # start and end of a text, within its quotes
 _PART = 512 << 10  # bytes
 _ESCAPE = 6  # bytes of the longest escape: \u20ac
 
 
 def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, None, Any]:  # D310
-    """Return the value of a body; `spans`: positions of its long texts, in order.
+    """Return the decoded value of a body; `spans`: positions of the long strings in the body, in order.
 
-    Long texts are decoded in parts, because decoding 8 MiB at once would block the loop for 15 ms.
+    Long strings are decoded in parts, because decoding 8 MiB at once would block the loop for 15 ms.
 
     Raises:
         msgspec.MsgspecError: the body is not JSON.
@@ -57,25 +57,25 @@ def _decode_text(body: bytes | bytearray, start: int, end: int) -> Generator[Aga
 def _decode_part(part: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(part)
-    except msgspec.MsgspecError as error:  # its message has the byte position within the part
+    except msgspec.MsgspecError as error:  # the message gives the byte position within the part
         raise msgspec.DecodeError(str(error).partition(" (byte")[0]) from None
 
 
 def _cut(body: bytes | bytearray, start: int, at: int) -> int:
-    """Return a position shortly before `at` that splits no character, escape or surrogate pair."""
+    """Return a position at or shortly before `at` that splits no character, escape or surrogate pair."""
     for _ in range(3):
         at -= body[at] & 0xC0 == 0x80
     last = body.rfind(b"\\", at - _ESCAPE, at)
     if last >= 0:
         before = body[start : last + 1]
-        if (len(before) - len(before.rstrip(b"\\"))) % 2:  # it begins an escape
+        if (len(before) - len(before.rstrip(b"\\"))) % 2:  # the last backslash begins an escape
             at = last
     is_second_half = body[at : at + 3].lower() == b"\\ud" and body[at + 3 : at + 4].lower() in b"cdef"
     return at - _ESCAPE if is_second_half else at
 
 
 def _put_back(value: Any, texts: dict[str, str]) -> Any:
-    """Replace placeholders by their texts; objects and lists are changed in place."""
+    """Replace placeholders with their texts, modifying objects and lists in place."""
     if isinstance(value, str):
         return texts.get(value, value)
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -86,7 +86,7 @@ def _put_back(value: Any, texts: dict[str, str]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return 1.0 as an integer: JSON schema counts it as one, and some clients send only such numbers."""
+    """Convert floats such as 1.0 to integers, as in JSON schema; some clients send only such numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -97,7 +97,7 @@ def _few(text: str) -> str:
     return text
 
 
-# D317: pydantic's own bound would encode 8 MiB, several times, to count the characters
+# D317: pydantic's own length bound would encode 8 MiB several times to count characters
 LongText = Annotated[str, AfterValidator(_few), Field(strict=True, json_schema_extra={"maxLength": MAX_TEXT})]
 # Must be the last of an integer's annotations: bounds after it would be missing from the OpenAPI document
 WHOLE = BeforeValidator(_whole)
@@ -115,14 +115,14 @@ class _JsonRequest(Request):
     """Request whose body must be valid UTF-8 and strict JSON: no NaN, no lone surrogates."""
 
     async def body(self) -> bytes:
-        """Return the body as it was read, without the copy that Starlette would make."""
+        """Return the body without the copy that Starlette would make."""
         if not hasattr(self, "_body"):
             pieces = [piece async for piece in self.stream() if piece]
             self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return self._body
 
     async def json(self) -> Any:
-        """Return the decoded body. Raises HTTPException: the body is not strict JSON, or too large."""
+        """Return the decoded body. Raises HTTPException: the body is not strict JSON, or is too large."""
         body, decoded = await self.body(), []
 
         def read() -> Iterator[Again]:
@@ -131,7 +131,7 @@ class _JsonRequest(Request):
             if len(body) > _LARGE:
                 yield Again.IN_TURN
             decoded.append((yield from decode(body, long)))
-            if len(body) > _LARGE:  # its validation gets a separate turn
+            if len(body) > _LARGE:  # validation then gets a separate turn
                 yield Again.NEXT
 
         try:
@@ -149,10 +149,10 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """Route whose bodies are strict JSON."""
+    """Route that accepts only strict JSON bodies."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return FastAPI's handler, called with a `_JsonRequest`."""
+        """Return FastAPI's handler, wrapped to receive a `_JsonRequest`."""
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:

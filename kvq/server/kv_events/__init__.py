@@ -1,1 +1,1 @@
-"""Block events for routers, in vLLM's format over ZeroMQ: which replica holds which prefix."""
+"""Block events in vLLM's format over ZeroMQ, from which routers learn the cached prefixes of each replica."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvq.errors import ConfigError
 
-Form = Literal["maps", "arrays"]  # as in vLLM 0.32, and as in earlier versions
+Form = Literal["maps", "arrays"]  # the format of vLLM 0.32, and of earlier versions
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
 
 
@@ -17,8 +17,8 @@ class EventsConfig:
 
     address: str
     topic: str = ""
-    replay: str | None = None  # address for requests of missed batches
-    form: Form = "maps"  # of events in a batch
+    replay: str | None = None  # address at which subscribers request missed batches
+    form: Form = "maps"  # encoding of the events in a batch
 
     def __post_init__(self) -> None:
         if self.replay == self.address:
@@ -28,7 +28,7 @@ class EventsConfig:
 
     @property
     def warning(self) -> str:
-        """Warning for addresses beyond loopback."""
+        """Warning to log if an address is reachable from other machines."""
         return f"they hold the token ids of prompts; whoever reaches {self.address} can read them"
 
     @property
@@ -61,5 +61,5 @@ def _is_local(address: str) -> bool:
         return True
     try:
         return ip_address(found[1].strip("[]")).is_loopback
-    except ValueError:  # another name, or *
+    except ValueError:  # a host name, or *
         return False

@@ -1,8 +1,8 @@
 """Publisher of block events: sends batches over ZeroMQ from a separate thread, in vLLM's format.
 
-Every message has three frames: the topic, a sequence number of 8 bytes (big-endian), and the batch. A
-subscriber that missed batches sends the first missing number to the replay address (DEALER: an empty frame,
-then 8 bytes). It gets the batches that are still kept, each after an empty frame, and then the number -1.
+Every message has three frames: the topic, an 8-byte big-endian sequence number, and the batch. A subscriber
+that missed batches sends the first missing number to the replay address (DEALER: an empty frame, then 8
+bytes). The reply contains all retained batches from there on, each after an empty frame, then the number -1.
 """
 
 import logging
@@ -20,23 +20,23 @@ from kvq.server.kv_events.stream import Change, encode
 
 _log = logging.getLogger("kvq")
 _QUEUED = 10_000  # batches that wait to be sent
-_KEPT = 10_000  # batches for replays
-_WAITING = 100_000  # messages queued for one slow reader; ZeroMQ drops any more
+_KEPT = 10_000  # batches retained for replays
+_WAITING = 100_000  # messages queued per slow subscriber; ZeroMQ drops further messages
 _POLL_S = 0.1
-_JOIN_S = 1.0  # least time between two reports of all blocks
+_JOIN_S = 1.0  # minimum time between two reports of all blocks
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Publisher:
-    """Sender of batches to all subscribers at an address. It may be called from one other thread."""
+    """Sender of batches to all subscribers of an address. Call its methods from a single thread."""
 
     def __init__(
         self, config: EventsConfig, *, block_size: int, on_join: Callable[[], object] = lambda: None
     ) -> None:
-        """`on_join` is called in the publisher's thread for new subscribers, at most once a second.
+        """`on_join` is called in the publisher's thread after new subscriptions, at most once a second.
 
         Raises:
-            ConfigError: an address can't be listened on.
+            ConfigError: an address can't be bound.
         """
         self._topic = config.topic.encode()
         self._form = config.form
@@ -44,13 +44,13 @@ class Publisher:
         self._on_join = on_join
         self._queue: queue.Queue[Sequence[Change] | None] = queue.Queue(_QUEUED)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)  # sequence number, batch
-        # Above all numbers of an earlier engine, since routers drop lower ones
+        # Above all numbers of an earlier engine, since routers drop lower numbers
         self._number = time_ns() // 1000
-        self._is_joined = False  # a new subscriber does not know all blocks yet
+        self._is_joined = False  # a new subscriber has not received all blocks yet
         self._told_s = -_JOIN_S
         self._context = zmq.Context()
         try:
-            self._out = self._bound(zmq.XPUB, config.address)  # PUB that reports subscriptions
+            self._out = self._bound(zmq.XPUB, config.address)  # like PUB, but reports subscriptions
             self._out.setsockopt(zmq.XPUB_VERBOSE, 1)  # even for a topic that has subscribers
             self._replay = None if config.replay is None else self._bound(zmq.ROUTER, config.replay)
         except ConfigError:
@@ -62,7 +62,7 @@ class Publisher:
         self._thread.start()
 
     def put(self, changes: Sequence[Change]) -> bool:
-        """Queue a batch; False if too many wait."""
+        """Queue a batch; return False if the queue is full."""
         try:
             self._queue.put_nowait(changes)
         except queue.Full:
@@ -70,7 +70,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Send the waiting batches, for a second at most, and stop."""
+        """Send the queued batches for at most a second, then stop."""
         try:
             self._queue.put(None, timeout=1.0)
         except queue.Full:
@@ -109,7 +109,7 @@ class Publisher:
         self._out.send_multipart((self._topic, number, content))
 
     def _listen(self) -> None:
-        """Handle new subscribers and replay requests, without waiting."""
+        """Handle pending subscriptions and replay requests, without waiting."""
         while self._out.poll(0):
             if self._out.recv().startswith(b"\x01"):
                 self._is_joined = True

@@ -1,8 +1,8 @@
-"""Block events from the engine to a publisher, and their wire format.
+"""Stream of block events from the engine to a publisher, and the wire format of the events.
 
-Nothing waits for the publisher; after a loss, everything is sent again. The format is MessagePack, byte for
-byte the same as in vLLM 0.32, where each event is a map. Earlier versions wrote arrays (the kind, then the
-fields), which some readers expect.
+The engine never waits for the publisher; if events are lost, all blocks are reported again. The format is
+MessagePack, byte for byte the same as in vLLM 0.32, where each event is a map. Earlier versions wrote arrays
+(the kind, then the fields), which some subscribers expect.
 
 Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests: numbers from vLLM have 64
 bits, and routers keep only 64 bits of longer hashes.
@@ -18,8 +18,8 @@ import msgspec
 from kvq.blockmgr import BlockManager, Event, Evicted, Stored
 from kvq.server.kv_events.config import Form
 
-_MEDIUM = "GPU"  # vLLM's name for the memory that a model attends to, also on a CPU
-_PIECE = 1024  # blocks per batch when all are reported again
+_MEDIUM = "GPU"  # vLLM's name for the memory of the KV cache, even on a CPU
+_PIECE = 1024  # blocks per batch in a report of all blocks
 
 
 Entered = tuple[
@@ -27,11 +27,11 @@ Entered = tuple[
 ]  # a block's name, its parent's name (None for a prompt's first block), its token ids
 Change = (
     Entered | int | None
-)  # a block that can be found from now on; the name of a block that no longer can; None: no block can
+)  # a newly indexed block; the name of a block removed from the index; None: all blocks were removed
 
 
 class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
-    """Event: consecutive blocks of one prompt can now be found."""
+    """Event: consecutive blocks of one prompt were added to the prefix index."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -45,7 +45,7 @@ class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
 
 
 class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
-    """Event: these blocks can no longer be found."""
+    """Event: these blocks were removed from the prefix index."""
 
     block_hashes: list[int]
     medium: str | None
@@ -53,7 +53,7 @@ class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
 
 
 class _AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
-    """Event: no block can be found any more."""
+    """Event: all blocks were removed from the prefix index."""
 
 
 _Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
@@ -61,12 +61,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def name_of(digest: bytes) -> int:
-    """Return a block's name for routers: the last 64 bits of its digest."""
+    """Return the name under which routers know a block: the last 64 bits of its digest."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
-    """Encode a batch; consecutive blocks of a chain, and consecutive removals, are merged into one event."""
+    """Encode a batch; merge consecutive blocks of a chain, and consecutive removals, into one event."""
     events: list[_Event] = []
     for change in changes:
         last = events[-1] if events else None
@@ -85,7 +85,7 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form
             last.block_hashes.append(name)
             last.token_ids += tokens
         else:
-            place = (None, _MEDIUM, None, None, 0)  # no LoRA; the layer group
+            place = (None, _MEDIUM, None, None, 0)  # no LoRA; layer group
             events.append(_BlockStored([name], parent, tokens.tolist(), block_size, *place))
     told: list[Any] = list(events)
     if form == "arrays":
@@ -94,33 +94,33 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form
 
 
 class EventStream:  # D351: the manager's own events, in vLLM's format
-    """Changes to one engine's blocks, in batches. O(1) per event; keeps only the digests of held blocks.
+    """Stream of changes to an engine's blocks, in batches. O(1) per event; stores only digests of blocks.
 
-    Only blocks of the first layer group are reported: if any group has full attention, it is this one, and
-    every hit needs its blocks. Prompts with a salt are left out: without it, they look like other prompts.
+    Only blocks of the first layer group are reported: if any group has full attention, the first group does,
+    and every hit needs its blocks. Salted prompts are omitted: without salt, they look like other prompts.
 
-    A batch that finds no room is dropped and counted. As soon as there is room again, a clear event is sent,
-    and then all held blocks are reported again.
+    If the publisher's queue is full, a batch is dropped and counted. Once there is room again, a clear event
+    is sent, and all held blocks are reported again.
     """
 
     def __init__(self, manager: BlockManager, put: Callable[[Sequence[Change]], bool]) -> None:
-        """`put` accepts a batch without waiting; it returns False if there is no room."""
+        """`put` queues a batch without waiting, or returns False if there is no room."""
         self.sent = 0  # changes that `put` accepted
         self.dropped = 0
         self._take = put
         self._index = manager.blocks.index
         self._roots: set[bytes] = set()
         self._held: dict[bytes, None] = {}
-        self._changes: list[Change] = []  # since the last `flush`
+        self._changes: list[Change] = []  # changes since the last `flush`
         self._is_behind = True  # subscribers may have blocks of an earlier engine
         self._leave = manager.subscribe(self._follow)
 
-    def include(self, tenant: str) -> None:  # D353: without salted prompts, with those of tenants
-        """Report, from now on, the blocks of a tenant's prompts that have no salt."""
+    def include(self, tenant: str) -> None:  # D353: without salted prompts, with prompts of tenants
+        """Start reporting the blocks of a tenant's unsalted prompts."""
         self._roots.add(self._index.root_digest(tenant))
 
     def flush(self) -> None:
-        """Pass on the changes since the last call."""
+        """Pass the changes since the last call to the publisher."""
         changes, self._changes = self._changes, []
         if not self._is_behind:
             if changes:
@@ -163,7 +163,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's format
     def _entered(self, digest: bytes) -> Entered | None:
         node = self._index.get(digest)
         if node is None or node.parent is None or node.root not in self._roots:
-            return None  # not to be reported, or evicted, which the next event reports
+            return None  # not reported, or evicted, which the next event reports
         parent = None if node.parent.parent is None else name_of(node.parent.digest)
         return name_of(digest), parent, node.tokens
 

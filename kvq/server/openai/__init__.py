@@ -1,1 +1,1 @@
-"""OpenAI's protocol: routes of chat and completions, their answers, and the OpenAPI document."""
+"""OpenAI's protocol: chat and completions routes, their responses, and the OpenAPI document."""

@@ -1,4 +1,4 @@
-"""JSON schemas of answers, for `/openapi.json`: the fields that a client may rely on."""
+"""JSON schemas of responses, for `/openapi.json`: the fields that a client may rely on."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 
 
 def named(name: str) -> Schema:
-    """Return a reference to one of the document's schemas."""
+    """Return a reference to the schema `name` in the document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -34,7 +34,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _answer(description: str, optional: Sequence[str] = (), /, **fields: Schema) -> Schema:
-    """Return the schema of an answer or a part of one. All fields except those in `optional` are required."""
+    """Return the schema of a response or of an object in one. All fields not in `optional` are required."""
     titled = {
         name: field if "$ref" in field else field | {"title": name.replace("_", " ").title()}
         for name, field in fields.items()
@@ -44,13 +44,13 @@ def _answer(description: str, optional: Sequence[str] = (), /, **fields: Schema)
 
 
 def _whole(description: str, kind: str, choice: str) -> Schema:
-    """Return the schema of a whole answer in OpenAI's protocol."""
+    """Return the schema of a complete (not streamed) response in OpenAI's protocol."""
     head = {"id": TEXT, "object": _one_of(kind), "created": _INTEGER, "model": TEXT}
     return _answer(description, **head, choices=_list_of(named(choice)), usage=named("Usage"))
 
 
 _FINISH_REASON = _one_of("stop", "length", "tool_calls", "error")
-_ANSWERS = {  # D320: for the document only; fuzzing validates answers
+_ANSWERS = {  # D320: for the document only; fuzzing validates responses
     "Status": _answer(
         "State of the server.",
         ["seconds"],

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's protocol, from a request's prompts: whole, or in pieces as they are generated."""
+"""Responses in OpenAI's protocol, built from a request's prompts: complete, or streamed as generated."""
 
 import asyncio
 from abc import abstractmethod
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Answer(Call):
-    """Answer to one request, with `n` results for each of its prompts."""
+    """Response to one request, with `n` results for each of its prompts."""
 
     OBJECT: ClassVar[str]  # type of a whole answer
     CHUNK: ClassVar[str]  # type of a piece
-    ID: ClassVar[str]  # prefix of ids
+    ID: ClassVar[str]  # prefix of response ids
 
     def __init__(
         self, service: Service, body: Common, params: SamplingParams, tenant: str, *, num_prompts: int = 1
@@ -61,18 +61,18 @@ class Answer(Call):
 
     @abstractmethod
     async def _read(self) -> list[Sequence[int]]:
-        """Return the prompts' tokens."""
+        """Return the token ids of each prompt."""
 
     @abstractmethod
     def _choice(self, index: int, whole: Piece) -> dict[str, Any]:
-        """Return a whole result."""
+        """Return a complete result in OpenAI's form."""
 
     @abstractmethod
     def _delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Return a step's part of a result; None if there is nothing to send."""
+        """Return the delta that one step adds to a result, or None if there is nothing to send."""
 
     async def _results(self) -> list[Piece]:
-        """Return all results, each joined from its pieces."""
+        """Return all results, each concatenated from its pieces."""
         wholes = defaultdict[int, Piece](
             lambda: Piece(request_id="", index=0, text="", token_ids=[], logprobs=[])
         )
@@ -82,7 +82,7 @@ class Answer(Call):
         return [wholes[index] for index in range(len(self._prompts) * self._n)]
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """Yield (index of the result, a step's part of it) as the parts are generated."""
+        """Yield pairs (index of a result, piece of that result) as the pieces are generated."""
         self._prompts = await self._read()
         streams = [self._pieces_of(i, tokens) for i, tokens in enumerate(self._prompts)]
         return streams[0] if len(streams) == 1 else _merge(streams)
@@ -120,7 +120,7 @@ class Answer(Call):
 
 
 def reason_of(piece: Piece) -> str | None:
-    """Return why a result ended, in OpenAI's terms."""
+    """Return a result's `finish_reason` in OpenAI's terms."""
     return "stop" if piece.finish_reason == "cancelled" else piece.finish_reason
 
 
@@ -133,7 +133,7 @@ def _add(whole: Piece, piece: Piece) -> None:
 
 
 async def _merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yield the items of several streams as they arrive; the first failure ends all streams."""
+    """Yield the items of several streams as they arrive; the first failure closes all streams."""
     queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(64)
 
     async def pump(stream: AsyncGenerator[T]) -> None:

@@ -24,7 +24,7 @@ class Chat(Answer):
         params = chat_params(body, service.defaults)
         self._offer = _offer(body, service.tools)
         self._body = body
-        self._readings: dict[int, _Reading] = {}  # by the result's index
+        self._readings: dict[int, _Reading] = {}  # keyed by the result's index
         self._is_open: bool | None = False  # whether results begin with thinking
         super().__init__(service, body, params if self._offer is None else self._offer.params(params), tenant)
 
@@ -85,10 +85,10 @@ class Chat(Answer):
 
 
 class _Reading:
-    """Reader of one result's text while it is generated."""
+    """Incremental parser of one result: splits its text into thinking, content and tool calls."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
-        """Without a parser, everything except thinking is content."""
+        """If `parser` is None, all text except thinking is content."""
         self._parser = parser
         self.thoughts = thoughts
 
@@ -101,7 +101,7 @@ class _Reading:
         return message
 
     def delta(self, delta: Piece) -> dict[str, Any]:
-        """Return a step's part of a message; it may be empty."""
+        """Return the delta that one step adds to a message; it may be empty."""
         is_last = delta.finish_reason is not None
         thought, text = self.thoughts.feed(delta.text, delta.token_ids, is_last=is_last)
         added: dict[str, Any] = {"reasoning_content": thought} if thought else {}
@@ -117,7 +117,7 @@ class _Reading:
         return added
 
     def reason(self, piece: Piece) -> str | None:
-        """Return why the result ended, in OpenAI's terms; call this last for a piece."""
+        """Return the `finish_reason` in OpenAI's terms; call this after `delta` for the same piece."""
         reason = reason_of(piece)
         has_calls = self._parser is not None and self._parser.num_calls
         return "tool_calls" if has_calls and reason == "stop" else reason
@@ -135,7 +135,7 @@ def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
 
 
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return one delta for each call that has grown: clients read only one delta per index in a chunk."""
+    """Return one delta for each call with new events; clients read only one delta per index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if event.call is None:

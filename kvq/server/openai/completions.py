@@ -14,7 +14,7 @@ from kvq.server.openai.sampling import completion_params
 
 
 class Completions(Answer):
-    """Request with one or several prompts."""
+    """Completions request with one or several prompts."""
 
     OBJECT = CHUNK = "text_completion"
     ID = "cmpl"
@@ -34,8 +34,8 @@ class Completions(Answer):
         given: Any = body.prompt
         self._given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         self._body = body
-        self._echoed: list[str] = []  # texts to return before the results, by the prompt's index
-        self._num_characters = Counter[int]()  # characters sent so far, by the result's index
+        self._echoed: list[str] = []  # texts to return before the results, keyed by the prompt's index
+        self._num_characters = Counter[int]()  # characters sent so far, keyed by the result's index
         super().__init__(service, body, params, tenant, num_prompts=len(self._given))
 
     async def _read(self) -> list[Sequence[int]]:
@@ -55,7 +55,7 @@ class Completions(Answer):
         return prompts
 
     async def _results(self) -> list[Piece]:
-        """Return the results; if `max_tokens` is 0, leave out the token that the engine generated."""
+        """Return the results; if `max_tokens` is 0, omit the token that the engine generated anyway."""
         results = await super()._results()
         if self._body.max_tokens == 0:
             self._receipts = [replace(used, generated_tokens=0) for used in self._receipts]
@@ -64,7 +64,7 @@ class Completions(Answer):
         return results
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return a result, or a part of one, in OpenAI's form."""
+        """Return a result, or one piece of a streamed result, in OpenAI's form."""
         logprobs, i = None, index // self._n
         echoed = self._echoed[i] if self._echoed and index not in self._num_characters else ""
         if piece.logprobs is not None and self.is_heavy:

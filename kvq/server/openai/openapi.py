@@ -1,4 +1,4 @@
-"""OpenAPI document at `/openapi.json`, with facts about the routes that FastAPI does not know."""
+"""OpenAPI document at `/openapi.json`, with details of the routes that FastAPI cannot infer."""
 
 import json
 import re
@@ -42,12 +42,12 @@ _SECURITY: Document = {
 
 
 def answer(name: str) -> Responses:
-    """Return the responses of a route whose answer has one of the schemas."""
+    """Return the responses of a route whose body has the schema `name`."""
     return {200: {"content": {"application/json": {"schema": named(name)}}}}
 
 
 def stream_or(name: str) -> Responses:
-    """Return the responses of a route that answers whole or as a stream."""
+    """Return the responses of a route that sends either a complete body or a stream."""
     description = "The whole answer, or with `stream` its pieces as server-sent events."
     return {
         200: {"description": description, "content": answer(name)[200]["content"] | {"text/event-stream": {}}}
@@ -55,7 +55,7 @@ def stream_or(name: str) -> Responses:
 
 
 def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:  # D315
-    """Make the application's OpenAPI document complete. Call this after all routes were added."""
+    """Complete the application's OpenAPI document. Call this after adding all routes."""
     app.openapi = partial(_document, app, app.openapi, has_keys, is_strict)  # type: ignore[method-assign]
 
 
@@ -95,7 +95,7 @@ def _operations(document: Document) -> Iterator[tuple[str, Document]]:
 
 
 def _close(document: Document) -> None:
-    """Declare in all objects of bodies that unknown fields are refused."""
+    """Declare, in every object schema of request bodies, that unknown fields are refused."""
     schemas = dict(document["components"]["schemas"])
     left = _references([operation.get("requestBody") for _, operation in _operations(document)])
     while left:
@@ -112,7 +112,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
-    """Yield the statuses of a route other than 200."""
+    """Yield the status codes that a route may return, except 200."""
     takes_body = "requestBody" in operation
     yield from (400, 403, 408, 413, 431, 500, 503)
     if has_keys and path not in OPEN:

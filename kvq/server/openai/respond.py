@@ -1,4 +1,4 @@
-"""Responses to calls, whole or as server-sent events, while the client is connected."""
+"""Responses to generation requests, complete or as server-sent events, while the client is connected."""
 
 import asyncio
 import contextlib
@@ -24,29 +24,29 @@ T = TypeVar("T")
 
 
 class Call(ABC):
-    """Request to generate."""
+    """Generation request in one of the protocols."""
 
-    slots: SequenceSlots  # slots that it needs at the engine
-    is_heavy = False  # True if encoding its whole answer may take long, as with log-probabilities
+    slots: SequenceSlots  # engine slots that the request needs
+    is_heavy = False  # True if encoding its response may take long, as with log-probabilities
 
     @abstractmethod
     async def answer(self) -> dict[str, Any]:
-        """Return the whole answer. Raises Problem: the request can't be served, or failed."""
+        """Return the complete response. Raises Problem: the request can't be served, or failed."""
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the answer's pieces when ready. Raises Problem: the request can't be served, or failed."""
+        """Yield chunks as they are generated. Raises Problem: the request can't be served, or failed."""
 
 
 def tenant_of(request: Request) -> str:
-    """Return a request's tenant: "" without keys, otherwise "key-" and the number of the key."""
+    """Return a request's tenant: "" if the server has no keys, otherwise "key-" and the number of the key."""
     return str(request.scope.get("kvq_tenant", ""))
 
 
 async def note_fields(request: Request, service: Service, body: Body) -> None:
-    """Name the ignored fields of a body in a header of the answer, even if the request fails.
+    """List the ignored fields of a body in a response header, even if the request fails.
 
-    The loop serves others before and after, because validating and converting a body both take time.
+    Yield to the event loop before and after, because validating and converting a body both take time.
 
     Raises:
         Problem: the server is strict, and a field is unknown.
@@ -54,7 +54,7 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
     names = await service.check_fields(decoded, body)
-    decoded.clear()  # FastAPI keeps it until the end of the answer
+    decoded.clear()  # FastAPI keeps it until the end of the response
     if names:
         request.scope[IGNORED] = ", ".join(names)
     await asyncio.sleep(0)
@@ -64,10 +64,10 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
 async def text_request(
     request: Request, service: Service, body: Body, model: str | None
 ) -> AsyncIterator[Prompts]:
-    """Admit a request that only reads texts, without the engine; yield the `Prompts` to read them with.
+    """Admit a request that needs only the tokenizer, not the engine; yield the `Prompts` to use.
 
     Raises:
-        Problem: it is for another model, has a refused field, or the tenant has sent too many requests.
+        Problem: the request is for another model or has a refused field, or its tenant is over a limit.
     """
     await note_fields(request, service, body)
     service.check_model(model)
@@ -77,7 +77,7 @@ async def text_request(
 
 
 async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
-    """Answer a call if there is room for it; it is cancelled when the client disconnects.
+    """Respond to a call if it can be admitted; cancel the call if the client disconnects.
 
     Raises:
         Problem: the call failed before anything was sent.
@@ -119,7 +119,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T 
 
 
 async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Wait for the first item, so that an early failure is an error answer and not a broken stream."""
+    """Wait for the first item: an early failure then becomes an error response, not a broken stream."""
     first = await anext(chunks, None)
 
     async def all_chunks() -> AsyncGenerator[T]:

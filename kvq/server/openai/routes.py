@@ -1,4 +1,4 @@
-"""OpenAI routes: completions, chat and models; and `/tokenize` and `/detokenize`, as in vLLM."""
+"""OpenAI routes (completions, chat, models), and `/tokenize` and `/detokenize` as in vLLM."""
 
 from time import time
 from typing import Any
@@ -16,7 +16,7 @@ from kvq.server.openai.openapi import answer, stream_or
 from kvq.server.openai.respond import note_fields, respond, tenant_of, text_request
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-READING = ("/tokenize", "/detokenize")  # only texts or tokens: the engine does not see these requests
+READING = ("/tokenize", "/detokenize")  # these routes use only the tokenizer, not the engine
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

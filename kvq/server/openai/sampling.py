@@ -1,4 +1,4 @@
-"""Sampling parameters for the engine, from a request's body."""
+"""Conversion of request bodies to the engine's sampling parameters."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -25,12 +25,12 @@ _CONSTRAINTS = {"regex": "regex", "choice": "choice", "lark": "grammar"}
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
-    """Return the schema as one text, so that garbage collection does not walk thousands of small objects."""
+    """Return the schema as JSON text, which spares garbage collection thousands of small objects."""
     return msgspec.json.encode(schema).decode()
 
 
 def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Return a completion's parameters. With `max_tokens` 0, the engine generates one token to be dropped.
+    """Return a completion's parameters. If `max_tokens` is 0, the engine generates one token, to be dropped.
 
     Raises:
         Problem: the engine does not accept a parameter.
@@ -38,13 +38,13 @@ def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> Sampl
     others = {
         "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
         "prompt_logprobs": body.logprobs if body.echo else None,
-        "echo": False,  # the engine's text of the tokens may differ from the client's
+        "echo": False,  # the engine's text for the tokens may differ from the client's
     }
     return params_of(body, _other_fields(body) | others, defaults)
 
 
 def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Return a chat's parameters. Raises Problem: the engine does not accept one of them."""
+    """Return a chat's parameters. Raises Problem: the engine does not accept a parameter."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others = {
@@ -55,7 +55,7 @@ def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def options_of(body: Common, params: SamplingParams, tenant: str) -> RequestOptions:
-    """Return parameters with their tenant and priority; `service_tier` "flex" means batch."""
+    """Return request options: parameters, tenant and priority (batch if `service_tier` is "flex")."""
     priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
     return RequestOptions(params=params, priority=priority, tenant=tenant, cache_salt=body.cache_salt)
 
@@ -63,8 +63,8 @@ def options_of(body: Common, params: SamplingParams, tenant: str) -> RequestOpti
 def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
     """Return the engine's parameters from the body's fields of the same names.
 
-    `others`: parameters with another name or form in the protocol. `defaults`: the model's, for fields that
-    are left out or null.
+    `others`: parameters whose name or form differs in the protocol. `defaults`: the model's values for
+    fields that are omitted or null.
 
     Raises:
         Problem: the engine does not accept a parameter.
@@ -79,7 +79,7 @@ def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) ->
 
 
 def _other_fields(body: Common) -> dict[str, Any]:
-    """Return the parameters with another name or form in the protocol than in the engine."""
+    """Return the parameters whose name or form in the protocol differs from the engine."""
     return {
         "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
         "stop": body.stop or (),
@@ -90,7 +90,7 @@ def _other_fields(body: Common) -> dict[str, Any]:
 
 
 def _take_structured(body: Common) -> StructuredOutput | None:
-    """Return the constraint, and drop its schema from the body; see `schema_text`."""
+    """Return the constraint, and remove its schema from the body; see `schema_text`."""
     format, guided = body.response_format, body.guided_json
     schema: Any = None
     if format is not None and format.type == "json_object":

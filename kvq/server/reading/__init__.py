@@ -1,7 +1,7 @@
-"""Prompt readers: separate processes that tokenize and render chat templates, and can be killed at any time.
+"""Prompt readers: separate processes that tokenize, render chat templates, and can be killed at any time.
 
-A template is a program that comes with the model, and tokenizing takes longer for longer texts. Neither may
-block the event loop, delay another tenant's request, or hold up the server's shutdown.
+Templates are programs supplied with the model, and tokenizing takes longer for longer texts. Neither may
+block the event loop, delay another tenant's request, or delay the server's shutdown.
 """
 
 from kvq.server.reading.jobs import Setup

@@ -1,7 +1,7 @@
 """Host process that readers are forked from: `python -m kvq.server.reading.host FD`.
 
-It loads the tokenizer once. For each `FORK` that arrives on its socket with a descriptor, it forks a reader
-that serves that descriptor, and replies with the reader's process id. For a reader's id, it ends that reader
+The host loads the tokenizer once. For each `FORK` message with a descriptor, it forks a reader that serves
+the descriptor, and replies with the reader's process id. For a message with a reader's id, it ends the reader
 and replies with the exit status. When the other end of the socket is closed, it ends all readers and exits.
 """
 
@@ -20,12 +20,12 @@ from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.jobs import Job, JobResult, Setup, ToReader, put_together
 
-ID_BYTES = 4  # size of a process id and of an exit status
+ID_BYTES = 4  # size of a process id or an exit status
 NO_MEMORY = 1  # exit status of a reader that ran out of memory
-FORK = bytes(ID_BYTES)  # sent in place of the id of a reader to end
+FORK = bytes(ID_BYTES)  # sent in place of a reader's id
 
 
-def main() -> None:  # D289: a thread can't be ended; a forked reader can
+def main() -> None:  # D289: a thread can't be killed; a forked reader can
     """Load the tokenizer, then fork and end readers until the other end of the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork
@@ -71,7 +71,7 @@ def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> Non
                 answer = _end(reader) if reader in readers else 0
                 readers.discard(reader)
             sock.sendall(answer.to_bytes(ID_BYTES, "little", signed=True))
-    except OSError:  # the other end is gone
+    except OSError:  # the other end is closed
         return
     finally:
         for reader in readers:
@@ -79,13 +79,13 @@ def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> Non
 
 
 def _end(reader: int) -> int:
-    """End a reader and return its exit status; a negative status is the number of a signal."""
+    """End a reader and return its exit status; a negative status is the negated signal number."""
     os.kill(reader, signal.SIGKILL)  # a reader that has exited keeps its id until `waitpid`
     return os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1])
 
 
 def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoReturn:
-    """Run jobs from a socket until it is closed, then exit this process, which was forked for them."""
+    """Run jobs from a socket until the socket is closed, then exit this process (a fork of the host)."""
     try:
         decoder: Decoder[ToReader] = Decoder(ToReader)
         with socket.socket(fileno=descriptor) as sock:
@@ -116,7 +116,7 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> JobResult:
             is_too_long=isinstance(error, TooLong),
             template_fails=isinstance(error, TemplateFails),
         )
-    except MemoryError:  # treated as a crash, which it would be within other libraries
+    except MemoryError:  # treated as a crash, as it would be inside other libraries
         os._exit(NO_MEMORY)
     except Exception as error:  # noqa: BLE001 - fails only this job; its message may quote a prompt
         return JobResult(refusal=f"the tokenizer failed: {type(error).__name__}", has_failed=True)

@@ -14,39 +14,39 @@ class Setup(Message, frozen=True):
     """First message to the host process: the tokenizer to load."""
 
     folder: str  # model folder
-    chat_template: str | None = None  # replaces the model's own
+    chat_template: str | None = None  # replaces the model's template
     trusts_chats: bool = False  # passed to `PromptEncoder`
     memory_bytes: int = 1 << 30  # limit for one job, in addition to the tokenizer's memory
 
 
 class JobResult(Message, frozen=True):
-    """Result of a job: `packed` token ids or counts, a text, the forms of the chat template, or a refusal."""
+    """Result of a job: token ids or counts (`packed`), a text, the chat template's forms, or a refusal."""
 
     packed: bytes = b""
     text: str = ""
     forms: Forms = Forms()
-    refusal: str | None = None  # why the job can't be done; its own fault, unless `has_failed`
+    refusal: str | None = None  # reason for refusing the job; the client's fault unless `has_failed`
     is_too_long: bool = False
-    template_fails: bool = False  # the template may fail for other conversations, too
+    template_fails: bool = False  # the template may also fail for other conversations
     has_failed: bool = False
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The token ids or counts."""
+        """Token ids or counts, unpacked."""
         return unpack(self.packed)
 
 
 class Job(Message, frozen=True):
-    """Work for a reader: a call to a method of `PromptEncoder`, or a trial of its chat template."""
+    """Job for a reader: a call of a `PromptEncoder` method, or a trial of the chat template."""
 
     task: Literal["encode", "encode_chat", "shared_lengths", "decode", "forms"]
     given: dict[str, Any] = msgspec.field(default_factory=dict)  # the method's arguments; token ids packed
     forms: Forms | None = None  # forms of the chat template, for jobs that use it
     processor_s: float = 0.0  # limit on processor time; exceeding it kills the process
-    most_told: int = 1 << 20  # most token ids in a result
+    most_told: int = 1 << 20  # maximum number of token ids in a result
 
     def do(self, encoder: PromptEncoder) -> JobResult:
-        """Run the job and return its result. Raises RequestError: the job can't be done."""
+        """Run the job and return its result. Raises RequestError: the job is refused."""
         if self.forms is not None:
             encoder.forms = self.forms
         if self.task == "forms":
@@ -60,16 +60,16 @@ class Job(Message, frozen=True):
         return JobResult(packed=pack(found))
 
 
-ToReader = str | Job  # a piece of a long text of the job that follows (see `in_pieces`), or the job
+ToReader = str | Job  # a piece of a long text of the next job (see `in_pieces`), or a job
 
 
 PIECE = 1 << 17  # characters
 
 
 def in_pieces(job: Job) -> tuple[list[str], Job]:
-    """Return the pieces to send before a job, and the job with piece counts in place of its long texts.
+    """Return the pieces to send before a job, and a copy of the job with piece counts for its long texts.
 
-    Encoding megabytes at once would block the event loop.
+    Encoding megabytes in one call would block the event loop.
     """
     pieces: list[str] = []
     given = _short(job.given, "text", pieces)
@@ -79,7 +79,7 @@ def in_pieces(job: Job) -> tuple[list[str], Job]:
 
 
 def put_together(job: Job, pieces: Sequence[str]) -> Job:
-    """Return the complete job, with its long texts joined from the pieces that were sent before it."""
+    """Return the complete job, with its long texts joined from the previously sent pieces."""
     left = iter(pieces)
     given = _long(job.given, "text", left)
     if "turns" in given:

@@ -17,17 +17,17 @@ from kvq.server.http.problems import unavailable
 from kvq.server.reading.jobs import Job, JobResult, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
-_PROCESSOR_S = 1.0  # limit for a job with little text
-_PER_BYTE_S = 4e-6  # added per byte of text; tokenizers take a quarter of it on a slow core
+_PROCESSOR_S = 1.0  # processor time limit of a job with little text
+_PER_BYTE_S = 4e-6  # added per byte of text; on a slow core, tokenizers take a quarter of this
 _SOON_S = 0.25  # a job that takes longer yields to all other processes
-_NICENESS = 5  # with a lower priority, a job would not finish in time while other processes are busy
-_WARY_S = 10.0  # for this long after such a job, its tenant does not get the last reader
+_NICENESS = 5  # with lower priority, jobs would miss deadlines while other processes are busy
+_WARY_S = 10.0  # after such a job, its tenant does not get the last reader for this long
 # D290: keys with slow prompts yield after 25 ms
 _WARY_SOON_S = 0.025  # jobs of such a tenant yield sooner, since until then they slow down everyone's tokens
 
 
 class Overran(Exception):
-    """A job took more processor time or memory than allowed, which ended its reader."""
+    """Error: a job exceeded its limit on processor time or memory, and its reader was killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class _Work:
 
 
 class Lane:
-    """Queue for jobs of one kind, which run `width` at a time; jobs of other kinds do not wait for them."""
+    """Queue for jobs of one kind, of which `width` run at a time, independently of other lanes."""
 
     def __init__(self, readers: Readers, *, width: int, max_waiting: int | None = None) -> None:
         """`width`: number of jobs that run at the same time."""
@@ -56,19 +56,19 @@ class Lane:
         self._line: FairQueue[_Work] = FairQueue()
         self._idle: list[Reader] = []
         self._working: set[asyncio.Task[None]] = set()
-        self._num_at_work: Counter[str] = Counter()  # by tenant
+        self._num_at_work: Counter[str] = Counter()  # running jobs per tenant
         self._wary_until_s: dict[str, float] = {}
         self.num_waiting = 0  # unfinished jobs, including running ones
 
     async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> JobResult:
-        """Run a job and return its result. `num_bytes`: approximate input; `deadline_s`: includes the wait.
+        """Run a job; return its result. `num_bytes`: approximate input size. `deadline_s` includes the wait.
 
         Raises:
             UnicodeEncodeError: a text of the job is not valid Unicode.
-            Overran: the job took more processor time or memory than allowed.
+            Overran: the job exceeded its limit on processor time or memory.
             Problem: too many jobs are waiting.
-            TimeoutError: the job was not finished in time.
-            KVQError: there are no readers.
+            TimeoutError: the job did not finish in time.
+            KVQError: no reader can be started.
         """
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise unavailable(f"{self.num_waiting} texts wait already to be tokenized; try again later")
@@ -105,7 +105,7 @@ class Lane:
                 self._num_at_work[tenant] += 1
                 began = monotonic()
                 try:
-                    own, reader = reader or await self._readers.fork(), None  # kept if its job succeeds
+                    own, reader = reader or await self._readers.fork(), None  # kept on success
                     soon_s = _WARY_SOON_S if tenant in self._wary_until_s else _SOON_S
                     reader = await self._do(own, work, soon_s)
                 except Exception as error:  # noqa: BLE001 - fails only this job
@@ -118,18 +118,18 @@ class Lane:
         finally:
             if reader is not None:
                 self._idle.append(reader)
-            # Not in the task's callback: a job that arrived before it would wait for an ended worker
+            # Not in the task's callback: a job that arrives before then would wait for an ended worker
             self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _passed_over(self) -> list[str]:
-        """Return tenants with recent slow jobs that hold all readers except one, which is kept for others."""
+        """Return recently slow tenants that occupy all readers but one; the last reader is left to others."""
         now = monotonic()
         self._wary_until_s = {tenant: until for tenant, until in self._wary_until_s.items() if until > now}
         most = max(1, self._width - 1)
         return [tenant for tenant in self._wary_until_s if self._num_at_work[tenant] >= most]
 
     def _note(self, tenant: str, seconds: float) -> None:
-        """Charge a tenant for a finished job."""
+        """Charge a tenant for the duration of a finished job."""
         self._line.charge(tenant, seconds)
         self._num_at_work[tenant] -= 1
         if not self._num_at_work[tenant]:
@@ -138,12 +138,12 @@ class Lane:
             self._wary_until_s[tenant] = monotonic() + _WARY_S
 
     async def _do(self, reader: Reader, work: _Work, soon_s: float) -> Reader | None:
-        """Run one job; return the reader if it can run more, else None."""
+        """Run one job; return the reader if it can be reused, else None."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(soon_s, reader.yield_to_others, _NICENESS)
         try:
             answer = await reader.do(work.pieces, work.job)
-        except BaseException:  # if abandoned within a job, it would answer the next job with this result
+        except BaseException:  # if abandoned, it would return this result for the next job
             with contextlib.suppress(OSError):
                 await asyncio.shield(self._readers.end(reader))
             raise
@@ -154,7 +154,7 @@ class Lane:
             return None
         if not work.answer.done():
             work.answer.set_result(answer)
-        if timer.when() <= loop.time():  # its priority was lowered, which can't be undone
+        if timer.when() <= loop.time():  # the priority was lowered, which is irreversible
             await self._readers.end(reader)
             return None
         return reader
@@ -165,7 +165,7 @@ def _closing() -> EngineError:
 
 
 def _why(status: int | None, may_s: float) -> Exception:
-    """Return the error for a reader that ended with this status."""
+    """Return the error that explains a reader's exit status."""
     if status == -signal.SIGPROF:
         return Overran(f"more than {may_s:.1f} s of processor time")
     if status in (None, 0, -signal.SIGKILL):  # killed from outside

@@ -1,4 +1,4 @@
-"""Client of the prompt readers in the HTTP process: forks them, sends them jobs, and ends them."""
+"""Client of the prompt readers in the HTTP process: forks readers, sends jobs to them, and ends them."""
 
 import asyncio
 import contextlib
@@ -27,14 +27,14 @@ class Reader:
 
     pid: int
     sock: socket.socket
-    host: subprocess.Popen[bytes] | None  # process that it was forked from
+    host: subprocess.Popen[bytes] | None  # process that the reader was forked from
 
     async def do(self, pieces: Sequence[str], job: bytes) -> JobResult | None:
-        """Send an encoded job after the pieces of its texts; return the result, None if the reader ended."""
+        """Send the pieces of a job's texts, then the job; return the result, or None if the reader ended."""
         loop = asyncio.get_running_loop()
-        if self.sock.fileno() < 0:  # closed after it was taken
+        if self.sock.fileno() < 0:  # closed since the lane chose this reader
             return None
-        with contextlib.suppress(ConnectionError):  # then there is no answer either
+        with contextlib.suppress(ConnectionError):  # the receive below then returns nothing
             for piece in pieces:
                 await loop.sock_sendall(self.sock, encode(piece))
                 await asyncio.sleep(0)
@@ -43,15 +43,15 @@ class Reader:
 
     def yield_to_others(self, niceness: int) -> None:
         """Lower the process's priority."""
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
 
 
 class Readers:
     """Prompt readers for one model, forked from a host process that has loaded its tokenizer.
 
-    The host is started by `start` or at first use, and started again when it has ended. All calls come from
-    event loops, one loop at a time.
+    The host is started by `start` or at first use, and restarted if it has ended. Make all calls from event
+    loops, one loop at a time.
     """
 
     forms: Forms | None = None  # forms of the chat template, after its trial
@@ -62,7 +62,7 @@ class Readers:
         self._setup = setup
         self._host: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._turn = asyncio.Lock()  # held while talking to the host
+        self._turn = asyncio.Lock()  # held while exchanging messages with the host
         self._readers: set[Reader] = set()
         self._is_closed = False
 
@@ -71,7 +71,7 @@ class Readers:
 
         Raises:
             ConfigError: the model's tokenizer does not load.
-            EngineError: the process ended, or these readers were closed.
+            EngineError: the host ended, or `close` was called.
         """
         async with self._turn:
             await self._connected()
@@ -81,7 +81,7 @@ class Readers:
 
         Raises:
             ConfigError: the model's tokenizer does not load.
-            EngineError: no reader can be forked, or these readers were closed.
+            EngineError: no reader can be forked, or `close` was called.
         """
         async with self._turn:
             for _ in range(_TRIES):
@@ -101,7 +101,7 @@ class Readers:
         raise EngineError("the process that reads prompts ended")
 
     async def end(self, reader: Reader) -> int | None:
-        """End a reader; return its exit status (negative: a signal's number), or None if it is unknown."""
+        """End a reader; return its exit status (negative: the negated signal number), or None if unknown."""
         self._readers.discard(reader)
         reader.sock.close()
         async with self._turn:
@@ -118,7 +118,7 @@ class Readers:
         """Kill all processes, even busy ones."""
         self._is_closed = True
         for reader in self._readers:
-            if reader.host is self._host:  # which prevents reuse of the id; others end on their own
+            if reader.host is self._host:  # the host prevents reuse of the id; others end by themselves
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(reader.pid, signal.SIGKILL)
             reader.sock.close()
@@ -126,7 +126,7 @@ class Readers:
         self._drop_host()
 
     async def _connected(self) -> socket.socket:
-        """Return the host's socket, after starting the host if necessary."""
+        """Return the host's socket; start the host if necessary."""
         if self._is_closed:
             raise EngineError("the server is shutting down")
         if self._sock is not None:
@@ -155,7 +155,7 @@ class Readers:
         raise EngineError("the process that reads prompts ended before it was ready")
 
     def _drop_host(self) -> None:
-        """End the host; busy readers continue without it."""
+        """End the host; busy readers continue to run."""
         host, self._host = self._host, None
         sock, self._sock = self._sock, None
         if sock is not None:
@@ -169,7 +169,7 @@ _decoder = Decoder(JobResult)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a socket pair; the first one, ours, is non-blocking.
+    """Return the ends of a socket pair; the first end, for this process, is non-blocking.
 
     Raises:
         EngineError: the system can't create a socket pair.
@@ -187,5 +187,5 @@ def _none(error: OSError) -> EngineError:
 
 
 async def _number(sock: socket.socket) -> int:
-    """Receive a process id or a status from the host. Raises OSError or EOFError: the host is gone."""
+    """Receive a process id or a status from the host. Raises OSError or EOFError: the host has ended."""
     return int.from_bytes(await receive(sock, ID_BYTES), "little", signed=True)

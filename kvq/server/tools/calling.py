@@ -1,4 +1,4 @@
-"""Tool calling: the served model's format, and the tools that one request may call."""
+"""Tool calling: the format of the served model, and the tools offered by a request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,28 +13,28 @@ from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.thoughts import Thinking
 
-_MAX_FORCED_CALLS = 16  # in one answer; an unsure model would never stop
-ToolChoice = Literal["none", "auto", "required"] | Tool  # a `Tool`: the tool with its name has to be called
+_MAX_FORCED_CALLS = 16  # per response; otherwise, an uncertain model might never stop
+ToolChoice = Literal["none", "auto", "required"] | Tool  # a `Tool`: this tool must be called
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The tools of one request: parameters for the engine, and parsers for its results."""
+    """Tools offered by one request; provides sampling parameters for the engine, and result parsers."""
 
     tools: Sequence[Tool]
     format: ToolFormat
     max_calls: int | None = None
-    grammar: str | None = None  # Lark, if there has to be a call
+    grammar: str | None = None  # Lark grammar if a call is required
     kept_special_ids: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
         return self.format.parser(self.tools, max_calls=self.max_calls)
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that keep the markers of calls in the text, and force required calls.
+        """Return `params`, changed to keep the markers of calls in the text and to force required calls.
 
         Raises:
-            Problem: calls are forced, and the text has to follow another grammar, too.
+            Problem: a call is required, but the request also constrains the text with another grammar.
         """
         structured = params.structured
         if self.grammar is not None:
@@ -47,22 +47,22 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCalling:
-    """Format and spelling of the model's calls, as far as they are known."""
+    """Format in which the served model writes tool calls and thinking, if recognized."""
 
     format: ToolFormat | None = None
     template: str = ""  # the model's chat template
-    special: Mapping[str, int] = field(default_factory=dict)  # special tokens by their text
-    is_guess: bool = False  # the format was recognised, not named
-    thinking: Thinking | None = None  # before the answer
+    special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens, keyed by text
+    is_guess: bool = False  # the format was detected, not configured
+    thinking: Thinking | None = None  # thinking before the answer
 
     @classmethod
     def of(cls, tokenizer: Any, name: str, thoughts: str = "auto") -> "ToolCalling":
-        """Return the tool calling for the model of a transformers tokenizer.
+        """Return the `ToolCalling` of the model to which a transformers tokenizer belongs.
 
-        `name`: name of a format, "auto" or "none"; `thoughts`: the same choice for the markers of thinking.
+        `name`: a format name, "auto" or "none"; `thoughts`: likewise, for the markers of thinking.
 
         Raises:
-            ConfigError: there is no such format.
+            ConfigError: the format or the markers are unknown.
         """
         template = template_source(tokenizer)
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -73,7 +73,7 @@ class ToolCalling:
 
     @property
     def description(self) -> str:
-        """Name of the format and how it was found, for the log."""
+        """Name of the format and how it was determined, for the log."""
         if self.format is None:
             why = "; the model's chat template has none that is known" if self.is_guess else ""
             return f"not read{why}"
@@ -87,10 +87,10 @@ class ToolCalling:
         parallel: bool = True,
         is_formatted: bool = False,
     ) -> Offer | None:
-        """Return the offer of a request with these tools; None if nothing in its answer is read as a call.
+        """Return the offer of a request with these tools, or None if no calls are to be parsed.
 
-        `parallel`: more than one call may be made. A tool given as `choice` is called exactly once.
-        `is_formatted`: the request has a format for structured output.
+        `parallel`: allow more than one call. If `choice` is a tool, that tool is called exactly once.
+        `is_formatted`: the request specifies a structured output format.
 
         Raises:
             Problem: the tools, the choice and the output format can't be combined.

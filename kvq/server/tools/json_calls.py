@@ -1,4 +1,4 @@
-"""JSON calls: `{"name": ..., "arguments": {...}}`, emitted while they are read."""
+"""JSON calls: `{"name": ..., "arguments": {...}}`, emitted incrementally while being parsed."""
 
 import json
 import re
@@ -15,12 +15,12 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def is_name(name: object) -> bool:
-    """True if this can be a function's name, whether or not there is such a function."""
+    """Return True if this is a valid function name, whether or not such a function exists."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 class _Draft:
-    """Call that begins once its name is known and its arguments are an object."""
+    """Call under construction, emitted once its name has been read and its arguments are an object."""
 
     def __init__(self, parser: Parser, names: Collection[str] | None) -> None:
         self._parser = parser
@@ -30,7 +30,7 @@ class _Draft:
         self.has_begun = False
 
     def set_name(self, name: str | None) -> bool:
-        """Set the name of the function; return False if this can't be a call."""
+        """Set the name of the function; return False if the name rules out a call."""
         if (
             self._name is not None
             or not is_name(name)
@@ -44,7 +44,7 @@ class _Draft:
 
     @property
     def has_arguments(self) -> bool:
-        """True once any arguments were read."""
+        """True once any text of the arguments has been read."""
         return self.has_begun or bool(self._arguments)
 
     def add(self, text: str) -> None:
@@ -56,7 +56,7 @@ class _Draft:
             self._arguments.append(text)
 
     def finish(self) -> bool:
-        """End the object; return True if it was a call."""
+        """Handle the end of the object; return True if the object is a call."""
         if self._name is not None and not self.has_begun and self._names is None:
             self.add("{}")
         return self.has_begun
@@ -70,10 +70,10 @@ class _Draft:
 
 
 def call_object(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read an object after its `{` and emit its call; return False, its text still held, if it is no call.
+    """Parse an object after its `{` and emit its call; return False, with the text held, if it is not a call.
 
-    With `names`, only these functions count, and an object without arguments is not a call. An object that
-    breaks off or becomes invalid after the call has begun is read up to that point.
+    If `names` is given, accept only calls of these functions, with arguments. An object that is cut off or
+    becomes invalid after the start of the call was emitted is read up to that point.
     """
     draft = _Draft(parser, names)
     while True:
@@ -92,7 +92,7 @@ def call_object(parser: Parser, names: Collection[str] | None = None) -> Steps[b
 
 
 def call_array(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read an array of calls after its `[`; return True if there was a call."""
+    """Parse an array of calls after its `[`; return True if the array contains a call."""
     separator, has_calls = ",", False
     while separator == ",":
         yield from parser.skip_space()
@@ -111,10 +111,10 @@ def call_array(parser: Parser, names: Collection[str] | None = None) -> Steps[bo
 
 
 def bracket(parser: Parser, sink: Callable[[str], None], plain: re.Pattern[str] = _PLAIN) -> Steps[bool]:
-    """Pass a text in brackets, including its outer brackets, to `sink`; return True if it is complete.
+    """Pass a bracketed text, including its outer brackets, to `sink`; return True if the text is complete.
 
-    Only brackets and strings are examined: anything that a model writes between them is passed on. `plain`
-    matches text that is neither.
+    Only brackets and strings are parsed; any other text is passed through unchanged. `plain` matches text
+    that is neither a bracket nor a string.
     """
     depth = 0
     while char := (yield from parser.peek()):
@@ -132,7 +132,7 @@ def bracket(parser: Parser, sink: Callable[[str], None], plain: re.Pattern[str] 
 
 
 def call_named(parser: Parser, name: str) -> Steps[bool]:
-    """Read the arguments of a call whose name came first; return False if it is not a call."""
+    """Parse the arguments of a call that is preceded by its name; return False if it is not a call."""
     if not is_name(name) or (yield from parser.peek()) != "{":
         return False
     parser.drop()
@@ -142,22 +142,22 @@ def call_named(parser: Parser, name: str) -> Steps[bool]:
 
 
 def write_json(value: object) -> str:
-    """Encode a value as JSON that can be sent: lone surrogates are escaped.
+    """Return a value as JSON that can be encoded as UTF-8: lone surrogates are escaped.
 
     Raises:
         ValueError: a number is infinite or NaN.
-        TypeError: a value has a type that JSON does not have.
+        TypeError: a value has a type that JSON can't represent.
     """
     return sendable(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def sendable(text: str) -> str:
-    """Escape lone surrogates in a JSON text."""
+    """Return a JSON text with lone surrogates escaped."""
     return text.encode("utf8", "backslashreplace").decode("utf8")
 
 
 def _member(parser: Parser, draft: _Draft, *, is_open: bool) -> Steps[bool]:
-    """Read one member of a call; return False if it is invalid."""
+    """Parse one member of a call; return False if the member is invalid."""
     key = yield from _string(parser)
     if key is None:
         return False
@@ -176,7 +176,7 @@ def _arguments(parser: Parser, draft: _Draft) -> Steps[bool]:
     char = yield from parser.peek()
     if char == "{":
         return (yield from bracket(parser, draft.add))
-    if char == '"':  # JSON within JSON
+    if char == '"':  # arguments as a string that contains JSON
         text = yield from _string(parser)
         if text is None or not text.lstrip().startswith("{"):
             return False
@@ -198,7 +198,7 @@ def _any_value(parser: Parser) -> Steps[bool]:
 
 
 def _string(parser: Parser) -> Steps[str | None]:
-    """Read a string; return None if something else follows, or if the string breaks off."""
+    """Parse a string; return None if something else follows or the string is cut off."""
     parts: list[str] = []
     if (yield from parser.peek()) != '"' or not (yield from _string_text(parser, parts.append)):
         return None
@@ -210,7 +210,7 @@ def _string(parser: Parser) -> Steps[str | None]:
 
 
 def _string_text(parser: Parser, sink: Callable[[str], None]) -> Steps[bool]:
-    """Pass a string, as written and with its quotes, to `sink`; return True if it is complete."""
+    """Pass a string verbatim, with its quotes, to `sink`; return True if the string is complete."""
     quote = parser.take()
     sink(quote)
     while char := (yield from parser.peek()):

@@ -1,4 +1,4 @@
-"""Parser of tool calls: turns text into events, with generators that wait for more text."""
+"""Parser of tool calls: converts text to events with generators that yield while they wait for more text."""
 
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -6,16 +6,16 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields where it needs more text
-Schemas = Mapping[str, Mapping[str, Any]]  # schemas of the offered tools, by name
+Steps = Generator[None, None, T]  # yields whenever it needs more text
+Schemas = Mapping[str, Mapping[str, Any]]  # schemas of the offered tools, keyed by name
 _SPACE = re.compile(r"\s+")
 
 
 class Event(NamedTuple):
-    """Piece of text to show or, with a `call`, a part of that call of this answer, counted from 0.
+    """Piece of text to show or, if `call` is set, a piece of the call with this number, counted from 0.
 
-    A call's first event has its id and name, and no text. The texts of its other events join to one JSON
-    object, the arguments.
+    The first event of a call has the call's id and name, and no text. The texts of all later events of the
+    call concatenate to one JSON object, the arguments.
     """
 
     text: str
@@ -24,12 +24,12 @@ class Event(NamedTuple):
     name: str | None = None
 
 
-class Parser:  # D324: each character once; nothing is taken back
-    """Parser that finds the tool calls in one answer of a model while it is generated.
+class Parser:  # D324: each character is examined once; no event is revoked
+    """Parser that finds the tool calls in one result while the result is generated.
 
     Every character is examined once, so the work is linear in the text, however it is split. Text read after
-    `hold` is kept until `release` returns it or `drop` discards it. White space before, between and after
-    calls is left out.
+    `hold` is buffered until `release` returns it or `drop` discards it. White space before, between and after
+    calls is omitted.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Parser:  # D324: each character once; nothing is taken back
         new_id: Callable[[], str],
         max_calls: int | None = None,
     ) -> None:
-        """`read` reads a whole answer. `tools`: the offered ones. Calls beyond `max_calls` are left out."""
+        """`read` parses a complete result. `tools`: offered tools. Calls after `max_calls` are omitted."""
         self.tools = tools
-        self.num_calls = 0  # calls that have begun, including those beyond `max_calls`
+        self.num_calls = 0  # calls started so far, including those beyond `max_calls`
         self._steps = read(self)
         self._new_id = new_id
         self._max_calls = max_calls
@@ -50,18 +50,18 @@ class Parser:  # D324: each character once; nothing is taken back
         self._is_closed = False
         self._held: list[str] | None = None
         self._events: list[Event] = []
-        self._space = ""  # white space, shown only when something other than a call follows
+        self._space = ""  # white space, shown only if something other than a call follows
         self._follows_text = False
 
     def feed(self, text: str) -> list[Event]:
-        """Read the next piece of text, and return the events known by then. Never raises."""
+        """Parse the next piece of text, and return the resulting events. Never raises."""
         assert self._at == len(self._piece), "a piece is read to its end before the next one comes"
         self._piece, self._at = text, 0
         next(self._steps, None)
         return self._drain()
 
     def close(self) -> list[Event]:
-        """End the text, and return the events that were held back. The parser can't be used afterwards."""
+        """End the text, and return the remaining events. The parser can't be used afterwards."""
         self._is_closed = True
         next(self._steps, None)
         if self._space and (self._follows_text or not self.num_calls):
@@ -78,22 +78,22 @@ class Parser:  # D324: each character once; nothing is taken back
     # Input
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it; "" at the end."""
+        """Return the next character without consuming it, or "" at the end of the text."""
         while self._at == len(self._piece) and not self._is_closed:
             yield
         return self._piece[self._at : self._at + 1]
 
     def take(self) -> str:
-        """Read the character that `peek` returned."""
+        """Consume and return the character that `peek` returned."""
         return self._read(self._at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Read the text that matches here within this piece, without waiting for the next one."""
+        """Consume the text that matches at this position in the current piece, without waiting for more."""
         match = pattern.match(self._piece, self._at)
         return "" if match is None else self._read(match.end())
 
     def all_of(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read all text that matches a pattern of single characters, such as `[a-z]+`."""
+        """Consume all text that matches a pattern over single characters, such as `[a-z]+`."""
         found = []
         while (yield from self.peek()) and (piece := self.run(pattern)):
             found.append(piece)
@@ -103,7 +103,7 @@ class Parser:  # D324: each character once; nothing is taken back
         yield from self.all_of(_SPACE)
 
     def one_of(self, words: Sequence[str]) -> Steps[str]:
-        """Read one of `words`, none a prefix of another; if none follows, read what fits and return ""."""
+        """Consume and return one of `words` (prefix-free), or consume a partial match and return ""."""
         read = ""
         while char := (yield from self.peek()):
             read += char
@@ -115,21 +115,21 @@ class Parser:  # D324: each character once; nothing is taken back
         return ""
 
     def word(self, word: str) -> Steps[bool]:
-        """Read a word; if it does not follow, read the characters that fit, and return False."""
+        """Consume a word; if another text follows, consume the characters that match, and return False."""
         return (yield from self.one_of((word,))) == word
 
     def hold(self) -> None:
-        """Keep the text that is read from here on."""
+        """Start to buffer the text that is read."""
         self._held = []
 
     def release(self) -> str:
-        """Return the text read since `hold`, and stop keeping text."""
+        """Return the text read since `hold`, and stop buffering."""
         text = "".join(self._held or ())
         self._held = None
         return text
 
     def drop(self) -> None:
-        """Discard the text read since `hold`, and stop keeping text."""
+        """Discard the text read since `hold`, and stop buffering."""
         self._held = None
 
     def _read(self, end: int) -> str:
@@ -143,11 +143,11 @@ class Parser:  # D324: each character once; nothing is taken back
 
     @property
     def is_line_start(self) -> bool:
-        """True if at most white space stands between the start of the line, or a call, and this position."""
+        """True if only white space precedes this position in its line, or since the last call."""
         return not self._follows_text or "\n" in self._space
 
     def show(self, text: str) -> None:
-        """Emit text; white space at its end is emitted only if something other than a call follows."""
+        """Emit text; trailing white space is emitted only if something other than a call follows."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
@@ -156,7 +156,7 @@ class Parser:  # D324: each character once; nothing is taken back
             self._events.append(Event(shown))
 
     def start(self, name: str) -> None:
-        """Emit the beginning of a call."""
+        """Emit the start event of a call."""
         self._space = ""
         self._follows_text = False
         if self._is_wanted(self.num_calls):
@@ -164,13 +164,13 @@ class Parser:  # D324: each character once; nothing is taken back
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the last call."""
+        """Append text to the arguments of the last call."""
         index = self.num_calls - 1
         if text and self._is_wanted(index):
             self._events.append(Event(text, index))
 
     def end_of_call(self, end: str) -> Steps[None]:
-        """Read the marker after a call, if it follows."""
+        """Consume the end marker of a call, if it follows."""
         self.hold()
         yield from self.skip_space()
         if (yield from self.word(end)):
@@ -179,7 +179,7 @@ class Parser:  # D324: each character once; nothing is taken back
             yield from self.no_call()
 
     def no_call(self) -> Steps[None]:
-        """Show held text, which was not a call; if the answer breaks off after a call, drop it instead."""
+        """Show the held text, which is not a call, or drop it if the text ends right after a call."""
         is_behind_call = self.num_calls > 0 and not self._follows_text
         if is_behind_call and not (yield from self.peek()):
             self.drop()

@@ -1,4 +1,4 @@
-"""Model's thinking: separated from the answer, and allowed before a grammar begins."""
+"""Thinking of a model: separated from the answer, and permitted before constrained output starts."""
 
 import json
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from kvq.engine import SamplingParams
 from kvq.errors import ConfigError
 
-_MARKERS = {  # vLLM's names are accepted, too
+_MARKERS = {  # vLLM's names are also accepted
     **dict.fromkeys(("think", "deepseek_r1", "qwen3", "glm45", "deepseek_v3"), ("<think>", "</think>")),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
 }
-_SPACE = r"/[ \n]{0,4}/"  # after the thinking
+_SPACE = r"/[ \n]{0,4}/"  # white space after the thinking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,15 +22,15 @@ class Thinking:
 
     begin: str
     end: str
-    end_id: int | None = None  # if it is one token
+    end_id: int | None = None  # if the end marker is one token
     special: tuple[tuple[str, int], ...] = ()  # the markers that are special tokens
 
     @classmethod
     def of(cls, tokenizer: Any, template: str, name: str) -> "Thinking | None":
-        """Return the markers with this name; "auto": those in the chat template or vocabulary; "none": None.
+        """Return the markers called `name`; "auto": found in the template or vocabulary; "none": None.
 
         Raises:
-            ConfigError: there are no such markers.
+            ConfigError: the name is unknown.
         """
         added = {str(token): (i, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         if name == "auto":
@@ -44,9 +44,9 @@ class Thinking:
         return cls(begin=begin, end=end, end_id=added.get(end, (None,))[0], special=special)
 
     def is_open(self, before: str, *, is_continued: bool = False) -> bool | None:
-        """True if thinking follows the text `before`, False if the answer does; None if either may follow.
+        """Return True if thinking follows the text `before`, False if the answer follows, or None if unknown.
 
-        `is_continued`: the request continues an answer that has begun.
+        `is_continued`: `before` is the start of an answer that the request continues.
         """
         before = before.rstrip()
         if is_continued:
@@ -54,7 +54,7 @@ class Thinking:
         return True if before.endswith(self.begin) else False if before.endswith(self.end) else None
 
     def params(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
-        """Return parameters that keep the markers in the text, and begin a grammar after the thinking."""
+        """Return `params`, changed to keep the markers in the text and to apply a grammar after thinking."""
         structured = params.structured
         if structured is not None and is_open is not False:
             tokens = {marker: f"<[{token}]>" for marker, token in self.special}
@@ -67,10 +67,10 @@ class Thinking:
 
 
 class Thoughts:
-    """Splitter that separates the thinking in one answer from its text while it is generated."""
+    """Splitter that separates thinking from answer text in one result during generation."""
 
     def __init__(self, thinking: Thinking | None, is_open: bool | None) -> None:
-        """Without `thinking`, everything is text; `is_open`: the result of `Thinking.is_open`."""
+        """If `thinking` is None, everything is answer text. `is_open`: the result of `Thinking.is_open`."""
         self._thinking = thinking
         self._is_inside = is_open if thinking is not None else False
         self._held = ""
@@ -79,7 +79,7 @@ class Thoughts:
         self.num_tokens = 0  # tokens of thinking
 
     def feed(self, text: str, tokens: Sequence[int] = (), *, is_last: bool = False) -> tuple[str, str]:
-        """Read the next piece of text; return the additions to the thinking and to the answer."""
+        """Parse the next piece of text; return the text added to the thinking and to the answer."""
         thinking = self._thinking
         if thinking is None or (self._is_inside is False and not self._is_behind):
             return "", text
@@ -109,7 +109,7 @@ class Thoughts:
         return thought, text
 
     def _without_end(self, thought: str) -> tuple[str, str]:
-        """Split thinking before anything that may belong to its end: white space and part of the marker."""
+        """Split off trailing text that may belong to the end marker: white space or a part of the marker."""
         end = self._thinking.end if self._thinking is not None else ""
         sizes = range(len(end) - 1, 0, -1)
         size = next((size for size in sizes if thought.endswith(end[:size])), 0)

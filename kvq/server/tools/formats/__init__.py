@@ -1,1 +1,1 @@
-"""Formats of tool calls, one module per model family; `registry` finds them by name or chat template."""
+"""Formats of tool calls, one module per model family; `registry` looks them up by name or chat template."""

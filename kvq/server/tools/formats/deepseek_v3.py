@@ -1,4 +1,4 @@
-"""DeepSeek's calls, in a separate section of the answer. The real markers contain wide bars and low blocks.
+"""DeepSeek's calls, in a separate section of the output. The real markers contain wide bars and low blocks.
 
 V3 and R1: `<tool call begin>function<tool sep>f`, a fenced block of JSON, `<tool call end>`.
 V3.1: `<tool call begin>f<tool sep>{...}<tool call end>`.
@@ -27,7 +27,7 @@ def _read(parser: Parser) -> Steps[bool]:
     if not (yield from parser.word(_SEPARATOR)):
         return False
     yield from parser.skip_space()
-    if (yield from parser.peek()) not in ("{", "`"):  # the first word was the type
+    if (yield from parser.peek()) not in ("{", "`"):  # the first word is the type
         name = yield from parser.all_of(_WORD)
         yield from parser.skip_space()
     is_fenced = (yield from parser.peek()) == "`"

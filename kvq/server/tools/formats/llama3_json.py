@@ -1,6 +1,6 @@
 """`{"name": "f", "parameters": {...}}` at the start of a line, bare or after `<|python_tag|>`.
 
-No marker distinguishes it from other JSON: an object that names an offered tool and has parameters is a call.
+No marker sets calls apart from other JSON: an object that names an offered tool and has parameters is a call.
 Source: the chat templates of Llama 3.1 to 4.
 """
 
@@ -15,7 +15,7 @@ _BETWEEN = re.compile(r"[\s;,]+")
 
 
 def _read(parser: Parser) -> Steps[bool]:
-    """Read a call, and skip the separator before the next one."""
+    """Parse a call, and skip the separator before the next call."""
     if not (yield from call_object(parser, parser.tools)):
         return False
     parser.hold()

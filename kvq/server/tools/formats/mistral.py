@@ -1,6 +1,6 @@
-"""`[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]`, newer: `[TOOL_CALLS]f[ARGS]{...}` for each call.
+"""`[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]`, newer: `[TOOL_CALLS]f[ARGS]{...}` per call.
 
-The latter has been seen without `[ARGS]`, and with `[CALL_ID]` and an id before it.
+In the newer form, `[ARGS]` may be missing, or be preceded by `[CALL_ID]` and an id.
 Source: the chat templates of Mistral Nemo, Mistral Small 3.1 and 3.2, Ministral 3 and Devstral.
 """
 
@@ -46,7 +46,7 @@ def _spelling(template: str) -> Spelling:
 
 
 def _new_id() -> str:
-    """Return nine letters and digits: Mistral's templates refuse other ids in later requests."""
+    """Return an id of nine letters and digits: Mistral's templates reject other ids in later requests."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 

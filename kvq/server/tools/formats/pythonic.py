@@ -1,7 +1,7 @@
 """`[f(a=1), g(b="x")]` at the start of a line: a Python list of calls with literals.
 
-No marker distinguishes it from other text: a call counts if it names an offered tool. Each call is emitted
-when its bracket closes. Source: the prompt formats of Llama 3.2 and Llama 4.
+No marker distinguishes calls from other text: a call counts if it names an offered tool. Each call is emitted
+when its parenthesis closes. Source: the prompt formats of Llama 3.2 and Llama 4.
 """
 
 import ast
@@ -14,7 +14,7 @@ from kvq.server.tools.parser import Parser, Steps
 
 _NAME = re.compile(r"[\w.]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{}]+""")
-_MAX_CALL = 1 << 18  # characters of a call that is passed to Python's parser
+_MAX_CALL = 1 << 18  # maximum length of a call that is passed to Python's parser
 
 
 def _read(parser: Parser) -> Steps[bool]:
@@ -43,11 +43,11 @@ def _read(parser: Parser) -> Steps[bool]:
 
 
 def _arguments(text: str) -> str | None:
-    """Return the JSON of `(a=1, b="x")`; None unless all arguments are named literals."""
+    """Return the arguments `(a=1, b="x")` as JSON, or None unless all are named literals."""
     if len(text) > _MAX_CALL:
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes that Python doesn't know
+        with warnings.catch_warnings(action="ignore"):  # warnings about unknown escapes
             call = ast.parse(f"f{text}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return None

@@ -1,6 +1,6 @@
 """Calls in tags: `<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`.
 
-A value is text; the tool's schema determines its type. Each value is emitted when it is complete.
+Values are text; the tool's schema determines their types. Each value is emitted when it is complete.
 Source: the chat template of Qwen 3 Coder, which puts tags and values on separate lines.
 """
 
@@ -22,7 +22,7 @@ _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^>\s]+")
 _NO_TAG = re.compile(r"[^<]+")
 _MOST_PARTS = 128  # parts of schemas examined for a value; some schemas refer to themselves
-_OPEN = object()  # value of no type: only schemas that name no type allow it
+_OPEN = object()  # placeholder of no type, allowed only by schemas without a type
 _PYTHON = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
 _KINDS: dict[str, Any] = {
     "string": lambda value: isinstance(value, str),
@@ -46,7 +46,7 @@ def _read(parser: Parser) -> Steps[bool]:
 
 
 def _parameters(parser: Parser, schema: Mapping[str, Any]) -> Steps[None]:
-    """Emit a call's arguments; if the call breaks off, their JSON object is not closed."""
+    """Emit a call's arguments as a JSON object, leaving the object unclosed if the call is cut off."""
     before = "{"
     while (name := (yield from _parameter(parser))) is not None:
         text = yield from _value(parser)
@@ -63,7 +63,7 @@ def _parameters(parser: Parser, schema: Mapping[str, Any]) -> Steps[None]:
 
 
 def _parameter(parser: Parser) -> Steps[str | None]:
-    """Read a parameter's name; None if something else follows, which is held."""
+    """Parse a parameter's name; if something else follows, hold that text and return None."""
     parser.hold()
     yield from parser.skip_space()
     if (yield from parser.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
@@ -76,7 +76,7 @@ def _parameter(parser: Parser) -> Steps[str | None]:
 
 
 def _value(parser: Parser) -> Steps[str | None]:
-    """Read a parameter's text without the line breaks around it; None if the text breaks off."""
+    """Return a parameter's text without enclosing line breaks, or None if the text is cut off."""
     parts: list[str] = []
     while (yield from parser.peek()):
         if text := parser.run(_NO_TAG):
@@ -99,14 +99,14 @@ def _as_json(text: str, name: str, schema: Mapping[str, Any]) -> str:
 
 
 class _Schemas:
-    """Schema, with the parts that its local references name."""
+    """JSON schema that resolves its local references."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = _MOST_PARTS
 
     def allow(self, schema: object, value: object) -> bool:
-        """True if a value fits a schema's types and enumerations; members of the value are not checked."""
+        """Return True if a value matches a schema's types and enumerations; its members are not checked."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return schema is not False
@@ -126,7 +126,7 @@ class _Schemas:
         )
 
     def member(self, schema: object, name: str) -> object:
-        """Return the schema of an object's member, combined from all parts that define it, or None."""
+        """Return the schema of an object's member, combined from all parts that define `name`, or None."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return None
@@ -147,7 +147,7 @@ class _Schemas:
                 yield from parts
 
     def _target(self, reference: str) -> object:
-        """Return the target of a local reference; a schema that allows anything if there is none."""
+        """Return the target of a local reference, or a permissive schema if there is no target."""
         found: Any = self._root
         for name in unquote(reference.removeprefix("#")).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -159,7 +159,7 @@ class _Schemas:
 
 
 def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
-    """Return the value of a tool's parameter: text if the schema allows text but not the JSON value."""
+    """Return a parameter's JSON value, or its text if the schema allows text but not the JSON value."""
     schemas = _Schemas(parameters)
     schema = schemas.member(parameters, name)
     is_open, is_text = schemas.allow(schema, _OPEN), schemas.allow(schema, text)
@@ -173,7 +173,7 @@ def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _from_python(written: str, text: str) -> Any:
-    """Return the value of a Python literal, or the text itself if it is not a literal."""
+    """Return the value of a Python literal, or `text` if `written` is not a literal."""
     if written[:1] in ("{", "["):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = literal_eval(written)

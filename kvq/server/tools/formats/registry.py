@@ -1,4 +1,4 @@
-"""Registry of the formats of tool calls, by name."""
+"""Registry of tool-call formats, keyed by name."""
 
 from kvq.errors import ConfigError
 from kvq.server.tools.format import ToolFormat
@@ -10,14 +10,14 @@ from kvq.server.tools.formats.pythonic import PYTHONIC
 from kvq.server.tools.formats.qwen3_coder import QWEN3_CODER
 
 _ALL = (HERMES, QWEN3_CODER, MISTRAL, DEEPSEEK_V3, PYTHONIC, LLAMA3_JSON)
-FORMATS = {format.name: format for format in _ALL}  # the first that fits a template wins
+FORMATS = {format.name: format for format in _ALL}  # the first format that matches a template wins
 
 
 def find_format(name: str, template: str) -> ToolFormat | None:
-    """Return the format with this name; for "auto", the one that the chat template uses, if it is known.
+    """Return the format called `name`; for "auto", return the format of the chat template, or None.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: the format is unknown.
     """
     if name == "none":
         return None
