@@ -1,1 +1,1 @@
-"""Copy whole blocks inside a pool."""
+"""Copy of complete blocks within a pool."""
