@@ -44,8 +44,7 @@ def quota_cores(groups: Path = _GROUPS, own: Path = _OWN) -> float | None:
 
 
 def _quotas(groups: Path, own: str) -> Iterator[float]:
-    """Yield the quotas of a process's group and its parents. `own`: lines in the form
-    number:controllers:path."""
+    """Yield the quotas of a process's group and its parents. `own`: lines number:controllers:path."""
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

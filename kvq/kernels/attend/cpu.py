@@ -35,8 +35,7 @@ def attend(
 def run_attention(
     kernel: str, q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run one of the C++ kernels that attend over blocks, with queries whose shape has been checked; see
-    `attend`."""
+    """Run one of the C++ attention kernels over blocks, with queries of a checked shape; see `attend`."""
     tokens, q_heads, _ = q.shape
     check_batch(batch, tokens, kv.block_size, options)
     asked, _kept_sinks = options_of(options, q_heads, kv.k.codes.shape[1], exact=exact)

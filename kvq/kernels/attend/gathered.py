@@ -59,8 +59,7 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
 
 
 def chosen(batch: SequenceBatch, q_heads: int, share: int, window: int | None) -> list[int]:
-    """Return the sequences for which gathering is worthwhile; none in a captured graph, where contexts are
-    unknown."""
+    """Return the sequences worth gathering; none in a captured graph, where context lengths are unknown."""
     lens = [] if batch.is_captured else zip(batch.query_lens, batch.context_lens, strict=True)
     return [
         i
@@ -98,8 +97,7 @@ def _parts(
 
 
 def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` keys: first the keys before position `start`, then the remaining
-    ones."""
+    """Yield ranges of at most `most` keys: first those before position `start`, then those from it on."""
     for low, high in ((0, min(start, end)), (start, end)):
         count = -(-(high - low) // most)
         for i in range(count):
@@ -140,8 +138,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
 
 
 def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
-    """Merge all parts in fp32: each is merged into the memory of the first before the next one is
-    computed."""
+    """Merge all parts in fp32, each into the memory of the first before the next one is computed."""
     first = next(parts)
     outs, lses = (x.new_empty((2, *x.shape), dtype=torch.float32) for x in first)
     whole = outs[0], lses[0]

@@ -103,8 +103,7 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """Return the options of a layer whose queries see `window` tokens: in their own chunk, or the latest
-        ones."""
+        """Return the options of a layer whose queries see `window` tokens: the latest, or their chunk."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":
@@ -127,8 +126,7 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return position + 1 if self.part is None else self.part.end(position)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return a bool tensor, True where a query position does not see a key position; both arguments
-        broadcast."""
+        """Return a bool tensor, True where `query` does not see `key`; both positions broadcast."""
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (key <= query - self.window)

@@ -96,6 +96,7 @@ def _attend_tile(
     q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Attend from a tile of query rows, the first at position `first`, over key tiles with a running softmax.
+
     `keys`: positions of the keys in `k` and `v`, excluding padding.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.

@@ -23,8 +23,7 @@ from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 
 @triton.jit
 def _queries(q_ptr, at, valid, stride, k, v, PARTS: tl.constexpr):
-    """Return the rotary part of the queries, their latent part split into PARTS, and a factor for the
-    scores."""
+    """Return the queries' rotary part, their latent part split into PARTS, and a factor for scores."""
     col = tl.arange(0, v.pad)
     mask = valid[:, None] & (col < v.dim)[None, :]
     latent = tl.load(q_ptr + at[:, None] + col[None, :] * stride, mask=mask, other=0.0)

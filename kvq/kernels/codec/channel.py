@@ -58,8 +58,7 @@ def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode_channels(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
-    """Return fp32 rows [..., tokens, dim] from codes [..., tokens, row] and scales [..., 1 or tokens,
-    bytes]."""
+    """Return fp32 rows [..., tokens, dim] from codes [..., tokens, row], scales [..., 1 or tokens, bytes]."""
     scale, offset, bits = decoded_scales(scales, fmt)
     if fmt.code is Code.INT8:
         q = codes.float()
@@ -88,8 +87,7 @@ def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tenso
 
 
 def shares(codes: Tensor, bits: int) -> Tensor:  # D4: two channels share their bits by their scale bytes
-    """Return each channel's bits, int32 [..., dim], from the scale bytes of its pair (8 steps are a factor of
-    2)."""
+    """Return each channel's bits, int32 [..., dim], from its pair's scale bytes (8 are a factor of 2)."""
     more = codes - codes.flip(-1)
     most = min(MOST_SHIFTED, bits - 1)
     return bits + more.sign() * ((more.abs() + 8) >> 4).clamp(max=most)

@@ -43,7 +43,6 @@ def rotate_by_product(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _matrix(block: int, device: torch.device) -> Tensor:
-    """Return the matrix of `rotate` for one block, fp32 [block, block], which is symmetric and its own
-    inverse."""
+    """Return the matrix of `rotate` for one block, fp32 [block, block]: symmetric, its own inverse."""
     with torch.inference_mode(False):
         return rotate(torch.eye(block, device=device))

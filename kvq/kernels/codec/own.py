@@ -96,8 +96,7 @@ class _Registered:
         return self.tried[dim]
 
     def through(self, x: Tensor) -> Tensor:
-        """Return rows, fp32 [..., dim], or complete blocks, [..., tokens, dim], quantized and dequantized
-        again."""
+        """Return rows, fp32 [..., dim], or blocks, [..., tokens, dim], quantized and dequantized."""
         rows = x.flatten(0, -2 if self.block is None else -3)
         return self._read_back(rows)[1].reshape(x.shape)
 

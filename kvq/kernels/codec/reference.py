@@ -66,8 +66,7 @@ def encode(
 
 
 def prepared(x: Tensor, fmt: KVFormat) -> Tensor:  # D18: rows are clamped before a rotation
-    """Return rows in the form required for encoding, fp32 [..., dim]: finite, and rotated if the format
-    rotates."""
+    """Return rows preprocessed for encoding, fp32 [..., dim]: finite, and rotated if the format rotates."""
     x = x.float()
     x = torch.where(torch.isfinite(x), x, 0.0)
     if not fmt.rotated:

@@ -21,8 +21,7 @@ AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin 
 class ReadyPass:
     """A prepared step, which can be run at once, or started and waited for.
 
-    `tokens`: int64 [rows], may be written until the step starts. `logits`: [wanted, vocab], valid when the
-    step ends.
+    `tokens`: int64 [rows], may be written until the step starts. `logits`: [wanted, vocab], valid at its end.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, step: Any, named: Sequence[Any]) -> None:
@@ -195,8 +194,7 @@ class CpuPass:  # D113: from token ids to logits in one call
         self._tables, self._arrays = tables, (cos, sin)
 
     def _take_memory(self, stack: CpuStack, rows: int) -> tuple[Tensor, ...]:
-        """Return buffers for data between operations; if they are small, they are kept for the stack's next
-        step."""
+        """Return buffers for data between operations, kept for the stack's next step if they are small."""
         kept, dtype = stack.pass_memory, self.dtype
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept

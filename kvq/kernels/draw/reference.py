@@ -178,8 +178,8 @@ def keep_or_replace(  # D255: one comparison keeps drafts
     al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", theorem 1.
 
     `target`, `draft`: masses proportional to p and q, int64 [rows, vocab]; `tokens`: sampled from the draft,
-    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], for the decision and for
-    sampling.
+    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], for the decision and the
+    sample.
     """
     p, q = _normalized(target), _normalized(draft)
     columns = tokens[:, None]
@@ -217,8 +217,7 @@ def ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack(logits: Tensor) -> Tensor:
-    """Return integers that increase as the logit decreases and, among equal logits, as the token id
-    increases."""
+    """Return integers that increase as the logit decreases and, for equal logits, with the token id."""
     bits = (logits.detach() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, which it equals
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards; now they don't
     tokens = torch.arange(logits.shape[-1], device=logits.device)

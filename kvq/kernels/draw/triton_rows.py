@@ -141,8 +141,7 @@ def masses_and_bins(logits, peak, temperature, bar, steps):
 def peaks_kernel(
     logits_ptr, raw_ptr, scratch_ptr, vocab, row_stride, raw_stride, scratch_stride, CHANGED: tl.constexpr
 ):
-    """Store a span's likeliest key, the rank of its lowest finite logit, and the rank of its highest raw
-    logit."""
+    """Store a span's likeliest key, and the ranks of its lowest finite logit and highest raw logit."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     tokens = span * SPAN + tl.arange(0, SPAN)
@@ -162,8 +161,7 @@ def peaks_kernel(
 def brackets_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Store a span's masses and counts for each bracket; without ranking, store its total mass as the
-    first."""
+    """Store a span's masses and counts per bracket or, without ranking, its total mass as the first."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride

@@ -1,8 +1,10 @@
 """Search plan of a row (the bins in which its searches can end, from per-bin sums), and the searches; in
-Triton, with one program per row. There are three successive searches. The search for top_k ends at a count
-and keeps a mass; the search for the nucleus ends at a share of that mass; the search for the sampled token
-ends at a share of the nucleus's mass. Per-bin sums bound the first mass from both sides. Since each goal
-increases with the previous mass, they also bound the bins in which the later searches can end.
+Triton, with one program per row.
+
+There are three successive searches. The search for top_k ends at a count and keeps a mass; the search for the
+nucleus ends at a share of that mass; the search for the sampled token ends at a share of the nucleus's mass.
+Per-bin sums bound the first mass from both sides. Since each goal increases with the previous mass, they also
+bound the bins in which the later searches can end.
 """
 
 import triton
@@ -65,8 +67,7 @@ def needed(kept, top_p):
 
 @triton.jit
 def goal(total, uniform):
-    """Return the running sum that identifies the sampled token, the first to reach it: floor(u * total) +
-    1."""
+    """Return the running sum that the sampled token is the first to reach: floor(u * total) + 1."""
     mark = (uniform * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(mark, total - 1) + 1  # a product near the total may round up to it
 

@@ -57,7 +57,7 @@ class ReferenceExperts:
         self.code_bytes = sum(linear.code_bytes for linear in (*self._gate_up, *self._down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Apply the experts to x [rows, hidden] -> [rows, hidden] in x's dtype; chosen int64, weights [rows,
+        """Apply experts: x [rows, hidden] -> [rows, hidden] in x's dtype; chosen int64, weights [rows,
         top]."""
         check_choices(x, chosen, weights, self.hidden)
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self._down):
@@ -90,8 +90,7 @@ def gated_experts(both: Tensor, gating: Gating) -> Tensor:
 def check_experts(
     gate_up: Sequence[Weight], down: Sequence[Weight], gate_up_bias: Tensor | None, down_bias: Tensor | None
 ) -> None:
-    """Raise ConfigError unless all experts have the same shape; compiled code uses the first one's for
-    all."""
+    """Raise ConfigError unless all experts have the same shape, as compiled code assumes."""
     shapes = {
         (first.out_features, first.in_features, last.out_features, last.in_features)
         for first, last in zip(gate_up, down, strict=False)

@@ -48,8 +48,7 @@ def _wide_scale(low, high, LEVELS: tl.constexpr):
 
 @triton.jit
 def scale_byte(wanted, UP: tl.constexpr):
-    """Return a scale's byte, int32: the nearest to `wanted` or, if UP, the next not below; see
-    codec/narrow.py."""
+    """Return a scale's byte, int32: nearest to `wanted` or, if UP, not below it; see codec/narrow.py."""
     bits = tl.minimum(tl.maximum(wanted, 2.0**-19), 1920.0).to(tl.int32, bitcast=True)
     more: tl.constexpr = (1 << 20) - 1 if UP else 1 << 19
     return tl.minimum(((bits + more) >> 20) - (107 << 3), 247)
@@ -98,8 +97,7 @@ def quantize_groups(
 def _store_plane(
     to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr
 ):
-    """Store one plane of the codes, uint8 [heads, PAD]; BEFORE: bits of wider planes. See
-    codec/packing.py."""
+    """Store one plane of codes, uint8 [heads, PAD]; BEFORE: bits of wider planes. See codec/packing.py."""
     RUN: tl.constexpr = DIM * WIDTH // 8
     plane = (q >> BEFORE) & ((1 << WIDTH) - 1)
     packed = plane

@@ -2,11 +2,12 @@
 
 Triton's own launch inspects every argument each time, about 50 for attention, which takes several times as
 long as a small kernel runs. Here, Triton inspects only the first launch of each kind; later launches pass
-their arguments directly to the compiled kernel, as Triton does: tuples stay tuples. K or V of a layer is
-passed as one tuple. Triton specializes every field of a tuple like a separate argument; None and constants
-are not arguments of the compiled kernel. `do_not_specialize` does not apply inside tuples, so varying numbers
-stay outside them. Device code can't assign a tuple that contains a dtype to a name, so it reads
-`k.read.compute` where it needs it.
+their arguments directly to the compiled kernel, as Triton does: tuples stay tuples.
+
+K or V of a layer is passed as one tuple. Triton specializes every field of a tuple like a separate argument;
+None and constants are not arguments of the compiled kernel. `do_not_specialize` does not apply inside tuples,
+so varying numbers stay outside them. Device code can't assign a tuple that contains a dtype to a name, so it
+reads `k.read.compute` where it needs it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -74,8 +75,7 @@ class Bound:  # D146: Triton's launch inspects some 50 arguments
         run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *self._rest)
 
     def look(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> Any:
-        """Launch through Triton, which inspects all arguments and may compile, and return the compiled
-        kernel."""
+        """Launch through Triton, which inspects all arguments and may compile; return the kernel."""
         assert all(number < _LIMIT for number in numbers), "numbers have 32 bits"
         named = dict(zip(self._varying, (*tensors, *numbers), strict=True))
         return self._kernel[grid](**named, **self.fixed)
@@ -181,8 +181,9 @@ class Rows(NamedTuple):
         return self._replace(scales=scales, scale_strides=Strides.of(scales))
 
     def argument(self, *, constant_slots: bool = False) -> "Rows":
-        """Return the rows as a kernel argument, with constants marked for Triton. `constant_slots`: whether
-        strides between tokens are constants, too.
+        """Return the rows as a kernel argument, with constants marked for Triton.
+
+        `constant_slots`: whether strides between tokens are constants, too.
         """
         at, end = self._fields.index("kind"), self._fields.index("read")
         constants = {name: tl.constexpr(getattr(self, name)) for name in self._fields[at:end]}

@@ -139,8 +139,7 @@ def kind_of(fmt: KVFormat) -> int:
 
 @triton.jit
 def _exactly(x, COMPUTE: tl.constexpr):
-    """Convert fp32 to COMPUTE where no rounding is needed; rounding to bf16 takes AMD GPUs five
-    instructions."""
+    """Convert fp32 to COMPUTE where no rounding is needed: rounding to bf16 is slow on AMD GPUs."""
     if COMPUTE == tl.bfloat16:
         values = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -191,7 +190,7 @@ def narrow_scale(code):
 
 @triton.jit
 def scale_and_minimum(words, BITS: tl.constexpr):
-    """Return the fp32 scale and minimum in a group's words: two fp16 numbers in 32 bits, or two bytes in
+    """Return scale and minimum, fp32, from a group's words: two fp16 numbers in 32 bits, or two bytes in
     16."""
     if words.dtype == tl.int16:
         wide = words.to(tl.int32)
@@ -239,8 +238,7 @@ def e4m3(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Round fp32 to the nearest number in a dtype, returned as fp32; the interpreter's bf16 casts
-    truncate."""
+    """Round fp32 to the nearest number in a dtype, as fp32; the interpreter's casts to bf16 truncate."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         cut = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
@@ -270,8 +268,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D1
 
 @triton.jit
 def _signs(MASK: tl.constexpr):
-    """Return a 16 x 16 matrix with Hadamard matrices of size MASK + 1 on the diagonal: (-1) ** common
-    bits."""
+    """Return a 16 x 16 matrix with Hadamard matrices of size MASK + 1 on the diagonal."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j & MASK
     both = both ^ (both >> 2)
@@ -283,8 +280,7 @@ def _signs(MASK: tl.constexpr):
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate as `rotate` does, up to fp32 rounding, with products of 16 columns (each three of TF32 on GPUs).
 
-    After products of attention, the compiler would give butterflies a layout with all columns in every
-    thread.
+    After attention products, the compiler would give butterflies a layout with all columns in each thread.
     """
     PRECISION: tl.constexpr = "tf32x3" if takes_ptx() else "ieee"
     LOW: tl.constexpr = min(BLOCK, 16)

@@ -72,15 +72,15 @@ def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D13
 
 
 def least_split(shape: TileShape) -> int:
-    """Return the smallest number of keys worth a program, in complete tiles; storing a part then costs
-    little."""
+    """Return the fewest keys worth a program, in complete tiles; storing a part then costs little."""
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
 def table_key(kind: str, fmt: str, size: int, device: str, block_size: int | None = None) -> str:
-    """Return the name of a table entry; `size`: head dimension or, for "linear", the class of rows. Entries
-    for attention name the block size to which they apply, or none if they apply to all; 64 stands for all its
-    multiples, and any other number for the sizes whose largest power-of-two divisor it is.
+    """Return the name of a table entry; `size`: head dimension or, for "linear", the class of rows.
+
+    Entries for attention name the block size to which they apply, or none if they apply to all; 64 stands for
+    all its multiples, and any other number for the sizes whose largest power-of-two divisor it is.
     """
     blocks = "" if block_size is None else f" blocks {gcd(block_size, _MOST_BLOCK)}"
     return f"{kind} {fmt} {size} {device}{blocks}"
@@ -94,8 +94,7 @@ def entries() -> dict[str, dict[str, int]]:
 def sizes_for(
     kind: str, fmt: str, size: int, device: str, block_size: int | None = None
 ) -> dict[str, int] | None:
-    """Return the table's entry for this device and block size, or else for all block sizes, or for any
-    device."""
+    """Return the entry for this device and block size, else for all block sizes, else for any device."""
     keys = (
         *([] if block_size is None else [table_key(kind, fmt, size, device, block_size)]),
         *(table_key(kind, fmt, size, name) for name in (device, "any")),
@@ -116,8 +115,7 @@ def using(key: str, shape: Any) -> Iterator[None]:
 
 
 def changes() -> int:
-    """Return how often entries have been replaced; cached shapes are valid only while this number is
-    unchanged."""
+    """Return how often entries were replaced; cached shapes are valid while this number is unchanged."""
     return _table().changes
 
 
@@ -150,8 +148,7 @@ def _without_means(formats: LayerFormats) -> LayerFormats:
 def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) -> bool:
     """Return True if a decode tile adds the means of all blocks outside its loop over keys.
 
-    The tile must lie in one block. Means and the rows with means are read as words, in runs that fill
-    columns.
+    The tile must lie in one block; means and their rows are read as words, in runs that fill columns.
     """
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     found = [(fmt, dim) for fmt, dim in parts if fmt.mean]
@@ -224,8 +221,7 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
 
 
 def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> TileShape:
-    """Return a shape (counted, not timed). The sums for latents take the registers that more rows would
-    need."""
+    """Return a shape (counted, not timed). Sums of latents use the registers that more rows would need."""
     if device == FP32:
         return TileShape(rows=DECODE_ROWS, keys=16, warps=4, stages=2 if run else 1)
     if run == 0 or device.startswith("gfx"):
@@ -259,7 +255,7 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """Return the codes, groups and scale kinds of K and V, as `int4_g32_s8/int8`; rotation doesn't affect
+    """Return codes, groups and scale kinds of K and V, as `int4_g32_s8/int8`; rotation doesn't affect
     cost."""
     names = []
     for fmt in (formats.k, formats.v):
@@ -270,8 +266,7 @@ def format_name(formats: LayerFormats) -> str:
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
-    """Return the smaller number of bytes with one scale in K's or V's rows; 0 if rows aren't read as
-    words."""
+    """Return the fewest bytes with one scale in K's or V's rows; 0 if rows aren't read as words."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
@@ -291,8 +286,9 @@ def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
 
 def run_bytes(fmt: KVFormat, dim: int) -> int:
     """Return the number of bytes of a row that attention reads together as words: all or, for grouped codes,
-    those of one group in every part of the first plane, or fewer with two planes; 0 if words don't fit. A
-    place in the bytes of the second plane has the bits for `piece` bytes of the first plane.
+    those of one group in every part of the first plane, or fewer with two planes; 0 if words don't fit.
+
+    A place in the bytes of the second plane has the bits for `piece` bytes of the first plane.
     """
     scaled = _scaled_bytes(fmt, dim)
     if fmt.is_per_channel:

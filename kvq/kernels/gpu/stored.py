@@ -64,8 +64,7 @@ def channel_scale(code, own, BITS: tl.constexpr):
 def channel_rows(
     codes, scales, codes_at, scales_at, inside, col, KIND: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Return rows with per-channel scales, fp32 [rows, columns]; `scales_at`: offsets of the blocks in
-    bytes."""
+    """Return rows with per-channel scales, fp32 [rows, columns]; `scales_at`: blocks' offsets in bytes."""
     mask = inside[:, None] & (col < DIM)[None, :]
     at, bytes_at = codes_at[:, None], scales + scales_at[:, None]
     byte = tl.load(bytes_at + col[None, :], mask=mask, other=0).to(tl.int32)

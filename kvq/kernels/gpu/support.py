@@ -47,8 +47,7 @@ def lazy(module: str, operation: str) -> Callable[..., Any]:
 
 
 def supports(spec: KernelSpec, device: Device, most_dim: int = MOST_DIM) -> Support:
-    """Return yes for all formats on NVIDIA GPUs from SM80 and on the GPUs in `AMD`, if Triton is
-    installed."""
+    """Return yes for all formats on NVIDIA GPUs since SM80 and GPUs in `AMD`, if Triton is installed."""
     runs, fmt = supports_linear(spec, device), spec.formats
     parts = (fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim)
     if runs.yes and any((x.mean or x.is_per_channel) and dim % 4 for x, dim in parts):
@@ -71,8 +70,7 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
-    """Return the result of `supports`, and no if K has 8-bit codes that tensor cores can't multiply
-    directly."""
+    """Like `supports`, but return no if K has 8-bit codes that tensor cores can't multiply directly."""
     runs = supports(spec, device)
     if not runs.yes:
         return runs

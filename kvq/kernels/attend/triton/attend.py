@@ -128,8 +128,7 @@ def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if a tile has one mean, which is read in the same runs as its rows, two narrow scales at
-    once."""
+    """Return True if a tile has a single mean, read in its rows' runs with two narrow scales at once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"
@@ -157,8 +156,7 @@ def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
 
 
 def _spread(shape: TileShape) -> int:
-    """Return the number of rows in a tile of words that has an element for every thread, or 1 if the keys
-    suffice."""
+    """Return the rows of a tile of words that has an element for every thread; 1 if keys suffice."""
     threads = 32 * shape.warps
     return 2 * threads // shape.keys if threads > shape.keys else 1
 
@@ -174,8 +172,7 @@ def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
 
 
 def _as_pairs(x: Tensor) -> bool:
-    """Return True if each pair of elements in the last dimension can be viewed as one element of twice the
-    size."""
+    """Return True if each pair of elements in the last dimension can be viewed as one wider element."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
@@ -188,8 +185,7 @@ def _narrow_words(scales: Tensor | None) -> Tensor:
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
-    """Return the dtype of products with codes. `words`: codes are read as words, whose values fp16 can
-    represent."""
+    """Return the dtype of products with codes. `words`: codes are read as words, which suits fp16."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

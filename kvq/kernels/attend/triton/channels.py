@@ -137,8 +137,7 @@ def _once(x):
 
 @triton.jit
 def _over(x, y):
-    """Return x / y for numbers of moderate magnitude, without the instructions that check for extreme
-    ones."""
+    """Return x / y for numbers of moderate magnitude, without the checks for extreme ones."""
     if takes_ptx():
         x = tl.inline_asm_elementwise(
             "div.approx.ftz.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -171,8 +170,7 @@ def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N:
 
 @triton.jit
 def _cut_in_two(part, field, COMPUTE: tl.constexpr):
-    """Split codes, as numbers, into the part whose bits are in the mask `field`, int16, and the remaining
-    part."""
+    """Split codes, as numbers, into the bits selected by the mask `field`, int16, and all other bits."""
     if COMPUTE == tl.float32 or not takes_ptx():
         code = part.to(tl.int32)
         low = code & field.to(tl.int32)

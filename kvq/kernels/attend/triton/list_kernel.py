@@ -102,8 +102,7 @@ def _pieces(keys, before, total, pieces):
 def _store_items(
     items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS: tl.constexpr
 ):
-    """Store the items of several tiles; a tile's keys are divided evenly among its parts, in whole tiles of
-    keys."""
+    """Store the items of several tiles; each tile's keys are divided evenly, in complete tiles of keys."""
     for part in range(0, tl.max(parts, axis=0)):
         there = part < parts
         item = items + (at + part) * ITEM_WORDS

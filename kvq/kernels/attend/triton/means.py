@@ -26,8 +26,8 @@ MEANS_TOGETHER = tl.constexpr(32)  # means per tile
 
 @triton.jit
 def means_at(table, first, last, m_block):
-    """Return the indices of `MEANS_TOGETHER` blocks from `first` on, a mask of those before `last`, and their
-    means' offsets."""
+    """Return indices of `MEANS_TOGETHER` blocks from `first`, a mask of those before `last`, means'
+    offsets."""
     block = first + tl.arange(0, MEANS_TOGETHER)
     inside = block < last
     return block, inside, tl.load(table + block, mask=inside, other=0).to(tl.int64) * m_block
@@ -35,8 +35,7 @@ def means_at(table, first, last, m_block):
 
 @triton.jit
 def words_of_means(means, DIM: tl.constexpr):
-    """Return pointers to the codes and scales of means, and the number of two-byte words per element of
-    `means`."""
+    """Return pointers to the means' codes and scales, and the two-byte words per element of `means`."""
     WORDS: tl.constexpr = means.dtype.element_ty.primitive_bitwidth // 16
     return means.to(tl.pointer_type(tl.int16), bitcast=True), means + DIM // (4 * WORDS), WORDS
 
@@ -61,8 +60,7 @@ def score_means(q, k, room, rows_at, valid, table, first, last, means):  # D130:
 
 @triton.jit
 def mean_scores(q, sums, k, at, KEYS: tl.constexpr, GROUP: tl.constexpr):
-    """Return q . mean for the block of a tile, repeated for all keys, fp32 [rows, KEYS]; `at`: offset in
-    words."""
+    """Return q . mean for a tile's block, fp32 [rows, KEYS], equal for all keys; `at`: offset in words."""
     none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
     codes = k.means.to(tl.pointer_type(tl.int16), bitcast=True)
     scores = packed_scores(

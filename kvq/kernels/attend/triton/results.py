@@ -17,8 +17,7 @@ def store_rows(
     out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Add the sink, divide by the total, undo V's rotation, and store the rows; `top` is a power-of-two
-    exponent."""
+    """Add the sink, divide, undo V's rotation, and store the rows; `top` is a power-of-two exponent."""
     if SINKS:
         sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)

@@ -207,8 +207,7 @@ def wide_scale(words, GROUP: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def half_scale(words, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
-    """Return a group's scale from the tokens' words, fp16 or fp32 [keys]; narrow scales are 32 times too
-    large."""
+    """Return a group's scale from its words, fp16 or fp32 [keys]; narrow ones are 32 times too large."""
     if words[0].dtype == tl.int32:
         scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True)
     elif COMPUTE == tl.float16 and takes_ptx() and words[0].shape[0] > 1:

@@ -165,8 +165,7 @@ class _Step:
 
 
 def _step(batch: SequenceBatch, plan: Plan) -> _Step:
-    """Return the tiles and gathered sequences of a batch, computed once for all layers with the same
-    split."""
+    """Return a batch's tiles and gathered sequences, computed once for all layers with the same split."""
     found: _Step | None = batch.kept.get(plan.name)
     if found is None:
         found = batch.kept[plan.name] = _shared_out(batch, plan)

@@ -200,8 +200,7 @@ def logarithm(x):
 
 @triton.jit
 def power_of_two(top):
-    """Return the smallest power of two that is at least `top`, and its inverse, both clamped to the fp32
-    range."""
+    """Return the smallest power of two that is >= `top`, and its inverse, both clamped to fp32 range."""
     exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
     exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
     return tl.exp2(exponent), tl.exp2(-exponent)
@@ -209,11 +208,9 @@ def power_of_two(top):
 
 @triton.jit
 def read_queries(q_ptr, at, mask, k, ROWS: tl.constexpr):
-    """Return queries [ROWS, k.pad] in the dtype of products, or rounded to K's codes, and each row's score
-    factor.
+    """Return queries [ROWS, k.pad] in the dtype of products or rounded to K's codes, and rows' score factors.
 
-    fp16 can represent neither every bf16 number nor sums of large ones, so rows are divided by a power of
-    two.
+    fp16 can't represent all bf16 numbers, or sums of large ones, so rows are divided by a power of two.
     """
     COMPUTE: tl.constexpr = k.read.compute
     x = tl.load(q_ptr + at, mask=mask, other=0.0)

@@ -112,8 +112,7 @@ def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return the output [ROWS, PAD], assembled from its parts. MEAN_GROUP: group size of means, or 0 without
-    means."""
+    """Return the output [ROWS, PAD], assembled from its parts. MEAN_GROUP: group size of means, or 0."""
     SHARE: tl.constexpr = 1 / 32 if KIND >= INT4 and STEP == 1 else 1.0
     PER: tl.constexpr = codes_a_byte(KIND)
     RUNS: tl.constexpr = DIM // PER // RUN

@@ -43,8 +43,7 @@ _TO_WHOLE = tl.constexpr(12582912.0)  # added to a small number, leaves it round
 
 @triton.jit
 def folded(x, FOLDED: tl.constexpr):
-    """Sum x, fp32 [rows, keys], over every FOLDED-th key: fp32 [rows, FOLDED]; each thread sums only its own
-    keys."""
+    """Sum x, fp32 [rows, keys], over every FOLDED-th key, each thread its own keys: fp32 [rows, FOLDED]."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // FOLDED, FOLDED)), axis=1)
 
 
@@ -133,8 +132,9 @@ def run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WIDT
 def _high_words(
     codes, at, inside, START: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Load the second plane's words for runs of the first plane: SIZE bytes from START on, repeated. Each
-    repetition is a separate tile, int16 [keys, WIDTH], with zeros in the columns of the other tiles.
+    """Load the second plane's words for runs of the first plane: SIZE bytes from START on, repeated.
+
+    Each repetition is a separate tile, int16 [keys, WIDTH], with zeros in the columns of the other tiles.
     """
     col = tl.arange(0, WIDTH)
     words = codes + (at[:, None] + (col % (SIZE // 2) + START // 2)[None, :])
@@ -150,8 +150,7 @@ def run_parts(
     codes, at, inside, KIND: tl.constexpr, START: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr,
     WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Return the parts of bytes [START, START + RUN) in the first plane of packed rows, [keys, WIDTH]
-    each."""
+    """Return the parts of bytes [START, START + RUN) in packed rows' first plane, [keys, WIDTH] each."""
     high = ()
     if high_bits(KIND) > 0:
         SIZE: tl.constexpr = min(RUN, high_bytes(KIND, DIM))
@@ -242,8 +241,7 @@ def rounded_queries(y, KIND: tl.constexpr):
 
 @triton.jit
 def rounded_scores(q, k, tile):
-    """Return q . k for one tile, fp32 [rows, keys], without either scale; `q`: result of
-    `rounded_queries`."""
+    """Return q . k for one tile, fp32 [rows, keys], without either scale; `q`: from `rounded_queries`."""
     col = tl.arange(0, q.shape[1])
     mask = tile.inside[:, None] & (col < k.dim)[None, :]
     codes = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0.0)

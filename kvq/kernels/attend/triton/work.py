@@ -23,8 +23,7 @@ _FEW, _BLOCK = 16, 256  # slots of tiles processed together, in small batches an
 
 
 class Cut(NamedTuple):
-    """Sizes that determine a work list, apart from the batch, for sequences of `fewest` to `most` query
-    rows."""
+    """Sizes that determine a work list, apart from the batch, for sequences of `fewest` to `most` rows."""
 
     share: int  # query heads of a KV head
     rows: int  # of a tile: (new token, query head of the KV head)
@@ -49,8 +48,7 @@ class WorkList:
 
 
 def work_list(batch: SequenceBatch, cut: Cut) -> WorkList | None:
-    """Return the work list, built by a kernel once per batch, or None if no sequence has so many query
-    rows."""
+    """Return the work list, built once per batch; None if no sequence has that many query rows."""
     if cut not in batch.kept:
         batch.kept[cut] = _built(batch, cut)
     found: WorkList | None = batch.kept[cut]
