@@ -84,7 +84,7 @@ class Device:
 
     @property
     def multiplies_e4m3fn(self) -> bool:
-        """True if kernels may multiply FP8 codes directly; AMD GPUs differ in their FP8 formats."""
+        """True if kernels may multiply FP8 codes directly; not on AMD GPUs, which differ in FP8 formats."""
         return self.capability is not None and self.capability >= (8, 9)
 
 

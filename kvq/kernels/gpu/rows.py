@@ -139,7 +139,7 @@ def kind_of(fmt: KVFormat) -> int:
 
 @triton.jit
 def _exactly(x, COMPUTE: tl.constexpr):
-    """Convert fp32 to COMPUTE where no rounding is needed: rounding to bf16 is slow on AMD GPUs."""
+    """Convert fp32 to COMPUTE if no rounding is needed; rounding to bf16 takes AMD GPUs five instructions."""
     if COMPUTE == tl.bfloat16:
         values = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -190,8 +190,7 @@ def narrow_scale(code):
 
 @triton.jit
 def scale_and_minimum(words, BITS: tl.constexpr):
-    """Return scale and minimum, fp32, from a group's words: two fp16 numbers in 32 bits, or two bytes in
-    16."""
+    """Return a group's scale and minimum, fp32, from two fp16 numbers in 32 bits, or two bytes in 16."""
     if words.dtype == tl.int16:
         wide = words.to(tl.int32)
         scale = narrow_scale(wide & 255)
@@ -268,7 +267,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D1
 
 @triton.jit
 def _signs(MASK: tl.constexpr):
-    """Return a 16 x 16 matrix with Hadamard matrices of size MASK + 1 on the diagonal."""
+    """Return a 16 x 16 matrix, with Hadamard blocks of size MASK + 1 on the diagonal: (-1) ** common bits."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j & MASK
     both = both ^ (both >> 2)

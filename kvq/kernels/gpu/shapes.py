@@ -255,8 +255,7 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """Return codes, groups and scale kinds of K and V, as `int4_g32_s8/int8`; rotation doesn't affect
-    cost."""
+    """Return codes, groups and scale kinds of K and V, as `int4_g32_s8/int8`; rotation costs the same."""
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""

@@ -100,7 +100,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """Return the number of writes to a tensor; 0 in inference mode, where writes aren't counted."""
+    """Return the number of writes to a tensor; 0 if made in inference mode, which doesn't count them."""
     return 0 if x.is_inference() else x._version
 
 

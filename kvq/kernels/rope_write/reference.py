@@ -16,7 +16,7 @@ Angles = tuple[Tensor, Tensor]  # cos, sin: [rows, columns], of the heads' dtype
 
 
 class Pairs(IntEnum):  # D145: three rules of pairs; one bool would misread GLM
-    """Pairing of a head's elements that RoPE rotates together, and of the columns of their angles."""
+    """Rules for the pairs of a head's elements that RoPE rotates, and for the columns of their angles."""
 
     HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama and most, GPT-OSS
     NEIGHBOURS = 1  # 2 i and 2 i + 1, by column i: GLM

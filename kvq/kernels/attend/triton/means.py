@@ -26,7 +26,7 @@ MEANS_TOGETHER = tl.constexpr(32)  # means per tile
 
 @triton.jit
 def means_at(table, first, last, m_block):
-    """Return indices of `MEANS_TOGETHER` blocks from `first`, a mask of those before `last`, means'
+    """Return indices of `MEANS_TOGETHER` blocks from `first` on, a mask (before `last`), and means'
     offsets."""
     block = first + tl.arange(0, MEANS_TOGETHER)
     inside = block < last
