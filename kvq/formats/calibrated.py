@@ -130,8 +130,7 @@ def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float,
     """Return the numbers in a JSON list as floats.
 
     Raises:
-        ConfigError: the value is not a list, is empty, or contains anything but finite fp32 numbers (above 0
-            if `positive`).
+        ConfigError: the value is not a list of finite fp32 numbers (above 0 if `positive`), or it is empty.
     """
     wanted = "finite numbers above 0" if positive else "finite numbers"
     if not isinstance(values, list) or not values or not all(_is_number(x, positive) for x in values):

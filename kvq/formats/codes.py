@@ -1,7 +1,6 @@
 """Table of codes, the stored forms of one element. A new code of an existing kind needs only an entry here.
 
-Names, sizes, packing, the CPU kernels and the Triton kernels use this table; CONTRIBUTING describes how to
-add a code.
+Names, sizes, packing, the CPU kernels and the Triton kernels use it. CONTRIBUTING explains how to add a code.
 """
 
 import re
@@ -69,8 +68,7 @@ class Code:  # D12: uniform codes, no codebooks
 
     @property
     def planes(self) -> tuple[int, ...]:  # D6: widths that don't divide a byte are stored in planes
-        """The powers of two that add up to `bits`, largest first; each plane is packed into bytes
-        separately."""
+        """Powers of two that add up to `bits`, largest first; each is packed into bytes separately."""
         return tuple(width for width in (32, 16, 8, 4, 2, 1) if self.bits & width)
 
     @property

@@ -235,8 +235,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 
 def _in_order(name: str) -> str:
-    """Return the format name made of the words of `name` that its code allows, in order, or an empty
-    string."""
+    """Return the format name made of those words of `name` that its code allows, or an empty string."""
     found, ends = respelled(name, CODES, ("per", "token", "head", "channel", GROUP, "s8", "mean", "rot"))
     if not found:
         return ""

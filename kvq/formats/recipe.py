@@ -188,11 +188,11 @@ class KVRecipe:
 
     @property
     def is_bound(self) -> bool:
-        """True if any part of the recipe was calibrated for one model."""
+        """True if any part of the recipe is specific to one model."""
         return bool(self.model_digest) or self.static_scales is not None or self.centers is not None
 
     def check_belongs(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError if any part of the recipe was calibrated for a different model."""
+        """Raise ConfigError if any part of the recipe was made for a different model."""
         if self.model_digest:
             check_model("formats", self.model_digest, model_digest)
         for calibrated in (self.static_scales, self.centers):
@@ -209,8 +209,7 @@ class KVRecipe:
             )
 
     def check_unstaged(self, where: str) -> None:
-        """Raise ConfigError as `check_stored` does, and also if the recipe is staged: `where` has no
-        staging."""
+        """Raise ConfigError as `check_stored` does, or if the recipe is staged and `where` has no staging."""
         self.check_stored(where)
         if self.is_staged:
             raise ConfigError(
@@ -219,8 +218,7 @@ class KVRecipe:
             )
 
     def check_stored(self, where: str) -> None:
-        """Raise ConfigError if there are registered quantizers, which lack the stored bytes that `where`
-        needs."""
+        """Raise ConfigError if there are registered quantizers, since `where` needs their stored bytes."""
         for own in self.own:
             raise ConfigError(
                 f"{own.name} is a registered format, which {where} can't take: its blocks hold what is read "
@@ -266,8 +264,7 @@ class KVRecipe:
         return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
 
     def _layer_digest(self, index: int) -> str:
-        """Return the digest of a layer's storage, without calibrated numbers, which have their own
-        digests."""
+        """Return the digest of a layer's storage, without calibrated numbers, which have own digests."""
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]

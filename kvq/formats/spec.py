@@ -17,8 +17,7 @@ Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whol
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Own:  # D8: blocks store the dequantized rows, in fp32
-    """Registered quantizer of K or V rows, with its stated bits; blocks store its dequantized output in
-    fp32."""
+    """Registered quantizer of K or V rows, with its stated bits; blocks store the result in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}
     name: str
@@ -207,8 +206,7 @@ class KVFormat:
         return (2 if self.is_narrow else 4) * self.num_groups(head_dim)
 
     def channel_bytes(self, head_dim: int) -> int:
-        """Return the bytes of a KV head's scales and offsets per block, or 0 unless scales are per
-        channel."""
+        """Return the bytes of a KV head's scales and offsets per block; 0 unless scales are per channel."""
         if not self.is_per_channel:
             return 0
         return (3 if self.code.is_grouped else 2) * head_dim

@@ -43,8 +43,7 @@ def parse_config(config: object) -> QuantizationScheme:
 
 
 def with_modelopt_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dict of a config.json, including the quantization_config that ModelOpt writes to a separate
-    file."""
+    """Return a config.json's dict with the quantization_config that ModelOpt writes to a separate file."""
     path, own = folder / "hf_quant_config.json", None
     if config.get("quantization_config") is not None or not path.is_file():
         return dict(config)

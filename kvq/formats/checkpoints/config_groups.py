@@ -51,8 +51,7 @@ def version_of(fmt: WeightFormat) -> str:
 
 
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
-    """Return the config for layers in these formats; if there are several formats, each group lists its
-    layers."""
+    """Return the config for layers in these formats; with several formats, each group lists its layers."""
     kinds = list(dict.fromkeys(formats.values()))
     versions = {version_of(fmt) for fmt in kinds}
     groups = {}

@@ -68,8 +68,7 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
 
 
 def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
-    """Return the rules for exceptions, the head, then layers in blocks; `read` describes layers from
-    fields."""
+    """Return the rules for exceptions, the head and layers in blocks; `read` describes layers by fields."""
     layer, rules = read(fields), _dynamic(fields, read)
     head = fields.choice("lm_head", (True, False, None), False)
     rules.append((ending("lm_head"), layer if head else None))
@@ -117,8 +116,7 @@ def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightForma
 
 
 def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
-    """Return GPTQModel's exceptions: `-:pattern` excludes layers, `+:pattern` or `pattern` overrides
-    fields."""
+    """Return GPTQModel's exceptions: `-:pattern` excludes layers, `+:pattern` or `pattern` sets fields."""
     if fields.values.get("dynamic") is None:
         return []
     dynamic, rules = fields.object("dynamic"), []

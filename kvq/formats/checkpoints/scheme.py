@@ -64,8 +64,7 @@ Rule = tuple[re.Pattern[str], Layer | None]  # names of layers, and their descri
 
 
 def first_of(rules: Iterable[Rule[Layer]], name: str) -> Layer | None:
-    """Return the description in the first rule that matches a layer, or None if the layer stays
-    unquantized."""
+    """Return the description in the first rule that matches a layer, or None if it stays unquantized."""
     return next((layer for pattern, layer in rules if pattern.match(name)), None)
 
 

@@ -1,5 +1,4 @@
-"""Stored size of each layer's weights, from a quantization_config of any method, even if kvq can't load
-it."""
+"""Stored size of each layer's weights, from a quantization_config of any method, loadable by kvq or not."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

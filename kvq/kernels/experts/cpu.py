@@ -54,8 +54,8 @@ class CpuExperts:
         self.code_bytes = sum(linear.code_bytes for own in self._linears for linear in own)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Apply experts to x [rows, hidden], with chosen int64 and weights [rows, top]; return x's shape and
-        dtype."""
+        """Return the weighted sum of each row's experts: x [rows, hidden], `chosen` int64 and `weights`
+        [rows, top]."""
         check_choices(x, chosen, weights, self.hidden)
         x, chosen, weights = checked_rows(x, self.hidden), chosen.contiguous(), weights.float().contiguous()
         out = torch.empty(x.shape[0], self.hidden, dtype=x.dtype)

@@ -57,8 +57,8 @@ class ReferenceExperts:
         self.code_bytes = sum(linear.code_bytes for linear in (*self._gate_up, *self._down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Apply experts to x [rows, hidden], with chosen int64 and weights [rows, top]; return x's shape and
-        dtype."""
+        """Return the weighted sum of each row's experts: x [rows, hidden], `chosen` int64 and `weights`
+        [rows, top]."""
         check_choices(x, chosen, weights, self.hidden)
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self._down):
             raise IndexError("a row chose an expert that isn't there")

@@ -142,8 +142,7 @@ def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
 
 
 def _placed(codes: Tensor, runs: int, sixteen: tuple[int, int, int]) -> Tensor:
-    """Rearrange [outputs, blocks, width] into [blocks, outputs / runs, 64]: per thread, 16 inputs are 4
-    bytes."""
+    """Rearrange [outputs, blocks, width] into [blocks, outputs / runs, 64]; 16 inputs: 4 bytes a thread."""
     outputs, blocks, _ = codes.shape
     # [eight outputs, run, output of 8, block, word, half of a word, thread, byte]
     parts = codes.view(outputs // (8 * runs), runs, 8, blocks, 4 // runs, *sixteen)
