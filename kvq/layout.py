@@ -135,7 +135,7 @@ class GroupLayout:
 
     @property
     def name(self) -> str:
-        """Name of the group by content, such as `full`, `sliding-128`, `recent-160` or `sinks-32`."""
+        """Name of the group by content: `full`, `sliding-128`, `recent-160`, `sinks-32` or `states`."""
         if self.role is Role.STATES:
             return "states"
         held = {Role.RECENT: self.group.window, Role.SINKS: self.limit}.get(self.role)
@@ -207,8 +207,7 @@ class KVLayout:
         return self.groups[-1] if self.groups[-1].role is Role.STATES else None
 
     def blocks_for(self, sequences: int, tokens: int) -> list[int]:
-        """Return the blocks per layer group for `sequences` sequences of `tokens` tokens, ignoring
-        windows."""
+        """Return blocks per layer group for `sequences` sequences of `tokens` tokens, ignoring windows."""
         each = -(-tokens // self.block_size)
         return [sequences * (2 if group.role is Role.STATES else each) for group in self.groups]
 

@@ -1,4 +1,4 @@
-"""How torch's threads wait for each other: by spinning, or by sleeping if other processes need the cores.
+"""Waits of torch's threads for each other: by spinning, or by sleeping if other processes need the cores.
 
 The kernels' own threads (native/pool.h) don't need this. Torch computes with a team of libgomp threads, which
 spin while they wait. If another process is busy, a spinning thread may occupy the very core needed by the

@@ -19,7 +19,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see reference.py.
 
-    INT8 and grouped codes are multiplied with queries and probabilities rounded to integers of 15 bits and
+    INT8 and grouped codes are multiplied with queries and probabilities rounded to integers of 15 bits plus
     sign, with a relative error near 1e-4; with `exact`, or on CPUs without AVX2, products are computed in
     fp32.
 
@@ -49,7 +49,7 @@ def run_attention(
 
 
 def check_batch(batch: SequenceBatch, tokens: int, block_size: int, options: AttentionOptions) -> None:
-    """Raise unless the batch has `tokens` new tokens and its tables cover all keys that they see.
+    """Raise unless the batch has `tokens` new tokens and its tables cover all keys that the tokens see.
 
     Raises:
         ConfigError: the lengths don't match.

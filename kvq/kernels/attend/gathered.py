@@ -33,9 +33,9 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
     """Return True if a layer's attention can run as flash attention over rows in the queries' dtype.
 
     Flash attention does not support a softcap, different head dimensions of K and V, fp32 queries (except in
-    the interpreter), codes whose values that dtype can't represent, or a part of the keys. It isn't
-    worthwhile for unquantized rows, which need no decoding (2,048 bf16 tokens over 32,768 keys took an H200
-    2.38 ms fused and 3.52 ms gathered). Windows are checked per sequence.
+    the interpreter), codes whose values that dtype can't represent, or attention to only a part of the keys.
+    It isn't worthwhile for unquantized rows, which need no decoding (2,048 bf16 tokens over 32,768 keys took
+    an H200 2.38 ms fused and 3.52 ms gathered). Windows are checked per sequence.
     """
     dim, formats = kv.formats.k_head_dim, kv.formats
     wide = _TOO_WIDE.get(q.dtype, ())
@@ -97,7 +97,7 @@ def _parts(
 
 
 def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` keys: first those before position `start`, then those from it on."""
+    """Yield ranges of at most `most` keys: first for keys before position `start`, then for the others."""
     for low, high in ((0, min(start, end)), (start, end)):
         count = -(-(high - low) // most)
         for i in range(count):

@@ -22,7 +22,7 @@ class Part:
     """A part of the keys before a query, used if tokens are stored in several forms.
 
     The first key that is young for a query at position p is edge(p) = floor((p + 1 - recent) / block_size) *
-    block_size, so the form in which a query sees a token depends only on their positions. Keys in
+    block_size, so the form in which a query sees a token depends only on the positions of both. Keys in
     [first, min(edge, last)) are old.
     """
 
@@ -103,7 +103,8 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """Return the options of a layer whose queries see `window` tokens: the latest, or their chunk."""
+        """Return the options of a layer whose queries see the last `window` tokens, or chunks of that
+        size."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":

@@ -21,7 +21,7 @@ AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin 
 class ReadyPass:
     """A prepared step, which can be run at once, or started and waited for.
 
-    `tokens`: int64 [rows], may be written until the step starts. `logits`: [wanted, vocab], valid at its end.
+    `tokens`: int64 [rows], writable until the step starts. `logits`: [wanted, vocab], valid when it ends.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, step: Any, named: Sequence[Any]) -> None:
@@ -85,8 +85,7 @@ class CpuPass:  # D113: from token ids to logits in one call
     def __init__(
         self, embedding: Tensor | CpuLinear, norm: NormWeight, head: CpuLinear, dtype: torch.dtype
     ) -> None:
-        """Prepare the parts. `embedding`: [vocab, hidden] in `dtype`, or the head, if rows are read from its
-        weight.
+        """Check the parts. `embedding`: [vocab, hidden] in `dtype`, or the head, to look up its rows.
 
         Raises:
             ConfigError: the parts don't match.

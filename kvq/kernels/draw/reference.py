@@ -6,7 +6,7 @@ The filters act in this order, each on the tokens that the previous one kept:
     top_k   keeps the k likeliest
     top_p   keeps the fewest likeliest tokens whose share of the mass reaches top_p
 
-Each filter keeps a prefix of the tokens in order of likelihood, so it is just a length, and nothing is
+Each filter keeps a prefix of the tokens in order of likelihood, so a filter is just a length, and nothing is
 renormalized. Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
 
 Probabilities are integers, whose sum is the same in any order. A floating-point softmax adds its terms in an
@@ -16,7 +16,7 @@ token's mass is
     mass = floor(2**43 * exp((logit - highest logit) / temperature))
 
 The exponential is computed in fp32: its error of 1e-7 is far below that of the logits, and fp64 is slow on
-many GPUs. Tokens less than 2**-43 as likely as the likeliest have no mass and are never drawn. The sum for
+many GPUs. Tokens less than 2**-43 as likely as the likeliest have no mass and are never sampled. The sum for
 fewer than 2**20 tokens can't overflow int64.
 
 Libraries do not define the order of equal values, and it changes with the requested width. To rank tokens,

@@ -1,7 +1,7 @@
 """Rows of logits in Triton: keys in order of likelihood, masses, bins, the layout of scratch memory, and the
 passes over a row, in which each program reads one span.
 
-A token's key is an integer that decreases with its rank; no two keys of a row are equal:
+A token's key is an integer that increases with its likelihood; no two keys of a row are equal:
 
     key = rank of the logit, likeliest highest (32 bits) | LAST_ID - token id (20 bits)
 

@@ -216,8 +216,7 @@ def _draw_ranked(row_ptr, params, plan, measured, vocab):
 
 @triton.jit
 def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
-    """Return the key in bins `first` to `last` at which the running sum reaches `least`, and the mass up to
-    it.
+    """Return the key in bins `first` to `last` at which the sum reaches `least`, and the mass up to that key.
 
     `before`: mass of all likelier bins; with BY_COUNT, their count has been subtracted from `least`. Both
     ends of the searched interval are always existing keys, so it is halved until a single key is left.
@@ -237,8 +236,7 @@ def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def _up_to(source, measured, first, last, middle):
-    """Return the count, mass and lowest of the keys in some bins that are at least `middle`, and the highest
-    lower key.
+    """Return count, mass and minimum of the keys >= `middle` in some bins, and the highest key below it.
 
     If `middle` is below all keys, the last result is the highest of all keys.
     """

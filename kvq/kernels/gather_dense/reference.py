@@ -47,5 +47,5 @@ def _rows(rows: PagedRows, fmt: KVFormat, blocks: Tensor, window: slice) -> Tens
 
 
 def _dense(paged: Tensor, blocks: Tensor, window: slice) -> Tensor:
-    """Gather the blocks named: [num_blocks, kv_heads, block_size, row] -> [kv_heads, tokens, row]."""
+    """Gather `blocks` from [num_blocks, kv_heads, block_size, row] into [kv_heads, tokens, row]."""
     return paged[blocks].transpose(0, 1).flatten(1, 2)[:, window]

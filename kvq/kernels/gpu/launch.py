@@ -35,8 +35,7 @@ _OPTIONS = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}  # of the 
 
 
 class Bound:  # D146: Triton's launch inspects some 50 arguments
-    """A kernel whose first arguments vary and whose other arguments are bound: weights, constants, compiler
-    options.
+    """A kernel whose first arguments vary; all others (weights, constants, compiler options) are bound.
 
     The varying arguments are tensors, whose dtypes and device never change, then integers.
     """

@@ -104,7 +104,7 @@ def sizes_for(
 
 @contextmanager
 def using(key: str, shape: Any) -> Iterator[None]:
-    """Replace one table entry with a dataclass of a kernel's sizes, temporarily, for tuning."""
+    """Temporarily replace a table entry with the sizes in `shape`, a kernel's dataclass, for tuning."""
     table = _table()
     before = table.entries
     table.entries, table.changes = {**before, key: asdict(shape)}, table.changes + 1

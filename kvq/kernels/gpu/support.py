@@ -90,7 +90,7 @@ def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:
-    """Like `supports`, check the device, but accept any format and shape; `spec` may be None."""
+    """Like `supports`, but check only the device; any format and shape fits, and `spec` may be None."""
     if device.capability is None and device.gfx is None:
         return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():

@@ -3,7 +3,7 @@
 Tensor cores multiply 16-bit numbers, and `ldmatrix` loads 16-bit elements from shared memory directly into
 the registers that a product reads. Packed bytes are therefore loaded as words and decoded in registers: a
 word's even byte and odd byte become operands of two products, which are summed or form alternate columns of
-the output. The assembly is pure, so the compiler may move it to that point.
+the output. The assembly is pure, so the compiler may move it next to the product.
 
 Packed codes are stored in planes (see codec/packing.py). Words are read from the first plane; codes of 3, 5
 and 6 bits have their high bits in words of a second plane, at a place that all words of a run share.

@@ -35,7 +35,7 @@ class CpuLinear:
     with float weights are as exact as in fp32; on CPUs with AMX, they are sums of bf16 products, and inputs,
     weights or products below 1e-31 in magnitude lose digits (split.h). A row's result is bit-identical
     regardless of the other rows and the number of threads. If a row contains a NaN or an infinity, its result
-    is NaN or, with float weights, possibly what such products yield.
+    is NaN; with float weights, it may also be the value that floating-point products yield.
     """
 
     def __init__(self, *weights: QuantizedWeight | PlainWeight) -> None:
@@ -126,8 +126,8 @@ class CpuLinears:
         return torch.stack([linear.values().to(self._dtype) for linear in self._each])
 
     def __call__(self, x: Tensor, *, room: int = 0) -> Tensor:
-        """Multiply: [rows, count, in] -> [rows, count, out + room] in x's dtype; callers fill the last
-        `room`.
+        """Multiply: [rows, count, in] -> [rows, count, out + room] in x's dtype; the last `room` are left
+        blank.
 
         Raises:
             ConfigError: the shape or dtype is not supported.

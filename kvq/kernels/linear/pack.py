@@ -74,8 +74,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
 
 
 def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
-    """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that represents all of them
-    exactly.
+    """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that is exact for all.
 
     Raises:
         ConfigError: the weights have different numbers of inputs.
@@ -130,8 +129,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _blocked(x: Tensor, code: WeightCode) -> Tensor:
-    """Rearrange [out, in] into [panels, bytes]: rows of 64 bytes, each with four inputs of every output; see
-    lanes.h.
+    """Rearrange [out, in] into [panels, bytes], with 4 inputs of every output per 64-byte row; see lanes.h.
 
     With nibbles, the low ones form one such row and the high ones the next. With FP8, byte 2 (16 h + o) + b
     is output o for input h + 2 b.

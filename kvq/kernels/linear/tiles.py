@@ -41,8 +41,7 @@ def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTil
 
 
 def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of parts of the inputs, and blocks per part: for few rows, parts for all
-    multiprocessors.
+    """Return the parts of the inputs and blocks per part; with few rows, parts occupy all multiprocessors.
 
     Both depend only on the class of rows, so the order of a row's sums does, too.
     """

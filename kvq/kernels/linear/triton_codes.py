@@ -46,8 +46,7 @@ def nibble_integers(packed):
 def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
     """Return the output index of each column of a tile, [BN]; the tile starts at output `first`.
 
-    A thread's 16 bytes have RUNS parts for outputs 8 apart; in the tile, other warps' columns lie between
-    them.
+    A thread's 16 bytes have RUNS parts for outputs 8 apart; other warps' columns lie between them.
     """
     column = tl.arange(0, BN)
     if RUNS > 1:
@@ -83,8 +82,7 @@ def weight_tile(
     KIND: tl.constexpr, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
     RUNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Return two tensors of codes [WIDTH, BN] for a block of inputs and a tile of outputs in the order of
-    `columns`.
+    """Return two tensors of codes [WIDTH, BN] for a block of inputs and a tile of outputs; see `columns`.
 
     With nibbles, the first tensor has the codes of the block's first half, and the second those of the other
     half; with bytes, both are the same.

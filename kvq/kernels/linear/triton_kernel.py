@@ -11,8 +11,7 @@ from kvq.kernels.linear.triton_codes import ROWS, SIGNED_NIBBLES, columns, weigh
 def _input_columns(
     block, part, group, blocks_per_group, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Return the indices of WIDTH inputs of a block, starting at its input `part` * WIDTH, and a mask of its
-    group.
+    """Return WIDTH input indices of a block, from `part` * WIDTH on, and a mask of those in the group.
 
     WHOLE: groups consist of complete blocks.
     """

@@ -30,8 +30,8 @@ class PackedWeight:
     `codes`: [blocks, outputs / runs, 64 bytes], or for ROWS [outputs, blocks * block]. `scale` and `zero`:
     [groups, outputs], with unchanged values.
 
-    The 64 bytes of a row are 16 bytes for each of 4 adjacent threads, whose products use outputs 8u + g of 8
-    such rows g. A code's input is determined by its byte's place in the row, bit by bit, and its nibble; see
+    The 64 bytes of a row are 16 bytes for each of 4 adjacent threads; of 8 adjacent rows, row g is for
+    outputs 8u + g. The place of a code's byte within the row, and its nibble, determine the input; see
     `_tiles`.
     """
 
@@ -142,7 +142,7 @@ def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
 
 
 def _placed(codes: Tensor, runs: int, sixteen: tuple[int, int, int]) -> Tensor:
-    """Rearrange [outputs, blocks, width] into [blocks, outputs / runs, 64]; 16 inputs: 4 bytes a thread."""
+    """Rearrange [outputs, blocks, width] into [blocks, outputs / runs, 64], with 4 bytes per thread."""
     outputs, blocks, _ = codes.shape
     # [eight outputs, run, output of 8, block, word, half of a word, thread, byte]
     parts = codes.view(outputs // (8 * runs), runs, 8, blocks, 4 // runs, *sixteen)

@@ -121,7 +121,7 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
-    """Like `supports`, check the device and the library, but accept any format and shape."""
+    """Like `supports`, but check only the device and the library; any format and shape fits."""
     if device.type != "cpu":
         return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
     library = load()

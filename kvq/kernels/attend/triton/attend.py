@@ -156,7 +156,7 @@ def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
 
 
 def _spread(shape: TileShape) -> int:
-    """Return the rows of a tile of words that has an element for every thread; 1 if keys suffice."""
+    """Return the number of rows with which a tile of words has an element for every thread, at least 1."""
     threads = 32 * shape.warps
     return 2 * threads // shape.keys if threads > shape.keys else 1
 
@@ -177,15 +177,15 @@ def _as_pairs(x: Tensor) -> bool:
 
 
 def _narrow_words(scales: Tensor | None) -> Tensor:
-    """Return 8-bit scales and minimums, or means that end with them, as words of two groups each if the
-    layout allows this, otherwise of one."""
+    """Return 8-bit scales and minimums (or means, which end with them) as words of two groups each if the
+    layout allows this, otherwise of one group."""
     assert scales is not None, "narrow scales are stored"
     pairs = scales.view(torch.uint16)
     return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
-    """Return the dtype of products with codes. `words`: codes are read as words, which suits fp16."""
+    """Return the dtype of products with codes. `words`: codes are read as words, which are exact in fp16."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

@@ -46,8 +46,8 @@ for _function in (is_paired, word_kind, channel_unit):  # device code calls them
 
 @triton.jit
 def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
-    """Return the indices of a row's words, starting at `first` and wrapping around, and a mask of words in
-    order: the first FORWARDS words are in order, the others in reverse from the end."""
+    """Return a row's word indices, starting at `first` and wrapping around, and a mask of those in forward
+    order: the first FORWARDS are in order, the others in reverse from the end."""
     word = (tl.arange(0, COUNT) + first) % COUNT
     is_before = word < FORWARDS
     return tl.where(is_before, word, COUNT + FORWARDS - 1 - word), is_before

@@ -86,7 +86,8 @@ def _pieces(keys, before, total, pieces):
     first (bool [slots, _CLASSES]); and the number of parts in each class (int32 [slots, _CLASSES]).
 
     `pieces` are distributed over tiles by their share of all keys, `total`; tiles in earlier slots have
-    `before` keys. Rounding remainders carry over to the next tile, so their total does not grow.
+    `before` keys. Rounding remainders carry over to the next tile, so the total number of parts does not
+    grow.
     """
     whole = tl.maximum(keys, 0)
     upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
@@ -102,7 +103,7 @@ def _pieces(keys, before, total, pieces):
 def _store_items(
     items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS: tl.constexpr
 ):
-    """Store the items of several tiles; each tile's keys are divided evenly, in complete tiles of keys."""
+    """Store the items of several tiles, whose keys are divided evenly into parts of complete key tiles."""
     for part in range(0, tl.max(parts, axis=0)):
         there = part < parts
         item = items + (at + part) * ITEM_WORDS
@@ -136,7 +137,7 @@ def list_kernel(
     SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Split the keys of all tiles into `pieces`, or into fewer with at least `least` tiles of keys each; each
+    """Split the keys of all tiles into `pieces`, or into fewer pieces of at least `least` key tiles each; a
     smaller tile is one piece. Grid: one program, as lists are short and each entry depends on earlier
     ones."""
     step = (

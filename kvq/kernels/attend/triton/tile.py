@@ -162,8 +162,7 @@ def weighed(
     """Return one tile's weights and their sums, the factor for earlier tiles, and the new maxima.
 
     `row_scale`: factor of the scores, which also converts uncapped scores to exponents of two; `added`:
-    number
-    added to all scaled scores of a row, if ADDED. ENLARGED: number added to the exponents of weights.
+    number added to all scaled scores of a row, if ADDED. ENLARGED: number added to the exponents of weights.
     """
     if SOFTCAP:
         scores = scores * row_scale[:, None]

@@ -97,7 +97,7 @@ def word_queries(
     PAIRS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Return queries [ROWS, PAD] as the parts of K's runs and, for packed codes, the factors of minimums.
-    STEP: number of columns per group in `group_minimums`, the last of which is its minimum."""
+    STEP: number of columns per group in `group_minimums`; the last one is the group's minimum."""
     parts = ()
     sums = ()
     if KIND >= INT4:
