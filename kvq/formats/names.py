@@ -65,8 +65,7 @@ class _KVName:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactTokens:
-    """Tokens of a sequence that stay unquantized, in bf16: the first tokens (sinks) and the most recent
-    tokens.
+    """Tokens of a sequence that stay unquantized, in bf16: the first (sinks) and the most recent ones.
 
     Sinks are stored in complete blocks. A block is quantized when it is full and followed by `recent` tokens.
     """

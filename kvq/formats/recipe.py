@@ -75,7 +75,7 @@ class LayerFormats:
 class KVRecipe:
     """Formats of every layer, with any calibrated numbers.
 
-    `centers` are subtracted from the rows of grouped formats before they are stored.
+    `centers` are subtracted from the rows of grouped formats before storage.
     """
 
     layers: tuple[LayerFormats, ...]
@@ -264,7 +264,7 @@ class KVRecipe:
         return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
 
     def _layer_digest(self, index: int) -> str:
-        """Return the digest of a layer's storage, without calibrated numbers, which have own digests."""
+        """Return the digest of a layer's storage; calibrated numbers, which have digests, are left out."""
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]

@@ -221,7 +221,7 @@ class KVFormat:
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
         """Return the stored bits per element, including per-block data for blocks of `block_size` tokens.
 
-        For a registered quantizer, these are its stated bits.
+        For a registered quantizer, return its stated bits.
         """
         if self.own is not None:
             return Fraction(self.own.bits(head_dim))

@@ -31,7 +31,7 @@ INTEGER_CODES = {code.bits: code for code in WeightCode if code.is_integer}  # b
 
 
 class Inputs(Enum):
-    """Rounding of a layer's inputs before the product, with one scale per token from its maximum."""
+    """Rounding of a layer's inputs before the product; each token's scale is based on its maximum."""
 
     FULL = "full"  # no rounding
     INT8 = "int8"  # symmetric, [-127, 127]

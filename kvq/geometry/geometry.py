@@ -79,8 +79,7 @@ class StateTensor:
     dtype: str | None  # torch's name; None: the dtype that the model computes in
 
     def nbytes(self, compute_bytes: int) -> int:
-        """Return the tensor's size in bytes in a model whose compute dtype has `compute_bytes` per
-        element."""
+        """Return the tensor's size in bytes; `compute_bytes`: bytes per element in the compute dtype."""
         return prod(self.shape) * (_STATE_BYTES[self.dtype] if self.dtype else compute_bytes)
 
 
@@ -163,7 +162,7 @@ class ModelGeometry:
         return place is not None and self.layers[place].number == number
 
     def state_bytes(self, compute_bytes: int) -> int:
-        """Return the bytes of a sequence's states in a model whose compute dtype has `compute_bytes`."""
+        """Return the size of a sequence's states in bytes; `compute_bytes`: as for StateTensor.nbytes."""
         return sum(x.nbytes(compute_bytes) for state in self.states for x in state.tensors)
 
     def computed_in(self, dtype: str) -> "ModelGeometry":

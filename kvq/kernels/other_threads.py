@@ -1,4 +1,4 @@
-"""Waits of torch's threads for each other: by spinning, or by sleeping if other processes need the cores.
+"""Waiting between torch's threads: by spinning, or by sleeping if other processes need the cores.
 
 The kernels' own threads (native/pool.h) don't need this. Torch computes with a team of libgomp threads, which
 spin while they wait. If another process is busy, a spinning thread may occupy the very core needed by the
@@ -89,7 +89,7 @@ def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, floa
 
 
 class _Waiting:
-    """Decision whether threads should sleep (`are_asleep`), updated with each sample."""
+    """Decision on whether threads should sleep (`are_asleep`), updated with each sample."""
 
     def __init__(self) -> None:
         self.are_asleep = False

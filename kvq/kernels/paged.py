@@ -1,4 +1,4 @@
-"""The tensors that kernels work on: one layer's blocks, and the sequences of one step."""
+"""Tensors on which kernels operate: one layer's blocks, and the sequences of one step."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -197,7 +197,7 @@ def as_tokens(recent: Rows) -> PagedKV:
 
 
 def tables_of_tokens(recent: Rows, context_lens: Sequence[int]) -> Tensor:
-    """Return each position's row in `as_tokens`, int32 [sequences, longest context]; 0 without one."""
+    """Return each position's row in `as_tokens`, int32 [sequences, longest context]; 0 if it has none."""
     some, apart = recent[0].shape[2], recent[0].stride(0) // recent[0].stride(2)
     position = torch.arange(max(context_lens), dtype=torch.int32)
     ends = torch.tensor(context_lens, dtype=torch.int32)[:, None]

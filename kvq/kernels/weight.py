@@ -82,8 +82,7 @@ class QuantizedWeight:
         return self.codes if self.fmt.code is WeightCode.INT8 else unpack_nibbles(self.codes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight [out, in] in `dtype`, by default the scale's dtype, with inputs in the original
-        order.
+        """Return the weight [out, in] in `dtype`, by default the scale's, with inputs in original order.
 
         The scale is converted to `dtype`, then (q - zero) and its product with the scale are rounded to
         `dtype`, as in compressed-tensors; in fp32, the rounding errors are negligible.

@@ -47,8 +47,7 @@ class HeldAs:
         return self.shares_head and not parameters.head and not self._rounds_head
 
     def held_head(self, parameters: Parameters) -> tuple[int, str]:  # D181: the head has 8 bits on load
-        """Return the head's bytes and form; 0 bytes if the embedding, in the form `other`, serves as the
-        head."""
+        """Return the head's bytes and form; 0 bytes if the head is the embedding, in the form `other`."""
         is_apart = self._rounds_head or self.is_shared(parameters)
         count, form = parameters.embedding if is_apart else parameters.head, self.head or self.of("lm_head")
         return round(count * form.weight_bytes + form.num_scales(count, 0) * form.scale_bytes), form.name

@@ -88,8 +88,7 @@ def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
     """Return the weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage.
 
-    This GPU is assumed to have the complete embedding and head, although they are on the first and last
-    stages.
+    This GPU is assumed to have the complete embedding and head, which are on the first and last stages.
     """
     if split.gpus == 1:
         return terms

@@ -142,8 +142,7 @@ class _First:  # D272: one long sequence first, then many of 512 tokens
         return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
 
     def longest(self, most: int, *, staging_bytes: float = 0) -> int:
-        """Return the maximum tokens that fit if staging groups take at least `staging_bytes`; 0 if none
-        fit."""
+        """Return the maximum tokens that fit if staging takes at least `staging_bytes`; 0 if none fit."""
 
         def is_too_long(tokens: int) -> bool:
             blocks = self.blocks(tokens)

@@ -83,8 +83,7 @@ def parse(fields: Fields) -> QuantizationScheme:
 
 
 def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
-    """Return the rules for ignored layers, then for groups: first names, then patterns, then rules for all
-    layers.
+    """Return the rules for ignored layers, then for groups: names, then patterns, then all layers.
 
     `read`: function that returns the description of a group's layers, or None if they stay unquantized.
     """

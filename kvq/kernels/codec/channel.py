@@ -9,10 +9,10 @@ channels come first, then their offsets:
 
 Grouped codes of up to 4 bits are stored in pairs: channels i and dim - 1 - i together have twice the bits,
 which `shares` divides between them according to their scale bytes. A channel whose range is four times the
-other's takes one bit from it, and two bits at most. RoPE rotates one channel fast and the other slowly, so
-their ranges differ. The scale byte is stored for a code of `bits` bits; the actual scale is derived from it
-and the share. Element i of a row of dim / 2 codes, packed with twice the bits, has channel i in its low bits
-and channel dim - 1 - i above them.
+other's takes one bit from it; at most two bits are moved. RoPE rotates one channel fast and the other slowly,
+so their ranges differ. The scale byte is stored for a code of `bits` bits; the actual scale is derived from
+it and the share. Element i of a row of dim / 2 codes, packed with twice the bits, has channel i in its low
+bits and channel dim - 1 - i above them.
 """
 
 import torch

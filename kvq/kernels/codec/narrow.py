@@ -54,7 +54,7 @@ def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
 
 
 def decode(pairs: Tensor, bits: int) -> Tensor:
-    """uint8 [..., 2] of scale and minimum -> fp32 of the same shape."""
+    """Decode scale and minimum bytes, uint8 [..., 2], into fp32 of the same shape."""
     code, steps = pairs.to(torch.int32).split(1, dim=-1)
     scale = scales(code)
     signed = (steps ^ 128) - 128

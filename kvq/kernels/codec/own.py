@@ -42,8 +42,8 @@ def register_format(
     registered name may be redefined; existing models keep their format.
 
     Raises:
-        ConfigError: the name already has a meaning, `bits` is missing, or `block` is out of range. Uses of
-            the name raise it if the functions can't take rows, or return another shape or dtype.
+        ConfigError: the name is already in use, `bits` is missing, or `block` is out of range. Using the name
+            also raises it if the functions can't take rows, or return another shape or dtype.
     """
     _check_name(name, is_known=name in Own.registered and not replace)
     if not callable(quantize) or not (dequantize is None or callable(dequantize)):

@@ -1,1 +1,1 @@
-"""Copy of complete blocks within a pool."""
+"""Copying of complete blocks within a pool."""

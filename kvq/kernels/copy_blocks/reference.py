@@ -10,10 +10,10 @@ from kvq.kernels.uploads import upload
 def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks as if one pair at a time: a block written for one pair may be read for the next.
 
-    `parts`: uint8 [num_blocks, run bytes], one for each run of bytes that a block consists of: one per layer
-    in layer-major pools, a single one in block-major pools. `pairs`: (source, target) block ids, with repeats
-    and chains allowed. Codes, scales and padding are copied alike, so formats don't matter here, and a
-    kernel's `supports` depends only on the device.
+    `parts`: uint8 [num_blocks, run bytes], one for each run of bytes in a block: one per layer in layer-major
+    pools, a single one in block-major pools. `pairs`: (source, target) block ids, with repeats and chains
+    allowed. Codes, scales and padding are copied alike, so formats don't matter here, and a kernel's
+    `supports` depends only on the device.
     """
     if parts[0].device.type != "cpu":
         copy_together(parts, pairs)

@@ -59,7 +59,7 @@ class StackLayer:
 
 
 class _StackStep:
-    """A step's KvqStackStep, its arrays, and all objects whose memory it refers to."""
+    """A step's KvqStackStep, its arrays, and all objects to whose memory they point."""
 
     def __init__(self, groups: int, kinds: int) -> None:
         self.batches = (struct("KvqBatch") * groups)()

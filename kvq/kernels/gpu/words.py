@@ -232,8 +232,8 @@ def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl
     of the odd byte.
 
     high: tuple of int16 words of the second plane, empty without one. The lowest codes' bits begin at PLACE
-    in the first of these words and one place higher in each following word; only one of these words is
-    nonzero for a word of codes.
+    in the first of these words and one place higher in each following word; only one of them is nonzero for a
+    word of codes.
     """
     if KIND < INT4:
         if COMPUTE == tl.float32 or not takes_ptx():

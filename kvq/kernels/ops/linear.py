@@ -57,8 +57,7 @@ def _(x: Tensor, kernel: int, out_features: int) -> Tensor:
 
 @custom_op("kvq::looked_up_rows", mutates_args=())
 def looked_up_rows(rows: Tensor, kernel: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """Look up rows, int64 [...] -> [..., in_features] in `dtype`, in the weight of a kernel registered by
-    `keep`.
+    """Look up int64 [...] -> [..., in_features] in `dtype`, in the weight of a kernel that `keep` registered.
 
     Raises:
         ModelError: as for `packed_linear`.

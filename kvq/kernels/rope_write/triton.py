@@ -55,7 +55,7 @@ def rope_write(  # D144: keys turned on the way; `write_kv` stays
 
 
 def _bound(kv: PagedKV, layer: LayerHeads, is_turned: bool, tokens: int) -> tuple[int, Bound]:
-    """Return the programs per token, and the launch without the arguments that vary between steps."""
+    """Return the number of programs per token, and the launch without per-step arguments."""
     elements = _FEW_ELEMENTS if tokens <= _FEW_TOKENS else _ELEMENTS
     programs, own = _constants(kv, layer, is_turned, elements)
     return programs, Bound(rope_write_kernel, _TENSORS, _ROWS, own)
@@ -101,7 +101,7 @@ def _norm(norm: NormWeight | None, dim: int) -> _Norm | None:
 def _tiles(
     layer: LayerHeads, together: Sequence[bool], columns: Sequence[int], elements: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the numbers of query, K and V heads per program, and its number of warps.
+    """Return the numbers of query, K and V heads per program, and the number of warps.
 
     Heads that are normalized together are in one program, since another program could overwrite some of them.
     """

@@ -26,8 +26,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
 
 
 def moves_of(kv: StagedKV, batch: StagedBatch) -> tuple[Any, int]:
-    """Return the blocks that a step seals, as the int64 [count, 3] array that the kernel takes, and their
-    number.
+    """Return the blocks that a step seals, as the kernel's int64 [count, 3] array, and their number.
 
     Raises:
         IndexError: a table is too short.
