@@ -112,8 +112,7 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
     that stores them.
 
     Raises:
-        ConfigError: there are more stages than layers, or the query heads can't be divided evenly among the
-            ranks.
+        ConfigError: there are more stages than layers, or the ranks can't share query heads evenly.
     """
     layers = geometry.last_layer + 1
     if split.pipeline > layers:

@@ -103,8 +103,7 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """Return the options of a layer whose queries see the last `window` tokens, or chunks of that
-        size."""
+        """Return a layer's options: its queries see the last `window` tokens, or a chunk of that size."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":

@@ -2,8 +2,8 @@
 
 Codes are decoded once per tile, in registers, and stored in shared memory, from which both products read them
 for all query heads of a tile. FP8 and INT8 codes stay unscaled, so that their values are exact; INT4 codes
-are decoded with their groups' scales and minimums. Queries are rotated beforehand, like the rows; results
-stay rotated.
+are decoded with their groups' scales and minimums. Queries are rotated first, like rows; results stay
+rotated.
 """
 
 import triton

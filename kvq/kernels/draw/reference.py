@@ -178,8 +178,7 @@ def keep_or_replace(  # D255: one comparison keeps drafts
     al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", theorem 1.
 
     `target`, `draft`: masses proportional to p and q, int64 [rows, vocab]; `tokens`: sampled from the draft,
-    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], for the decision and the
-    sample.
+    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], to decide and to sample.
     """
     p, q = _normalized(target), _normalized(draft)
     columns = tokens[:, None]

@@ -201,8 +201,7 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
     128, the fastest shape on an H200. Counts are in benchmarks/results/gpu-counted.md.
 
     `run`: number of bytes of a row that are read together; 0 if rows are decoded bit by bit in registers.
-    Five stages are two tiles in shared memory, since a table entry is read two stages before the rows that it
-    names.
+    Five stages are two tiles in shared memory, since a table entry is read two stages before its rows.
     """
     if run == 0:
         rows, warps = (DECODE_ROWS, 4) if kind == "decode" else (64, 8)

@@ -231,9 +231,8 @@ def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl
     even and odd bytes of each word or, for packed codes, the codes of the even byte, lowest first, then those
     of the odd byte.
 
-    high: tuple of int16 words of the second plane, empty without one. The lowest codes' bits begin at PLACE
-    in the first of these words and one place higher in each following word; only one of them is nonzero for a
-    word of codes.
+    high: tuple of int16 words of the second plane, or empty. The lowest codes' bits begin at PLACE in its
+    first word and one place higher in each following word; only one word is nonzero for a word of codes.
     """
     if KIND < INT4:
         if COMPUTE == tl.float32 or not takes_ptx():

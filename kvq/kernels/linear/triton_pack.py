@@ -128,8 +128,7 @@ def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
 
     A byte has one code or two: low nibbles have the first half of a block's inputs, and high nibbles the
     second. Thread t of 4 gets its elements of a tensor core's second factor: of 16 inputs, 2t, 2t + 1, 2t + 8
-    and 2t + 9 as 16-bit floats, or 4t to 4t + 3 as INT8. (A compiler that uses another order first moves
-    values between threads.)
+    and 2t + 9 as 16-bit floats, or 4t to 4t + 3 as INT8. (A compiler with another order moves values first.)
     """
     if kind in (Kind.INT8, Kind.FP8):
         return _placed(codes, runs, (2, 4, 2))

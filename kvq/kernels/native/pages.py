@@ -73,8 +73,7 @@ if hasattr(os, "register_at_fork"):
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # D165
     """Return `torch.empty` on a CPU, with large tensors placed next to each other in pages of 2 MiB.
 
-    Use this for tensors that are freed together, such as a model's weights: one tensor keeps its 64 MiB
-    allocated.
+    Use this for tensors that are freed together, such as a model's weights: one tensor keeps all 64 MiB.
     """
     count = math.prod(shape)
     if _ADVICE is None or count * dtype.itemsize < _LEAST:

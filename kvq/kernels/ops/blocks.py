@@ -2,8 +2,7 @@
 
 `k_codes`, `k_scales`, `k_static` and their V counterparts are the tensors of `PagedRows`; `kv` is the name of
 a format or pair, as for `--kv`; head dimensions and block size are derived from the codes. Results are
-documented in `kvq/kernels/*/reference.py`. torch's schemas have no structures, so every tensor is an
-argument.
+documented in `kvq/kernels/*/reference.py`. torch's schemas have no structures, so each tensor is an argument.
 """
 
 from collections.abc import Callable, Sequence

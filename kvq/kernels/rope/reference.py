@@ -9,8 +9,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     cos and sin: [rows, dim], in x's dtype.
 
-    Source: Su et al., "RoFormer", 2021, section 3.2, in GPT-NeoX order: the elements of a pair are dim / 2
-    apart.
+    Source: Su et al., "RoFormer", 2021, section 3.2, in GPT-NeoX order: paired elements are dim / 2 apart.
     """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)

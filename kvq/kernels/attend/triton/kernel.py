@@ -42,8 +42,7 @@ def attend_kernel(
     LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention. Grid: items times KV heads, an item's heads adjacent. `SHARE`: query heads per KV
-    head.
+    """Compute attention. Grid: items x KV heads (adjacent for an item). `SHARE`: query heads per KV head.
 
     FOLDED: number of partial sums over keys, added at the end, so that the loop needs no sums across threads.
     LOWER: whether a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: age and block size of the

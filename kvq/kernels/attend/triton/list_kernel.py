@@ -1,8 +1,7 @@
 """The kernel that builds the work list of a step; see work.py.
 
 Tiles are assigned slots without a prefix sum: the tiles of sequence i begin at slot (query rows of earlier
-sequences) // ROWS + i. No two tiles share a slot, and a search among the sequences' first tokens finds a
-slot's sequence.
+sequences) // ROWS + i. No two tiles share a slot, and searching the first tokens finds a slot's sequence.
 """
 
 import triton
@@ -86,8 +85,7 @@ def _pieces(keys, before, total, pieces):
     first (bool [slots, _CLASSES]); and the number of parts in each class (int32 [slots, _CLASSES]).
 
     `pieces` are distributed over tiles by their share of all keys, `total`; tiles in earlier slots have
-    `before` keys. Rounding remainders carry over to the next tile, so the total number of parts does not
-    grow.
+    `before` keys. Rounding remainders carry over to the next tile, so there are no more parts in total.
     """
     whole = tl.maximum(keys, 0)
     upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
