@@ -218,7 +218,8 @@ class KVRecipe:
             )
 
     def check_stored(self, where: str) -> None:
-        """Raise ConfigError if there are registered quantizers, since `where` needs their stored bytes."""
+        """Raise ConfigError if there are registered quantizers: they lack stored bytes, which `where`
+        needs."""
         for own in self.own:
             raise ConfigError(
                 f"{own.name} is a registered format, which {where} can't take: its blocks hold what is read "

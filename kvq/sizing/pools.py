@@ -142,7 +142,7 @@ class _First:  # D272: one long sequence first, then many of 512 tokens
         return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
 
     def longest(self, most: int, *, staging_bytes: float = 0) -> int:
-        """Return the maximum tokens that fit if staging takes at least `staging_bytes`; 0 if none fit."""
+        """Return the number of tokens that fit if staging groups take at least `staging_bytes`, or 0."""
 
         def is_too_long(tokens: int) -> bool:
             blocks = self.blocks(tokens)
@@ -179,7 +179,7 @@ def _side_by_side(
     max_context: int,
     step_tokens: int,
 ) -> list[int]:
-    """Return blocks for as many sequences of `_SHORT` tokens as fit; if all fit, with longer staging."""
+    """Return blocks for as many sequences of `_SHORT` tokens as fit; if all fit, staging for longer ones."""
 
     def blocks(count: int, tokens: int) -> list[int]:
         return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)

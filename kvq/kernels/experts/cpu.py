@@ -54,7 +54,7 @@ class CpuExperts:
         self.code_bytes = sum(linear.code_bytes for own in self._linears for linear in own)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return weighted sums of rows' experts: x [rows, hidden]; `chosen`, int64, `weights` [rows, top]."""
+        """Return the weighted sums of experts for x [rows, hidden]; `chosen` int64, `weights` [rows, top]."""
         check_choices(x, chosen, weights, self.hidden)
         x, chosen, weights = checked_rows(x, self.hidden), chosen.contiguous(), weights.float().contiguous()
         out = torch.empty(x.shape[0], self.hidden, dtype=x.dtype)

@@ -57,7 +57,7 @@ class ReferenceExperts:
         self.code_bytes = sum(linear.code_bytes for linear in (*self._gate_up, *self._down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return weighted sums of rows' experts: x [rows, hidden]; `chosen`, int64, `weights` [rows, top]."""
+        """Return the weighted sums of experts for x [rows, hidden]; `chosen` int64, `weights` [rows, top]."""
         check_choices(x, chosen, weights, self.hidden)
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self._down):
             raise IndexError("a row chose an expert that isn't there")

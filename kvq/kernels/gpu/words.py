@@ -104,7 +104,8 @@ def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:  # D125: two pl
 
 
 def high_bytes(kind: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the bytes of a row's second plane, each with bits for one first-plane byte per place."""
+    """Return the number of bytes in a row's second plane; each has bits for one first-plane byte per
+    place."""
     return tl.constexpr(plain(dim) * high_bits(kind).value // 8)
 
 
