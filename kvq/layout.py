@@ -2,13 +2,13 @@
 
 One block of a layer group contains, for each layer of the group, K codes [kv_heads, block_size, row_bytes], V
 codes, K scales, V scales ([kv_heads, channel_bytes] if per channel) and, with block means, K means and V
-means [kv_heads, mean_bytes]; each region is aligned to 16 bytes. Copies, swaps and digests work on `runs`.
+means [kv_heads, mean_bytes]; each region is aligned to 16 bytes. Copies, swaps and digests operate on `runs`.
 
-With a staged recipe, the same layers form further groups, in bf16: RECENT, a sliding window over the most
+With a staged recipe, the same layers form additional groups, in bf16: RECENT, a sliding window over the most
 recent tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
 
-A model's recurrent states form the last group, STATES. One of its blocks contains the states of all layers
-after one token; each tensor is stored as the model computes with it.
+A model's recurrent states form the last group, STATES. One block in it contains the states of all layers
+after one token; each tensor is stored in the form in which the model computes.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ UNPADDED_TOKENS = 16  # in a block, or a multiple of this number: then no region
 
 
 class BlockOrder(Enum):  # D52: layer-major by default; block-major copies and swaps faster
-    """Order of the blocks of several layers in a pool."""
+    """Order in which a pool stores the blocks of several layers."""
 
     LAYER_MAJOR = "layer-major"  # [layer, block, bytes]
     BLOCK_MAJOR = "block-major"  # [block, layer, bytes]
@@ -38,7 +38,7 @@ class BlockOrder(Enum):  # D52: layer-major by default; block-major copies and s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """The rows of one kind inside one layer's part of a block."""
+    """Rows of one kind within one layer's part of a block."""
 
     offset: int  # bytes from the start of the layer's part
     row_bytes: int  # bytes of one token row
@@ -47,7 +47,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLayout:
-    """One layer's part of a block."""
+    """Layout of one layer's part of a block."""
 
     geometry: LayerGeometry
     formats: LayerFormats
@@ -67,14 +67,14 @@ class LayerLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Adjacent bytes of a pool."""
+    """Contiguous bytes in a pool."""
 
     offset: int
     nbytes: int
 
 
 class Holding(TypedDict, total=False):
-    """Rules for the blocks of sequences: options of `BlockManager`. Lists have one entry per layer group."""
+    """Rules for sequences' blocks: options of `BlockManager`. Lists have one entry per layer group."""
 
     windows: list[int | None]  # tokens; None, the default: full attention
     limits: list[int | None]  # number of first tokens with blocks, a multiple of the block size; None: all
@@ -95,7 +95,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRegion:
-    """One tensor of a layer's recurrent state inside a block."""
+    """One tensor of a layer's recurrent state within a block."""
 
     number: int  # of the layer in the model's code
     tensor: StateTensor
@@ -103,7 +103,7 @@ class StateRegion:
 
     @property
     def end(self) -> int:
-        """Offset of the end of the region, with padding, in bytes from the start of the block."""
+        """Offset of the end of the region, including padding, in bytes from the start of the block."""
         return self.offset + -(-self.tensor.nbytes(_COMPUTE_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
@@ -113,7 +113,7 @@ _STATE_WINDOW = 2  # tokens: each needs the states after the token before it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLayout:
-    """The layout of one layer group's blocks and of a pool of them."""
+    """Layout of one layer group's blocks, and of a pool of such blocks."""
 
     group: LayerGroup
     block_size: int  # tokens
@@ -125,17 +125,17 @@ class GroupLayout:
 
     @property
     def holds_all(self) -> bool:
-        """True if a sequence keeps a block here for every token."""
+        """True if a sequence keeps blocks in this group for all its tokens."""
         return self.group.window is None and self.limit is None
 
     @property
     def is_staging(self) -> bool:
-        """True if the blocks store unquantized tokens: recent tokens or sinks."""
+        """True if the blocks store unquantized tokens, either recent tokens or sinks."""
         return self.role in (Role.RECENT, Role.SINKS)
 
     @property
     def name(self) -> str:
-        """Name of the group, after its blocks' content: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
+        """Name of the group by content: `full`, `sliding-128`, `recent-160`, `sinks-32` or `states`."""
         if self.role is Role.STATES:
             return "states"
         held = {Role.RECENT: self.group.window, Role.SINKS: self.limit}.get(self.role)
@@ -143,32 +143,32 @@ class GroupLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, over all layers of the group."""
+        """Size of one block in bytes, including all layers of the group."""
         return sum(layer.nbytes for layer in self.layers) + max((x.end for x in self.states), default=0)
 
     def pool_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of a pool, exactly as allocated."""
+        """Return the exact size of a pool in bytes, as allocated."""
         return num_blocks * self.block_bytes
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes of the blocks that a sequence of `tokens` tokens holds in this group."""
+        """Return the total size in bytes of a sequence's blocks in this group, for `tokens` tokens."""
         first = 0 if self.group.window is None else max(0, tokens - self.group.window + 1)
         held = -(-min(tokens, self.limit or tokens) // self.block_size) - first // self.block_size
         return held * self.block_bytes
 
     def block_stride(self, position: int) -> int:
-        """Return the bytes from one block to the next for the layer at `position` in the group."""
+        """Return the number of bytes between consecutive blocks for the layer at `position` in the group."""
         if self.order is BlockOrder.BLOCK_MAJOR:
             return self.block_bytes
         return self.layers[position].nbytes
 
     def base(self, position: int, num_blocks: int) -> int:
-        """Return the byte offset in the pool of block 0's part for the layer at `position`."""
+        """Return the byte offset within the pool of block 0's data for the layer at `position`."""
         before = sum(layer.nbytes for layer in self.layers[:position])
         return before if self.order is BlockOrder.BLOCK_MAJOR else before * num_blocks
 
     def runs(self, block: int, num_blocks: int) -> tuple[_Run, ...]:
-        """Return the runs of bytes that make up one block: one, or one per layer."""
+        """Return the byte runs that make up one block: a single run, or one per layer."""
         if self.order is BlockOrder.BLOCK_MAJOR:
             return (_Run(offset=block * self.block_bytes, nbytes=self.block_bytes),)
         return tuple(
@@ -179,7 +179,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVLayout:
-    """The layouts of all layer groups of a model with one recipe."""
+    """Layouts of all layer groups of a model under one recipe."""
 
     geometry: ModelGeometry
     recipe: KVRecipe
@@ -188,22 +188,22 @@ class KVLayout:
 
     @property
     def sealed(self) -> tuple[GroupLayout, ...]:
-        """The groups whose blocks are stored in the recipe's formats: one per kind of layer."""
+        """Groups whose blocks are stored in the recipe's formats, one for each kind of layer."""
         return tuple(group for group in self.groups if group.role is Role.SEALED)
 
     @property
     def attended(self) -> tuple[GroupLayout, ...]:
-        """The groups whose blocks store K and V."""
+        """Groups whose blocks store K and V."""
         return tuple(group for group in self.groups if group.role is not Role.STATES)
 
     @property
     def is_staged(self) -> bool:
-        """True if tokens wait in a staging area."""
+        """True if tokens wait in a staging area before they are quantized."""
         return any(group.role is Role.RECENT for group in self.groups)
 
     @property
     def states(self) -> GroupLayout | None:
-        """The group of recurrent states, if the model has any."""
+        """Group of the recurrent states, or None if the model has none."""
         return self.groups[-1] if self.groups[-1].role is Role.STATES else None
 
     def blocks_for(self, sequences: int, tokens: int) -> list[int]:
@@ -212,19 +212,19 @@ class KVLayout:
         return [sequences * (2 if group.role is Role.STATES else each) for group in self.groups]
 
     def staging_of(self, group: int) -> GroupLayout:
-        """Return the group of a sealed group's most recent tokens, with a staged recipe."""
+        """Return the group of a sealed group's most recent tokens; the recipe must be staged."""
         return self.groups[len(self.sealed) + group]
 
     @property
     def exact(self) -> ExactTokens:
-        """The tokens that stay unquantized, with sinks rounded up to whole blocks."""
+        """Tokens that stay unquantized, with sinks rounded up to complete blocks."""
         sinks = -(-self.recipe.exact.sinks // self.block_size) * self.block_size
         return replace(self.recipe.exact, sinks=sinks)
 
     def written_from(self, group: int) -> int | None:
-        """Return the first token that is ever written to a group's blocks; None if no token is.
+        """Return the first token that is ever written to a group's blocks, or None if there is none.
 
-        Sealed blocks have no content for tokens that stay in the sinks, or for any token if a window ends
+        Sealed blocks never contain tokens that are sinks; they contain no tokens at all if the window ends
         within the recent tokens.
         """
         own, exact = self.groups[group], self.exact
@@ -235,7 +235,7 @@ class KVLayout:
 
     @property
     def holding(self) -> Holding:
-        """Rules for the `BlockManager` of these groups."""
+        """Options of the `BlockManager` for these groups."""
         return Holding(
             windows=[group.group.window for group in self.groups],
             limits=[group.limit for group in self.groups],
@@ -246,11 +246,11 @@ class KVLayout:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Pool bytes that one more token finally takes in all layers, including padding."""
+        """Pool bytes used by one more token over all layers once it is quantized, including padding."""
         return sum(group.block_bytes for group in self.sealed) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the pool bytes of a sequence of `tokens` tokens, including tokens not yet quantized."""
+        """Return the pool bytes for a sequence of `tokens` tokens, including tokens not yet quantized."""
         return sum(group.sequence_bytes(tokens) for group in self.groups)
 
 
@@ -262,12 +262,12 @@ def plan_layout(
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
     staging: bool = True,
 ) -> KVLayout:
-    """Lay out the blocks of a model with a recipe.
+    """Lay out the blocks of a model under a recipe.
 
-    `staging`: False for callers that keep tokens until their block is full; see `WholeBlockStore`.
+    `staging`: False if the caller keeps tokens until their block is full; see `WholeBlockStore`.
 
     Raises:
-        ConfigError: the block size is out of range, or the recipe was made for other layers.
+        ConfigError: the block size is out of range, or the recipe doesn't match the model's layers.
     """
     if not isinstance(order, BlockOrder):
         raise ConfigError(f"order must be a BlockOrder, got {order!r}; use BlockOrder({order!r})")
@@ -295,8 +295,8 @@ def plan_layout(
 
 
 def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:  # D73
-    """Return a group with its window extended past the recent tokens, if it ends within them. No token is
-    ever sealed in its blocks, but prefixes include them, and are indexed only once recent tokens follow."""
+    """Return a group with its window extended past the recent tokens if it ends within them. No token is ever
+    sealed in its blocks, but prefixes include these blocks and are indexed only once recent tokens follow."""
     window = group.group.window
     if window is None or window > recent:
         return group
@@ -304,7 +304,7 @@ def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:  # D73
 
 
 def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[GroupLayout, ...]:
-    """Return the groups of unquantized tokens; `kvq.cache.stores.staged` describes which tokens these are."""
+    """Return the groups of unquantized tokens; `kvq.cache.stores.staged` specifies which tokens these are."""
     size = groups[0].block_size
     recent = [_plain(group, len(groups) + i, window=exact.recent + size) for i, group in enumerate(groups)]
     if not exact.sinks:
@@ -315,7 +315,7 @@ def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[Group
 
 
 def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout:
-    """Return the group of the recurrent states; its blocks are contiguous, whatever the order of others."""
+    """Return the group of the recurrent states; its blocks are contiguous regardless of the others' order."""
     regions: list[StateRegion] = []
     for state in geometry.states:
         for tensor in state.tensors:
@@ -334,7 +334,7 @@ def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout
 def _plain(
     group: GroupLayout, index: int, *, window: int | None = None, limit: int | None = None
 ) -> GroupLayout:
-    """Return a group over the same layers, in bf16."""
+    """Return a group with the same layers, in bf16."""
     layers = tuple(
         plan_layer(
             x.geometry,
@@ -355,17 +355,17 @@ def _plain(
 def named_recipe(
     kv: str | Path | KVRecipe, geometry: ModelGeometry, *, whole_blocks: bool = True
 ) -> KVRecipe:
-    """Return the recipe that `kv` names for a model, as `KVRecipe.named` does.
+    """Return the recipe specified by `kv` for a model, as `KVRecipe.named` does.
 
-    `whole_blocks`: whether tokens may wait until their block is full. Latents never wait: a long prefill
-    expands the stored latent of every token to heads.
+    `whole_blocks`: whether tokens may wait until their block is full. Latents never wait, because a long
+    prefill expands the stored latent of every token into heads.
     """
     waits = whole_blocks and not any(layer.is_latent for layer in geometry.layers)
     return KVRecipe.named(kv, geometry.head_dims, whole_blocks=waits)
 
 
 def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
-    """Raise ConfigError unless the recipe has this model's layers and head dimensions."""
+    """Raise ConfigError unless the recipe matches the model's layers and head dimensions."""
     named = [(layer.k_head_dim, layer.v_head_dim) for layer in recipe.layers]
     if named != geometry.head_dims:
         raise ConfigError(
@@ -376,12 +376,12 @@ def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
 
 
 def _scales(fmt: KVFormat, dim: int, block_size: int) -> tuple[int, int]:
-    """Return the number of scale rows in a block for a KV head, and the bytes of one row."""
+    """Return the number of scale rows per block and KV head, and the bytes per row."""
     return (1, fmt.channel_bytes(dim)) if fmt.is_per_channel else (block_size, fmt.scale_bytes(dim))
 
 
 def plan_layer(geometry: LayerGeometry, formats: LayerFormats, block_size: int) -> LayerLayout:
-    """Lay out one layer's part of a block of `block_size` tokens."""
+    """Lay out one layer's part of a block with `block_size` tokens."""
     k_dim, v_dim = geometry.k_head_dim, geometry.v_head_dim
     rows = {
         "k_codes": (block_size, formats.k.code_bytes(k_dim)),

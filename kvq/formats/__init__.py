@@ -1,4 +1,4 @@
-"""KV formats: names, sizes, recipes and static scales. No tensors, no torch."""
+"""KV formats: names, sizes, recipes and static scales; no tensors, and no dependency on torch."""
 
 from kvq.formats.calibrated import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.codes import CODES, Code, Kind

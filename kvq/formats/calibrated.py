@@ -1,7 +1,7 @@
-"""Calibration results in a kvq.json: static scales and centers, each list of numbers with a digest.
+"""Calibration results in a kvq.json: static scales and centers, each a list of numbers with a digest.
 
-A digest covers the model, the layer, the field's name and the numbers, so a list that was moved to another
-layer or field, truncated, reordered or edited is detected, and the error names it.
+A digest covers the model, the layer, the field's name and the numbers. If a list was moved to another layer
+or field, truncated, reordered or edited, this is detected, and the error names the list.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, tupl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Calibrated(Generic[Layer]):
-    """Calibrated numbers for every layer of one model, and their origin."""
+    """Calibrated numbers for every layer of one model, and information on their origin."""
 
     name: ClassVar[str]  # in kvq.json
     kind: ClassVar[Any]  # type of each layer; its `read(where, data)` checks the lists of a JSON object
@@ -45,7 +45,7 @@ class _Calibrated(Generic[Layer]):
         return {**header, "layers": layers}
 
     def share(self, rank: int, processes: int) -> Self:
-        """Return the numbers for the KV heads of process `rank`; with fewer heads, processes share them."""
+        """Return the numbers for the KV heads of process `rank`; processes share heads if there are fewer."""
         names = [field.name for field in fields(self.kind)]
         layers = [
             self.kind(**{name: _share(getattr(layer, name), rank, processes) for name in names})
@@ -55,7 +55,7 @@ class _Calibrated(Generic[Layer]):
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """Read an object that `to_json` wrote; check every number and every list's digest.
+        """Read an object written by `to_json`, and check every number and every list's digest.
 
         Raises:
             ConfigError: a key is missing or unknown, a number is out of range, or a list is not the
@@ -112,13 +112,13 @@ def _lists(values: Any) -> Any:
 
 
 def field_digest(model_digest: str, layer: int, field: str, values: object) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a field's numbers, model, layer and name."""
+    """Return the first 16 hex digits of the SHA-256 of a field's model, layer, name and numbers."""
     text = json.dumps([model_digest, layer, field, values])
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def check_model(what: str, found: str, expected: str) -> None:
-    """Raise ConfigError unless calibration results belong to the model with the digest `expected`."""
+    """Raise ConfigError unless calibration results were made for the model with the digest `expected`."""
     if found != expected:
         raise ConfigError(
             f"these {what} belong to another model (digest {found[:12]}, this model is {expected[:12]}); "
@@ -127,10 +127,10 @@ def check_model(what: str, found: str, expected: str) -> None:
 
 
 def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float, ...]:
-    """Return a JSON list as floats.
+    """Return the numbers in a JSON list as floats.
 
     Raises:
-        ConfigError: not a list, empty, or with other values than finite fp32 numbers (above 0 if `positive`).
+        ConfigError: the value is not a list of finite fp32 numbers (above 0 if `positive`), or it is empty.
     """
     wanted = "finite numbers above 0" if positive else "finite numbers"
     if not isinstance(values, list) or not values or not all(_is_number(x, positive) for x in values):
@@ -148,7 +148,7 @@ def check_digest(where: str, found: object, expected: str) -> None:
 
 
 def check_shape(where: str, found: Sequence[object], expected: int, what: str) -> None:
-    """Raise ConfigError unless a list has the length that the model's geometry requires."""
+    """Raise ConfigError unless a list has the length required by the model's geometry."""
     if len(found) != expected:
         raise ConfigError(f"{where} holds {len(found)} {what}, expected {expected}; {AGAIN}")
 
@@ -168,7 +168,7 @@ def _first_bad(values: object, positive: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
-    """Largest absolute values per KV head of one layer, and those after the Hadamard rotation, if known."""
+    """Largest absolute values per KV head of one layer, also after the Hadamard rotation if measured."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]
@@ -190,7 +190,7 @@ class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """Read lists with one number above 0 per KV head."""
+        """Read lists that contain one positive number per KV head."""
         parts = [field.name for field in fields(cls)]
         parts = [part for part in parts if data[part] is not None or not part.endswith("_rotated")]
         heads = {part: check_numbers(f"{where}.{part}", data[part], positive=True) for part in parts}
@@ -201,13 +201,13 @@ class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticScales(_Calibrated[HeadMaxima]):
-    """Calibrated maxima of every layer of one model."""
+    """Calibrated maxima for every layer of one model."""
 
     name: ClassVar = "static_scales"
     kind: ClassVar = HeadMaxima
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless these scales were made for the given model."""
+        """Raise ConfigError unless these scales were calibrated for the given model."""
         check_model("static scales", self.model_digest, model_digest)
         found = [len(layer.k) for layer in self.layers]
         if found != kv_heads:
@@ -219,20 +219,20 @@ class StaticScales(_Calibrated[HeadMaxima]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCenters:
-    """Centers of one layer; None: K or V is not centered."""
+    """Centers of one layer; None if K or V is not centered."""
 
     k: HeadCenters | None = None
     v: HeadCenters | None = None
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """Read the centers of K and V: a list with one list per KV head, or null."""
+        """Read the centers of K and of V: each a list with one list per KV head, or null."""
         return cls(**{part: _rows(f"{where}.{part}", data[part]) for part in ("k", "v")})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Centers(_Calibrated[LayerCenters]):
-    """Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
+    """Calibrated per-channel means of K (after RoPE) and V, which grouped formats need not store.
 
     K - c changes all scores of a query by the same number, which softmax cancels. V - c reduces every output
     by c, which is added back. A constant offset, such as a key bias that survives RoPE, therefore costs no
@@ -243,7 +243,7 @@ class Centers(_Calibrated[LayerCenters]):
     kind: ClassVar = LayerCenters
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless these centers were made for the given model."""
+        """Raise ConfigError unless these centers were calibrated for the given model."""
         check_model("centers", self.model_digest, model_digest)
         check_shape("centers.layers", self.layers, len(kv_heads), "layers")
         for index, (layer, heads) in enumerate(zip(self.layers, kv_heads, strict=True)):
@@ -252,7 +252,7 @@ class Centers(_Calibrated[LayerCenters]):
                     check_shape(f"centers.layers[{index}].{part}", rows, heads, "KV heads")
 
     def some(self, wanted: Iterable[tuple[bool, bool]]) -> "Centers":
-        """Return only the centers of the wanted halves; `wanted` has (K, V) flags for every layer."""
+        """Return only the selected centers; `wanted` has one pair of flags (K, V) for each layer."""
         layers = (
             LayerCenters(k=own.k if k else None, v=own.v if v else None)
             for own, (k, v) in zip(self.layers, wanted, strict=True)

@@ -1,6 +1,6 @@
-"""Table of codes, the stored forms of one element. A new code of a known kind needs only an entry here.
+"""Table of codes, the stored forms of one element. A new code of an existing kind needs only an entry here.
 
-Names, sizes, packing, the CPU kernels and the Triton kernels use it; CONTRIBUTING describes how to add one.
+Names, sizes, packing, the CPU kernels and the Triton kernels use it. CONTRIBUTING explains how to add a code.
 """
 
 import re
@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 
 
 class Kind(Enum):
-    """Meaning of an element's bits."""
+    """Interpretation of an element's bits."""
 
     FLOAT = "float"  # the element itself; no scale
     SCALED = "scaled"  # multiplied by the scale of its token row, or of its KV head
@@ -58,27 +58,27 @@ class Code:  # D12: uniform codes, no codebooks
 
     @property
     def is_float(self) -> bool:
-        """True for the unquantized codes, which have no scale."""
+        """True for unquantized codes, which have no scale."""
         return self.kind is Kind.FLOAT
 
     @property
     def is_grouped(self) -> bool:
-        """True if adjacent elements share a scale and a minimum."""
+        """True if groups of adjacent elements share a scale and a minimum."""
         return self.kind is Kind.GROUPED
 
     @property
     def planes(self) -> tuple[int, ...]:  # D6: widths that don't divide a byte are stored in planes
-        """The powers of two that add up to `bits`, largest first; each is packed into bytes separately."""
+        """Powers of two that add up to `bits`, largest first; each is packed into bytes separately."""
         return tuple(width for width in (32, 16, 8, 4, 2, 1) if self.bits & width)
 
     @property
     def doubled(self) -> "Code":
-        """A code with twice the bits, in which two channels that share their bits are packed."""
+        """Code with twice the bits, into which two channels that share their bits are packed."""
         return Code(name=f"pair{2 * self.bits}", bits=2 * self.bits, kind=self.kind, group=1)
 
     @property
     def multiple(self) -> int:
-        """Number of elements that must divide a row's length for the row to fill whole bytes."""
+        """Number by which a row's length must be divisible for the row to fill complete bytes."""
         return max(1, 8 // self.planes[-1])
 
 

@@ -1,4 +1,4 @@
-"""Format names: canonical, short, and the spellings of other engines."""
+"""Format names: canonical names, short names, and the spellings used by other engines."""
 
 import re
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 
 def known_names() -> tuple[str, ...]:
-    """Return the names that errors and `kvq inspect` list; other group sizes and `_rot` are legal, too."""
+    """Return the names listed by errors and `kvq inspect`; other group sizes and `_rot` are also valid."""
     names = []
     for code in CODES.values():
         ends = (*_scales(code), *(f"g{n}" for n in code.shown_groups))
@@ -56,7 +56,7 @@ def known_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _KVName:
-    """The K and V format names that a `--kv` value stands for, and a note if they were mapped."""
+    """K and V format names for a `--kv` value, and a note if the value was mapped to other names."""
 
     k: str
     v: str
@@ -65,9 +65,9 @@ class _KVName:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactTokens:
-    """Tokens of a sequence that stay unquantized, in bf16: the first ones (sinks) and the most recent ones.
+    """Tokens of a sequence that stay unquantized, in bf16: the first (sinks) and the most recent ones.
 
-    Sinks are kept in whole blocks. A block is quantized when it is full and followed by `recent` tokens.
+    Sinks are stored in complete blocks. A block is quantized when it is full and followed by `recent` tokens.
     """
 
     sinks: int = 0
@@ -88,10 +88,10 @@ NOTHING_EXACT = ExactTokens()
 
 
 def split_exact(text: str) -> tuple[str, ExactTokens]:
-    """Split a `--kv` value such as `int3+sinks=4+recent=128` into its formats and its exact tokens.
+    """Split a `--kv` value such as `int3+sinks=4+recent=128` into its formats and its unquantized tokens.
 
     Raises:
-        ConfigError: anything else follows a plus, or a number is out of range or given twice.
+        ConfigError: a plus is followed by anything else, or a number is out of range or repeated.
     """
     formats, *parts = text.strip().lower().split("+")
     found: dict[str, int] = {}
@@ -130,9 +130,9 @@ def split_pair(text: str) -> _KVName:
 
 
 def parse_key_format(name: str, head_dim: int) -> KVFormat:
-    """Return K's format by its name if whole blocks are quantized: bare names then have scales per channel.
+    """Return K's format for a name if complete blocks are quantized: bare names then mean per-channel scales.
 
-    Offsets and ranges of keys differ by channel. Keys lose too much precision in FP8: `fp8` means INT8 here.
+    Offsets and ranges of keys differ between channels. FP8 is too imprecise for keys: `fp8` means INT8 here.
 
     Raises:
         ConfigError: as for `parse_format`.
@@ -148,8 +148,8 @@ def parse_key_format(name: str, head_dim: int) -> KVFormat:
 def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
     """Return the format called `name` for rows of `head_dim` elements.
 
-    The bare name of a grouped code stands for the largest legal group size up to the code's `group` (32
-    elements), scales of 8 bits, and rotation; `_mean` may follow it.
+    The bare name of a grouped code stands for the largest valid group size up to the code's `group` (32
+    elements), 8-bit scales, and rotation; it may be followed by `_mean`.
 
     Raises:
         ConfigError: the name is unknown, or `head_dim` does not fit the format.
@@ -176,10 +176,10 @@ def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
 
 
 def _read(name: str, given: str) -> tuple[Code, re.Match[str]]:
-    """Return the code of a format's name, and the match of `_NAME` with its suffixes.
+    """Return the code of the format called `name`, and the match of `_NAME` with its suffixes.
 
     Raises:
-        ConfigError: the name is not a format's; the message shows the value that was `given`.
+        ConfigError: there is no such format; the message shows the value `given` by the user.
     """
     match = _NAME.fullmatch(name)
     code = CODES.get(match["code"]) if match else None
@@ -194,14 +194,14 @@ def _read(name: str, given: str) -> tuple[Code, re.Match[str]]:
 
 
 def _scales(code: Code) -> tuple[str, ...]:
-    """Return the suffixes of a code's names that state the scale mode, except for groups."""
+    """Return the suffixes of a code's names that specify the scale mode, except for group sizes."""
     if code.kind is Kind.SCALED:
         return ("per_token_head", "per_head", *(["per_channel"] if code is Code.INT8 else []))
     return ("per_channel",) if code.is_grouped else ()
 
 
 def _of_widths(name: str) -> _KVName | None:
-    """Return the names that a pair such as k8v4 stands for."""
+    """Return the format names for a pair such as k8v4, or None if `name` has another form."""
     pair = _PAIR.fullmatch(name)
     codes = reversed(CODES.values())  # reversed: of equal widths, the first code counts
     grouped = {code.bits: code.name for code in codes if code.is_grouped}
@@ -210,7 +210,7 @@ def _of_widths(name: str) -> _KVName | None:
 
 
 def _unknown(name: str, given: str) -> ConfigError:
-    """Return the error for an unknown name, which may be a part of `given`."""
+    """Return the error for an unknown name, which may be part of the value `given` by the user."""
     known = (*known_names(), *Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
@@ -223,7 +223,7 @@ def _unknown(name: str, given: str) -> ConfigError:
 
 
 def _meant(name: str, known: tuple[str, ...]) -> str:
-    """Return `; did you mean 'x'?` with a name other than the given one, or an empty string."""
+    """Return `; did you mean 'x'?` with a different name, or an empty string if none is similar."""
     lower = name.lower()
     if "/" in name or _of_widths(lower):
         return "; a pair is two formats, and here is room for one;"
@@ -234,7 +234,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 
 def _in_order(name: str) -> str:
-    """Return the format name built from the words of `name` that its code allows, or an empty string."""
+    """Return the format name made of those words of `name` that its code allows, or an empty string."""
     found, ends = respelled(name, CODES, ("per", "token", "head", "channel", GROUP, "s8", "mean", "rot"))
     if not found:
         return ""

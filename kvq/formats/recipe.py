@@ -1,4 +1,4 @@
-"""KV recipe: the formats of every layer's K and V, and their calibration; saved as kvq.json."""
+"""KV recipe: the formats of every layer's K and V, and their calibration; stored as kvq.json."""
 
 import hashlib
 import json
@@ -31,8 +31,8 @@ _EXACT = ("sinks", "recent")
 class LayerFormats:
     """The formats of one layer's K and V rows, with their head dimensions in elements.
 
-    `k_clip`, `v_clip`: the part of each group's range that 2-bit codes span, around its middle; values
-    outside saturate. 1 spans the range from minimum to maximum.
+    `k_clip`, `v_clip`: the fraction of each group's range, around its middle, that 2-bit codes span; values
+    outside it saturate. 1 spans the full range from minimum to maximum.
     """
 
     k: KVFormat
@@ -55,14 +55,14 @@ class LayerFormats:
 
     @classmethod
     def plain(cls, name: str, k_dim: int, v_dim: int) -> "LayerFormats":
-        """Return the formats of unquantized rows; `name` is that of their dtype."""
+        """Return the formats of unquantized rows; `name` is the name of their dtype."""
         return cls(
             k=parse_format(name, k_dim), v=parse_format(name, v_dim), k_head_dim=k_dim, v_head_dim=v_dim
         )
 
     @property
     def need_whole_blocks(self) -> bool:
-        """True if K or V is quantized block by block, not token by token."""
+        """True if K or V is quantized in complete blocks, not token by token."""
         return self.k.needs_whole_blocks or self.v.needs_whole_blocks
 
     @property
@@ -73,9 +73,9 @@ class LayerFormats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVRecipe:
-    """Formats of every layer, with calibrated numbers if there are any.
+    """Formats of every layer, with any calibrated numbers.
 
-    `centers` are subtracted from the rows of grouped formats before they are stored.
+    `centers` are subtracted from the rows of grouped formats before storage.
     """
 
     layers: tuple[LayerFormats, ...]
@@ -107,8 +107,8 @@ class KVRecipe:
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = False) -> "KVRecipe":
         """Make a recipe from one `--kv` name; `head_dims` is (k_head_dim, v_head_dim) per layer.
 
-        `whole_blocks`: True where tokens may wait unquantized until their block is full; K's half of a bare
-        name then has scales per channel.
+        `whole_blocks`: whether tokens may stay unquantized until their block is full; K then has per-channel
+        scales if its name is bare.
 
         Raises:
             ConfigError: the name is unknown, or a head dimension does not fit the format.
@@ -127,12 +127,12 @@ class KVRecipe:
     def named(
         cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]], *, whole_blocks: bool = False
     ) -> "KVRecipe":
-        """Return the recipe that `kv` names: a format or pair for all layers, a kvq.json, or a recipe itself.
+        """Return the recipe specified by `kv`: a format or pair for all layers, a kvq.json, or a recipe.
 
         `whole_blocks`: as for `uniform`.
 
         Raises:
-            ConfigError: `kv` is none of these, or its format is unknown or doesn't fit.
+            ConfigError: `kv` is none of these, or its format is unknown or doesn't fit the layers.
         """
         if isinstance(kv, KVRecipe):
             return kv
@@ -144,7 +144,7 @@ class KVRecipe:
 
     @property
     def name(self) -> str:
-        """The label, or the layers' common pair of formats, or `mixed`."""
+        """The label, or the pair of formats shared by all layers, or `mixed`."""
         if self.label:
             return self.label
         pairs = {(layer.k.name, layer.v.name) for layer in self.layers}
@@ -160,7 +160,7 @@ class KVRecipe:
 
     @property
     def is_staged(self) -> bool:
-        """True if a staging area keeps tokens unquantized: sinks, recent tokens, or blocks not yet full."""
+        """True if sinks, recent tokens or blocks not yet full are kept unquantized in a staging area."""
         wait = any(layer.need_whole_blocks for layer in self.layers)
         return wait or self.exact != NOTHING_EXACT
 
@@ -188,11 +188,11 @@ class KVRecipe:
 
     @property
     def is_bound(self) -> bool:
-        """True if any part of the recipe was made for one model."""
+        """True if any part of the recipe is specific to one model."""
         return bool(self.model_digest) or self.static_scales is not None or self.centers is not None
 
     def check_belongs(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError if any part of the recipe was made for another model."""
+        """Raise ConfigError if any part of the recipe was made for a different model."""
         if self.model_digest:
             check_model("formats", self.model_digest, model_digest)
         for calibrated in (self.static_scales, self.centers):
@@ -200,7 +200,7 @@ class KVRecipe:
                 calibrated.check(model_digest=model_digest, kv_heads=kv_heads)
 
     def require_scales(self) -> None:
-        """Raise ConfigError if a layer needs static scales and there are none."""
+        """Raise ConfigError if a layer needs static scales and the recipe has none."""
         if self.is_static and self.static_scales is None:
             raise ConfigError(
                 f"{self.name} needs static scales and none were given; run "
@@ -209,7 +209,7 @@ class KVRecipe:
             )
 
     def check_unstaged(self, where: str) -> None:
-        """Raise ConfigError as `check_stored` does, or if the recipe is staged: `where` has no staging."""
+        """Raise ConfigError as `check_stored` does, or if the recipe is staged and `where` has no staging."""
         self.check_stored(where)
         if self.is_staged:
             raise ConfigError(
@@ -218,7 +218,8 @@ class KVRecipe:
             )
 
     def check_stored(self, where: str) -> None:
-        """Raise ConfigError for registered quantizers: `where` needs stored bytes, which they don't have."""
+        """Raise ConfigError if there are registered quantizers: they lack stored bytes, which `where`
+        needs."""
         for own in self.own:
             raise ConfigError(
                 f"{own.name} is a registered format, which {where} can't take: its blocks hold what is read "
@@ -230,7 +231,7 @@ class KVRecipe:
         return replace(self, static_scales=scales)
 
     def share(self, rank: int, processes: int) -> "KVRecipe":
-        """Return the recipe with the calibration of only those KV heads that process `rank` has."""
+        """Return the recipe with calibration results for only the KV heads of process `rank`."""
         return replace(
             self,
             static_scales=self.static_scales and self.static_scales.share(rank, processes),
@@ -238,7 +239,7 @@ class KVRecipe:
         )
 
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of everything that determines how bytes are read."""
+        """Return the SHA-256, in hex, of everything that determines the interpretation of stored bytes."""
         text = json.dumps(self.to_json(), sort_keys=True) + "".join(own.nonce for own in self.own)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -264,7 +265,7 @@ class KVRecipe:
         return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
 
     def _layer_digest(self, index: int) -> str:
-        """Return the digest of a layer's storage; calibrated numbers are left out, as they have digests."""
+        """Return the digest of a layer's storage; calibrated numbers, which have digests, are left out."""
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]
@@ -279,7 +280,7 @@ class KVRecipe:
 
     @classmethod
     def load(cls, path: str | Path) -> "KVRecipe":
-        """Read kvq.json.
+        """Read a kvq.json file.
 
         Raises:
             ConfigError: the file is missing or not JSON, or its version or keys are not the expected ones.
@@ -295,7 +296,7 @@ class KVRecipe:
 
     @classmethod
     def load_scales(cls, path: str | Path) -> "KVRecipe":
-        """Read a kvq.json for its static scales.
+        """Read only the static scales from a kvq.json file.
 
         Raises:
             ConfigError: as for `load`, or the file has no static scales.
@@ -309,7 +310,7 @@ class KVRecipe:
 
     @classmethod
     def from_json(cls, data: object) -> "KVRecipe":
-        """Read an object that `to_json` wrote.
+        """Read an object written by `to_json`.
 
         Raises:
             ConfigError: the version is unknown, keys are unknown or missing, or values don't fit.

@@ -1,4 +1,4 @@
-"""KV format: a description of how token rows are converted to bytes, and their sizes. No tensors."""
+"""KV format: how token rows are converted to bytes, and the resulting sizes. No tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whol
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Own:  # D8: blocks store the dequantized rows, in fp32
-    """Registered quantizer of K or V rows, with its stated bits; blocks store its output in fp32."""
+    """Registered quantizer of K or V rows, with its stated bits; blocks store the result in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}
     name: str
@@ -34,7 +34,7 @@ class Own:  # D8: blocks store the dequantized rows, in fp32
 
 
 def tokens_of(own: list[Own]) -> int | None:
-    """Return the block size in tokens that whole-block quantizers require, or None."""
+    """Return the block size required by quantizers of complete blocks, in tokens, or None."""
     sizes = {one.tokens for one in own if one.tokens is not None}
     if len(sizes) > 1:
         raise ConfigError(f"registered formats take blocks of {sizes} tokens; all layers have one size")
@@ -43,7 +43,7 @@ def tokens_of(own: list[Own]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PerTokenHead:
-    """One fp16 scale per token row, computed when the row is written."""
+    """One fp16 scale per token row, computed as the row is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class PerHead:
 class Grouped:
     """One scale and one minimum for every `group_size` adjacent elements of a token row.
 
-    Both are fp16 or, if `is_narrow`, one byte each: the scale is (8 + m) * 2**(e - 23) with 5 bits for e and
-    3 bits for m; the minimum is -128 to 127 steps of scale * 2**(bits - 7).
+    Both are fp16 or, if `is_narrow`, one byte each: the scale is (8 + m) * 2**(e - 23), with 5 bits for e and
+    3 bits for m; the minimum is a number of steps of scale * 2**(bits - 7), from -128 to 127.
     """
 
     group_size: int  # elements
     is_narrow: bool = False
 
     def check(self, head_dim: int) -> None:
-        """Raise UnfitFormat unless no group straddles the two halves of a packed row."""
+        """Raise UnfitFormat if a group straddles the two halves of a packed row."""
         fits = legal_group_sizes(head_dim)
         if self.group_size not in fits:
             raise UnfitFormat(
@@ -77,9 +77,9 @@ class PerChannel:  # D2: K: scale and offset per channel of a block
     """One scale and one offset for each channel of a block (the same element of all its rows).
 
     The scale is a byte, as in narrow `Grouped`. For grouped codes, the offset is the channel's minimum, in
-    fp16; for INT8, it is a byte: the middle of the channel's range, in steps of 16 scales. This mode needs
+    fp16; for INT8, it is a byte: the middle of the channel's range, in steps of 16 scales. This mode requires
     full blocks. Grouped codes of up to 4 bits are stored in pairs: channels i and dim - 1 - i share twice the
-    bits, and the channel with the larger range, according to the scale bytes, gets more of them. See
+    bits, and the channel with the larger range, according to the scale bytes, gets more of these bits. See
     codec/channel.py.
     """
 
@@ -88,7 +88,7 @@ ScaleMode = PerTokenHead | PerHead | Grouped | PerChannel
 
 
 def legal_group_sizes(head_dim: int) -> list[int]:
-    """Return the legal group sizes of a row: the divisors of head_dim/2 from 4 up, and `head_dim` itself."""
+    """Return the valid group sizes for a row: the divisors of head_dim/2 from 4 up, and `head_dim` itself."""
     half = head_dim // 2
     return [n for n in range(4, half + 1) if half % n == 0] + [head_dim]
 
@@ -97,7 +97,7 @@ def legal_group_sizes(head_dim: int) -> list[int]:
 class KVFormat:
     """Conversion of token rows to bytes: code, scale mode, and optionally a block Hadamard rotation first.
 
-    `mean`: the mean of each block's rows is stored once and subtracted from the rows; this needs full blocks.
+    `mean`: the mean of a block's rows is stored once and subtracted from each row; this requires full blocks.
     `own`: a registered quantizer that is applied to the rows first; its output is stored unchanged in `code`.
     """
 
@@ -120,7 +120,7 @@ class KVFormat:
 
     @property
     def name(self) -> str:
-        """The canonical name, which `parse_format` reads back."""
+        """The canonical name, which `parse_format` accepts."""
         if self.own is not None:
             return self.own.name
         match self.scale:
@@ -148,7 +148,7 @@ class KVFormat:
 
     @property
     def needs_whole_blocks(self) -> bool:
-        """True if a block is quantized as a whole, once it is full."""
+        """True if blocks are quantized as a unit, once they are full."""
         return self.mean or self.is_per_channel or (self.own is not None and self.own.tokens is not None)
 
     @property
@@ -163,16 +163,16 @@ class KVFormat:
 
     @property
     def span(self) -> float:  # D11: 3 bits span 0.9, 2 bits 0.8 of the range
-        """The part of a group's range that its codes span; values outside saturate."""
+        """Fraction of a group's range that its codes span; values outside it saturate."""
         return self.code.span if self.is_narrow else 1.0
 
     @property
     def is_quantized(self) -> bool:
-        """True for every code narrower than 16 bits, and for registered quantizers."""
+        """True for all codes narrower than 16 bits, and for registered quantizers."""
         return not self.code.is_float or self.own is not None
 
     def fits(self, head_dim: int) -> bool:
-        """True if codes of `head_dim` elements fill whole bytes."""
+        """True if codes of `head_dim` elements fill complete bytes."""
         return head_dim >= 1 and head_dim % self._multiple == 0
 
     @property
@@ -196,32 +196,32 @@ class KVFormat:
         return head_dim // self.scale.group_size if isinstance(self.scale, Grouped) else 0
 
     def code_bytes(self, head_dim: int) -> int:
-        """Return the bytes of codes per token row."""
+        """Return the number of bytes of codes per token row."""
         return head_dim * self.code.bits // 8
 
     def scale_bytes(self, head_dim: int) -> int:
-        """Return the bytes of scales (and minimums) stored per token row."""
+        """Return the number of bytes of scales (and minimums) stored per token row."""
         if isinstance(self.scale, PerTokenHead):
             return 2
         return (2 if self.is_narrow else 4) * self.num_groups(head_dim)
 
     def channel_bytes(self, head_dim: int) -> int:
-        """Return the bytes per block of a KV head's scales and offsets; 0 unless they are per channel."""
+        """Return the bytes of a KV head's scales and offsets per block; 0 unless scales are per channel."""
         if not self.is_per_channel:
             return 0
         return (3 if self.code.is_grouped else 2) * head_dim
 
     def mean_bytes(self, head_dim: int) -> int:
-        """Return the bytes per block of a KV head's mean (codes, then scales); 0 without `mean`."""
+        """Return the bytes of a KV head's mean per block (codes, then scales), or 0 without `mean`."""
         if not self.mean:
             return 0
         fmt = mean_format(head_dim)
         return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
-        """Return the stored bits per element, including the per-block parts of blocks of `block_size` tokens.
+        """Return the stored bits per element, including per-block data for blocks of `block_size` tokens.
 
-        For a registered quantizer, these are its stated bits.
+        For a registered quantizer, return its stated bits.
         """
         if self.own is not None:
             return Fraction(self.own.bits(head_dim))
@@ -231,6 +231,6 @@ class KVFormat:
 
 
 def mean_format(head_dim: int) -> KVFormat:
-    """Return the format of block means, rotated like their rows: INT4 in the largest groups of up to 64."""
+    """Return the format of block means, rotated like their rows: INT4 with the largest groups of up to 64."""
     fitting = [n for n in legal_group_sizes(head_dim) if n <= _MEAN_GROUP]
     return KVFormat(code=Code.INT4, scale=Grouped(max(fitting, default=head_dim), is_narrow=True))

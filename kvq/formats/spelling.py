@@ -1,4 +1,4 @@
-"""Spelling correction of format names: to known words, in their proper order."""
+"""Spelling correction of format names: to known words, in their canonical order."""
 
 import re
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ _ALIKE, _ALIKE_CODE = 0.5, 0.6  # least similarity, from 0 to 1, of a suffix and
 
 
 def respelled(name: str, codes: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the code that a name begins with (or ""), and its suffixes in the order of `suffixes`.
+    """Return the code with which a name begins (or ""), and its suffixes in the order of `suffixes`.
 
     With the suffixes `gN` and `rot`, `int4_rto_g064` becomes `int4` and {"gN": "g64", "rot": "rot"}. Words
-    that resemble no suffix are left out.
+    that don't resemble any suffix are omitted.
     """
     apart = re.sub(r"^([a-z]+[0-9]+)(?=[a-z])", r"\1_", name.strip().lower())
     first, *words = re.split(r"[_\s-]+", re.sub(r"(?<=_)(g[0-9]+)(?=[a-z])", r"\1_", apart))

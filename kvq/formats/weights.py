@@ -9,7 +9,7 @@ from kvq.formats.spelling import GROUP, respelled
 
 
 class WeightCode(Enum):
-    """The stored form of one weight; the value is its name."""
+    """Stored form of one weight; the enum value is its name."""
 
     INT8 = "int8"
     INT4 = "int4"
@@ -31,7 +31,7 @@ INTEGER_CODES = {code.bits: code for code in WeightCode if code.is_integer}  # b
 
 
 class Inputs(Enum):
-    """Rounding of a layer's inputs before the product; each token is scaled by its maximum."""
+    """Rounding of a layer's inputs before the product; each token's scale is based on its maximum."""
 
     FULL = "full"  # no rounding
     INT8 = "int8"  # symmetric, [-127, 127]
@@ -62,14 +62,14 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """The canonical name, which `parse_weight_format` reads back."""
+        """The canonical name, which `parse_weight_format` accepts."""
         whole_row = "_channel" if self.code in _GROUPED else ""
         group = whole_row if self.group_size is None else f"_g{self.group_size}"
         asymmetric = "" if self.symmetric else "_asym"
         return self.code.value + group + asymmetric + _SUFFIXES[self.inputs]
 
     def groups(self, in_features: int) -> int:
-        """Return the number of scales of one output row.
+        """Return the number of scales per output row.
 
         Raises:
             ConfigError: the group size does not divide the inputs.
@@ -92,7 +92,7 @@ WEIGHT_NAMES = ("int8", "int4", "int4_g64", "int3", "fp8", "fp8_a8", "w8a8", "w4
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """Return the format of a name: `int8`, `int4_g64`, `int4_g128_asym`, `fp8`, `w8a8` ...
+    """Return the format called `name`: `int8`, `int4_g64`, `int4_g128_asym`, `fp8`, `w8a8` ...
 
     Raises:
         ConfigError: there is no such format.
@@ -114,7 +114,7 @@ def parse_weight_format(name: str) -> WeightFormat:
 
 
 def _meant(name: str) -> str:
-    """Return `; did you mean 'x'?`, or an empty string."""
+    """Return `; did you mean 'x'?` with a similar name, or an empty string."""
     code, ends = respelled(name, [code.value for code in WeightCode], (GROUP, "channel", "asym", "a8"))
     hint = "_".join([code, *ends.values()])
     return f"; did you mean {hint!r}?" if _NAME.fullmatch(hint) else nearest(name, list(WEIGHT_NAMES))

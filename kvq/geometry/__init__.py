@@ -1,4 +1,4 @@
-"""Model geometry from configs. No torch."""
+"""Model geometry, derived from configs without torch."""
 
 from kvq.geometry.families import FAMILIES
 from kvq.geometry.geometry import (

@@ -1,7 +1,7 @@
-"""The model families that kvq has checked, with the defaults of their config classes.
+"""Model families that kvq has checked, with the defaults of their config classes.
 
-A config.json may leave out whatever equals its class's default, so the defaults are facts that
-the geometry needs. A test compares every row with the live class.
+A config.json may omit any value that equals the class's default, so the geometry depends on these defaults. A
+test compares every row with the actual class.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ WindowRule = Literal["never", "none", "uniform", "pattern", "fixed", "upper", "o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Defaults of one `model_type`; fields not given are Llama's. `None`: derived from other fields."""
+    """Defaults for one `model_type`; fields not given are Llama's. `None`: derived from other fields."""
 
     num_layers: int = 32
     q_heads: int = 32

@@ -1,4 +1,4 @@
-"""Model geometry: the numbers that determine the size of the KV cache, and which tokens attend to which."""
+"""Model geometry: the numbers that determine the size of the KV cache and which tokens attend to which."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -8,7 +8,7 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expansion:
-    """Sizes of the key and value to which model code expands a latent vector, for every query head."""
+    """Sizes of the key and value into which model code expands a latent vector for every query head."""
 
     k_dim: int  # elements of the key, without its rotary part
     v_dim: int  # elements of the value
@@ -16,7 +16,7 @@ class Expansion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """One attention layer that stores K and V. `window`: tokens that a query sees, its own included."""
+    """One attention layer that stores K and V. `window`: tokens that a query sees, including its own."""
 
     index: int  # among the layers that store K and V
     kv_heads: int
@@ -44,18 +44,18 @@ class LayerGeometry:
 
     @property
     def kind(self) -> str:
-        """`full`, `sliding` or `latent`."""
+        """The layer's kind: `full`, `sliding` or `latent`."""
         if self.is_latent:
             return "latent"
         return "full" if self.window is None else "sliding"
 
     @property
     def elements_per_token(self) -> int:
-        """K and V elements that one token adds to this layer."""
+        """Number of K and V elements that one token adds to this layer."""
         return self.kv_heads * (self.k_head_dim + self.v_head_dim)
 
     def expanded(self, q_heads: int) -> "LayerGeometry":
-        """Return the layer with each head's K and V in place of latent vectors, as the model attends."""
+        """Return the layer with each head's K and V in place of latent vectors, as model code attends."""
         if self.expansion is None:
             return self
         own = self.expansion
@@ -79,7 +79,7 @@ class StateTensor:
     dtype: str | None  # torch's name; None: the dtype that the model computes in
 
     def nbytes(self, compute_bytes: int) -> int:
-        """Return the tensor's bytes in a model whose compute dtype has `compute_bytes`."""
+        """Return the tensor's size in bytes; `compute_bytes`: bytes per element in the compute dtype."""
         return prod(self.shape) * (_STATE_BYTES[self.dtype] if self.dtype else compute_bytes)
 
 
@@ -88,7 +88,7 @@ _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateGeometry:
-    """A layer that keeps a state of fixed size: of a recurrence, or the last inputs of a convolution."""
+    """A layer with a state of fixed size: that of a recurrence, or the last inputs of a convolution."""
 
     number: int  # of the layer in the model's code
     kind: str  # the class of the module that computes it
@@ -97,7 +97,7 @@ class StateGeometry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup:
-    """Layers of the same kind and window; they share one pool and one table per sequence."""
+    """Layers of the same kind and window, which share one pool and have one table per sequence."""
 
     index: int
     window: int | None
@@ -105,13 +105,13 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
-        """`full`, or `sliding-WINDOW`."""
+        """The group's name: `full` or `sliding-WINDOW`."""
         return "full" if self.window is None else f"sliding-{self.window}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelGeometry:
-    """The attention of one model, as its config describes it."""
+    """Attention structure of one model, as described by its config."""
 
     model_type: str
     layers: tuple[LayerGeometry, ...]
@@ -138,35 +138,35 @@ class ModelGeometry:
                 )
 
     def place(self, number: int) -> int | None:
-        """Return the index in `layers` of the K and V that a model layer attends over, or None."""
+        """Return the index in `layers` of the K and V to which a model layer attends, or None."""
         return self._places.get(number)
 
     def q_heads_of(self, place: int) -> int:
-        """Return the number of query heads of the layer at an index of `layers`."""
+        """Return the number of query heads of the layer at index `place` in `layers`."""
         own = self.layers[place].q_heads
         return self.q_heads if own is None else own
 
     def has_sinks_of(self, place: int) -> bool:
-        """True if the layer at an index of `layers` has sinks."""
+        """Return True if the layer at index `place` in `layers` has sinks."""
         own = self.layers[place].has_sinks
         return self.has_sinks if own is None else own
 
     @property
     def last_layer(self) -> int:
-        """The highest number of a layer that attends or keeps a state."""
+        """Highest number of a layer that attends or has a state."""
         return max([*self._places, *(state.number for state in self.states)])
 
     def stores(self, number: int) -> bool:
-        """True if a layer of the model's code stores its own K and V."""
+        """Return True if layer `number` of the model's code stores its own K and V."""
         place = self._places.get(number)
         return place is not None and self.layers[place].number == number
 
     def state_bytes(self, compute_bytes: int) -> int:
-        """Return the bytes of all states of one sequence, if its compute dtype has `compute_bytes`."""
+        """Return the size of a sequence's states in bytes; `compute_bytes`: as for StateTensor.nbytes."""
         return sum(x.nbytes(compute_bytes) for state in self.states for x in state.tensors)
 
     def computed_in(self, dtype: str) -> "ModelGeometry":
-        """Return the geometry for compute dtype `dtype` (torch's name), which states without a dtype get."""
+        """Return the geometry with compute dtype `dtype` (torch's name) for all states without a dtype."""
 
         def held(state: StateGeometry) -> StateGeometry:
             tensors = tuple(replace(tensor, dtype=tensor.dtype or dtype) for tensor in state.tensors)
@@ -180,21 +180,21 @@ class ModelGeometry:
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:
-        """(k_head_dim, v_head_dim) of every layer."""
+        """The pair (k_head_dim, v_head_dim) of every layer."""
         return [(layer.k_head_dim, layer.v_head_dim) for layer in self.layers]
 
     @property
     def kv_heads(self) -> list[int]:
-        """Number of KV heads of every layer."""
+        """Number of KV heads in each layer."""
         return [layer.kv_heads for layer in self.layers]
 
     @property
     def elements_per_token(self) -> int:
-        """K and V elements that one token adds in all layers."""
+        """Number of K and V elements that one token adds, summed over all layers."""
         return sum(layer.elements_per_token for layer in self.layers)
 
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Return the layer groups, full attention first, then by decreasing window."""
+        """Return the layer groups: full attention first, then windows in decreasing order."""
         windows = {layer.window for layer in self.layers}
         ordered = sorted(windows, key=lambda w: (w is not None, -(w or 0)))
         return tuple(

@@ -1,4 +1,4 @@
-"""Geometry from the dict of a config.json, without transformers."""
+"""Model geometry from the dict of a config.json, without transformers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,11 +25,10 @@ _GPT2_NAMES = {
 
 
 def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
-    """Return the geometry of a Hugging Face config.json's dict.
+    """Return the geometry described by the dict of a Hugging Face config.json.
 
     Raises:
-        ConfigError: kvq has not checked the family, a layer is of an unknown kind, or numbers are
-            inconsistent.
+        ConfigError: kvq has not checked the family, a layer's kind is unknown, or numbers are inconsistent.
     """
     reader = _Reader(config)
     family, heads = reader.family, reader.count("num_attention_heads", reader.family.q_heads)
@@ -64,12 +63,12 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
 
 
 def field_name(model_type: str, name: str) -> str:
-    """Return the name of a field in a family's config.json."""
+    """Return the name of a field in the config.json of a model family."""
     return _GPT2_NAMES.get(name, name) if model_type == "gpt2" else name
 
 
 class _Reader:
-    """Reader of one config, with its family's defaults."""
+    """Reader of a config, with the defaults of its family."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -95,7 +94,7 @@ class _Reader:
         return value
 
     def heads(self, hidden: int, q_heads: int) -> LayerGeometry:
-        """Return a layer that stores K and V for each of its KV heads."""
+        """Return a layer that stores K and V for each KV head."""
         derived = self.family.head_dim or hidden // q_heads
         dim = derived if self.family.head_dim_is_fixed else self.count("head_dim", derived)
         default = None if "num_key_value_heads" in self.config else self.family.kv_heads  # null: q_heads
@@ -103,7 +102,7 @@ class _Reader:
         return LayerGeometry(index=0, kv_heads=kv_heads, k_head_dim=dim, v_head_dim=dim)
 
     def latents(self) -> LayerGeometry:
-        """Return a layer that stores a latent vector for all heads, and the rotary part of keys."""
+        """Return a layer that stores a latent vector, shared by all heads, and the rotary part of keys."""
         k_dim, v_dim = self.count("qk_nope_head_dim", 128), self.count("v_head_dim", 128)
         return LayerGeometry(
             index=0,
@@ -115,7 +114,7 @@ class _Reader:
         )
 
     def windows(self, num_layers: int) -> list[int | None]:
-        """Return the window of every layer; None for full attention."""
+        """Return the window of every layer, or None for layers with full attention."""
         if self.family.window_rule == "never":
             return [None] * num_layers
         window = self._window()

@@ -1,4 +1,4 @@
-"""Support check of a config.json: refuses models whose results would be wrong, not merely slow."""
+"""Support check for a config.json: refuses models whose results would be wrong, not merely slow."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _REFUSED = {
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Return the RoPE types named in a config, for all layer types."""
+    """Return the RoPE types named in a config, including those for individual layer types."""
     found = set()
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
@@ -38,12 +38,12 @@ def rope_types(config: Mapping[str, Any]) -> set[str]:
 
 
 def _is_model(name: str, part: object) -> bool:
-    """True if a field describes a model; DBRX's attention and experts look like one, but are not."""
+    """Return True if a field describes a model; DBRX's attention and expert fields only look like models."""
     return isinstance(part, Mapping) and "model_type" in part and name not in ("attn_config", "ffn_config")
 
 
 def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | None:
-    """Return the reason why kvq does not run the model of a config.json's dict; None if it may run."""
+    """Return the reason why kvq can't run the model in a config.json's dict, or None if it may run."""
     model_type = str(config.get("model_type", ""))
     if config.get("auto_map"):
         return "it has auto_map, code that would run at load; kvq never runs it"
@@ -92,9 +92,8 @@ _BODY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _TextPart:
-    """Text part of a kind of multimodal model. `is_tied`: the embedding serves as the head, unless the config
-    says otherwise. `fixed`: fields of the text part that override the config.
-    """
+    """Text part of a multimodal model. `is_tied`: whether the embedding serves as the head unless the config
+    says otherwise. `fixed`: fields of the text part that override the config."""
 
     model_type: str  # of the text part, if the config doesn't state it
     is_tied: bool = False
@@ -131,7 +130,7 @@ KINDS: dict[str, _TextPart] = {  # D196: these text models were compared with th
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the config.json of a multimodal model's text part as a dict; None for other models."""
+    """Return the text part of a multimodal model's config.json as a dict, or None for other models."""
     kind = KINDS.get(str(config.get("model_type")))
     if kind is None:
         return None
@@ -150,7 +149,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def text_name(name: str) -> str | None:
-    """Return the text model's name for a tensor of the whole model; None if it is not in the text part."""
+    """Return the text model's name for a tensor of the full model, or None if it isn't in the text part."""
     if match := _HEAD.match(name):
         return f"lm_head.{name[match.end() :]}"
     match = _BODY.match(name)

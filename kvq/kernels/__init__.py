@@ -1,4 +1,4 @@
-"""Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
+"""Kernels over quantized blocks: one folder per operation, each with a PyTorch reference."""
 
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch, StagedBatch, StagedKV

@@ -21,7 +21,7 @@ _CHOSEN_BY_USERS = "OMP_NUM_THREADS"
 
 
 def settle_threads() -> None:
-    """Limit the threads of torch and the kernels to the quota's cores; one call per process is enough."""
+    """Limit the threads of torch and the kernels to the quota's cores; one call per process suffices."""
     _settle(os.getpid())
 
 
@@ -37,14 +37,14 @@ def _settle(process: int) -> None:
 
 
 def quota_cores(groups: Path = _GROUPS, own: Path = _OWN) -> float | None:
-    """Return the CPU time, in cores, that the process's cgroups (v1 or v2) grant; None without a limit."""
+    """Return the CPU time, in cores, that the process's cgroups (v1 or v2) grant, or None without a limit."""
     with suppress(OSError):
         return min(_quotas(groups, own.read_text("utf-8")), default=None)
     return None
 
 
 def _quotas(groups: Path, own: str) -> Iterator[float]:
-    """Yield the quotas of a process's group and of its parents. `own`: lines of number:controllers:path."""
+    """Yield the quotas of a process's group and its parents. `own`: lines number:controllers:path."""
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

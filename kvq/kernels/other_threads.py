@@ -1,14 +1,14 @@
-"""Waiting of torch's threads for each other: spinning, or sleeping if other processes need the cores.
+"""Waiting between torch's threads: by spinning, or by sleeping if other processes need the cores.
 
 The kernels' own threads (native/pool.h) don't need this. Torch computes with a team of libgomp threads, which
-spin while they wait. If another process is busy, a spinning thread occupies the core that the thread it waits
-for needs, for a scheduler slice (4 ms) at every step of every layer.
+spin while they wait. If another process is busy, a spinning thread may occupy the very core needed by the
+thread for which it waits, for a scheduler slice (4 ms) at every step of every layer.
 
-A process therefore samples the times of its threads. If one of them is ready to run but has no core for much
-of its time, for whole slices, libgomp is made to let waiting threads sleep at once. It does so on its own if
-a process has more of its threads than there are CPUs (`gomp_throttled_spin_count_var`; libgomp/env.c,
-config/linux/wait.h). A second team, which sleeps while it is needed, raises their number. Results do not
-depend on it.
+A process therefore samples the times of its threads. If a thread is ready to run but lacks a core much of the
+time, for entire slices, libgomp is made to put waiting threads to sleep at once. libgomp does this by itself
+if a process has more libgomp threads than there are CPUs (`gomp_throttled_spin_count_var`; libgomp/env.c,
+config/linux/wait.h). A second, sleeping team raises their number for as long as needed. Results do not depend
+on it.
 """
 
 import ctypes
@@ -57,11 +57,11 @@ def _watch(process: int) -> None:
 
 
 def end_team() -> None:  # D110: one thread loads, another runs steps: end the first team
-    """End the calling thread's libgomp team; the thread gets another one when it computes again.
+    """End the calling thread's libgomp team; the thread gets a new team when it next computes.
 
     Call this before another thread takes over the computation: two teams have more threads than there are
-    CPUs, and make each other sleep. Call it before a fork, too: the child has the team without its threads,
-    and would wait for them forever.
+    CPUs, so their threads would sleep while waiting. Call it before a fork, too: the child inherits the team
+    without its threads, and would wait for them forever.
     """
     if sys.platform == "linux":
         for library in _runtimes():
@@ -69,7 +69,7 @@ def end_team() -> None:  # D110: one thread loads, another runs steps: end the f
 
 
 def read_times() -> Times:
-    """Return the times of every thread of this process; empty if the kernel doesn't report them."""
+    """Return the times of all threads of this process; empty if the kernel doesn't report them."""
     times: Times = {}
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError, ValueError):  # the thread has ended meanwhile, or the kernel doesn't count
@@ -79,7 +79,7 @@ def read_times() -> Times:
 
 
 def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, float]:
-    """Return the largest share of time for which a working thread lacked a core, and the seconds per wait."""
+    """Return the largest share of time that a working thread lacked a core, and its seconds per wait."""
     worst = (0.0, 0.0)
     for thread in before.keys() & after.keys():
         ran, waited, turns = (new - old for new, old in zip(after[thread], before[thread], strict=True))
@@ -89,7 +89,7 @@ def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, floa
 
 
 class _Waiting:
-    """Decision whether threads should sleep, updated with each sample: `are_asleep`."""
+    """Decision on whether threads should sleep (`are_asleep`), updated with each sample."""
 
     def __init__(self) -> None:
         self.are_asleep = False
@@ -110,7 +110,7 @@ class _Waiting:
 
 
 class _SecondTeam:
-    """Sleeping libgomp threads that raise their number above that of CPUs, from `hold` to `release`."""
+    """Sleeping threads that raise libgomp's thread count above that of CPUs, from `hold` to `release`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -141,7 +141,7 @@ class _SecondTeam:
 
 @cache
 def _runtimes() -> list[ctypes.CDLL]:
-    """Return all loaded copies of libgomp: torch's, and maybe the system's."""
+    """Return all loaded copies of libgomp: torch's and, if loaded, the system's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
     return [ctypes.CDLL(path) for path in sorted(paths)]

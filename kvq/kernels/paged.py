@@ -1,4 +1,4 @@
-"""The tensors that kernels work on: one layer's blocks, and the sequences of one step."""
+"""Tensors on which kernels operate: one layer's blocks, and the sequences of one step."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,9 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _Kept(dict[Hashable, Any]):
-    """Cache of values that kernels derive from tensors, by key; derived once for all steps or layers.
+    """Cache of values that kernels derive from tensors once for all steps or layers.
 
-    A deep copy starts empty, because the values refer to the memory of the original.
+    A deep copy starts empty, because the values refer to the original's memory.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Kept":
@@ -27,10 +27,10 @@ class _Kept(dict[Hashable, Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PagedRows:
-    """K or V of one layer in blocks.
+    """K or V of one layer, in blocks.
 
-    Kernels take strides from the tensors, never from their shapes: blocks may be padded, and
-    consecutive blocks of one layer may be a whole block of all layers apart.
+    Kernels take strides from the tensors, never from their shapes: blocks may be padded, and consecutive
+    blocks of a layer may be a block of all layers apart.
     """
 
     codes: Tensor  # [num_blocks, kv_heads, block_size, row elements of the code dtype]
@@ -52,7 +52,7 @@ class PagedKV:
     kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
     def dense(self, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return empty tensors for K and V of some tokens: fp32 [sequences, kv_heads, tokens, dim] each."""
+        """Return empty tensors for K and V: fp32 [sequences, kv_heads, tokens, dim] each."""
         shape, device = (sequences, self.k.codes.shape[1], tokens), self.k.codes.device
         k_dim, v_dim = self.formats.k_head_dim, self.formats.v_head_dim
         return torch.empty(*shape, k_dim, device=device), torch.empty(*shape, v_dim, device=device)
@@ -60,7 +60,7 @@ class PagedKV:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedKV:
-    """One layer's blocks with a staged recipe: sealed blocks, and blocks of unquantized tokens."""
+    """One layer's blocks under a staged recipe: sealed blocks, and blocks of unquantized tokens."""
 
     sealed: PagedKV
     recent: PagedKV
@@ -72,8 +72,8 @@ class StagedKV:
 class SequenceBatch:
     """The sequences of one step as one layer group sees them, in the order in which tokens are packed.
 
-    Sequence i adds query_lens[i] tokens to a context that is then context_lens[i] tokens long;
-    its new tokens take the last query_lens[i] positions.
+    Sequence i adds query_lens[i] tokens to its context, which is then context_lens[i] tokens long; its new
+    tokens are at the last query_lens[i] positions.
     """
 
     query_lens: tuple[int, ...]
@@ -87,7 +87,7 @@ class SequenceBatch:
     kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
     def device_lens(self) -> Tensor:
-        """Return `lens`, which GPU kernels read; if it is missing, make it once, without synchronization."""
+        """Return `lens`, which GPU kernels read; if missing, create it once, without synchronization."""
         if self.lens is not None:
             return self.lens
         if "lens" not in self.kept:
@@ -99,11 +99,11 @@ class SequenceBatch:
 
     @property
     def own_lens(self) -> tuple[int, ...]:
-        """New tokens of every sequence; 0 for sequences left out, whose tokens stay packed."""
+        """Number of new tokens of each sequence; 0 for sequences left out, whose tokens stay packed."""
         return tuple(0 if i in self.left_out else new for i, new in enumerate(self.query_lens))
 
     def without(self, sequences: Iterable[int]) -> "SequenceBatch":
-        """Return the batch for a kernel that skips `sequences`; it is made once for all layers."""
+        """Return the batch for a kernel that skips `sequences`; the batch is created once for all layers."""
         if not (some := frozenset(sequences)):
             return self
         name = SequenceBatch.without, some
@@ -117,7 +117,7 @@ class SequenceBatch:
         return kept
 
     def only(self, sequences: Sequence[int]) -> "SequenceBatch":
-        """Return a batch of only `sequences`, packed again; it is made once for all layers."""
+        """Return a batch of only `sequences`, packed anew and created once for all layers."""
         name = SequenceBatch.only, tuple(sequences)
         if name not in self.kept:
             self.kept[name] = replace(
@@ -132,12 +132,12 @@ class SequenceBatch:
         return kept
 
     def rows_of(self, sequences: Iterable[int]) -> list[slice]:
-        """Return the packed rows of the new tokens of each of `sequences`."""
+        """Return the packed rows of the new tokens in each of `sequences`."""
         starts = (0, *accumulate(self.query_lens))
         return [slice(starts[i], starts[i + 1]) for i in sequences]
 
     def sealing(self, recent: int, block_size: int) -> list[range]:
-        """Return the blocks of each sequence that new tokens make old enough to seal, as table indices."""
+        """Return each sequence's blocks that are now old enough to seal, as table indices."""
         return [
             range(*(max(0, length - recent) // block_size for length in (end - new, end)))
             for new, end in zip(self.query_lens, self.context_lens, strict=True)
@@ -152,7 +152,7 @@ class SequenceBatch:
         context_lens: Sequence[int],
         device: torch.device,
     ) -> "SequenceBatch":
-        """Make a batch from tables, one list of block ids per sequence, and from slots."""
+        """Make a batch from tables (one list of block ids per sequence) and slots."""
         width = max(1, *map(len, tables))
         rows = [[*map(int, table), *[0] * (width - len(table))] for table in tables]
         return cls(
@@ -185,7 +185,7 @@ def plain_blocks(k: Tensor, v: Tensor, block_size: int) -> PagedKV:
 
 
 def as_tokens(recent: Rows) -> PagedKV:
-    """Return dense rows [sequences, kv_heads, some, dim] as blocks of one token each."""
+    """Return dense rows [sequences, kv_heads, some, dim] as blocks of one token."""
     sequences, heads, some, _ = recent[0].shape
     rows = []
     for x in recent:
@@ -197,7 +197,7 @@ def as_tokens(recent: Rows) -> PagedKV:
 
 
 def tables_of_tokens(recent: Rows, context_lens: Sequence[int]) -> Tensor:
-    """Return each position's row in `as_tokens`, int32 [sequences, tokens of the longest]; 0 without one."""
+    """Return each position's row in `as_tokens`, int32 [sequences, longest context]; 0 if it has none."""
     some, apart = recent[0].shape[2], recent[0].stride(0) // recent[0].stride(2)
     position = torch.arange(max(context_lens), dtype=torch.int32)
     ends = torch.tensor(context_lens, dtype=torch.int32)[:, None]

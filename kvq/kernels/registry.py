@@ -1,6 +1,6 @@
-"""Kernel registry: finds the kernel of an operation by backend, or states why none of them fits.
+"""Kernel registry: finds the kernel for an operation by backend, or reports why none is suitable.
 
-A backend is reference, cpu or triton. Which variant of the C++ kernels a CPU runs: `kernels.native.library`.
+Backends are reference, cpu and triton. `kernels.native.library` chooses the variant of the C++ kernels.
 """
 
 import logging
@@ -49,7 +49,7 @@ _KERNELS: list[Kernel] = []
 
 
 def register(kernel: Kernel) -> None:
-    """Add an implementation; one per operation and backend."""
+    """Add an implementation; each operation may have only one per backend."""
     if any((k.operation, k.backend) == (kernel.operation, kernel.backend) for k in _KERNELS):
         raise ConfigError(f"{kernel.operation} already has a {kernel.backend} kernel")
     _KERNELS.append(kernel)
@@ -64,7 +64,7 @@ def _found(operation: str, backend: str) -> Kernel | None:
 
 
 def registered(backend: str) -> list[str]:
-    """Return the operations on blocks of KV that a backend implements."""
+    """Return the operations on KV blocks that a backend implements."""
     names = dict.fromkeys(k.operation for k in _KERNELS if k.operation not in LINEAR_OPERATIONS)
     return [name for name in names if _found(name, backend)]
 
@@ -83,11 +83,11 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
 
     The `run` of a Linear kernel takes a `QuantizedWeight` and returns a callable that multiplies by it.
 
-    `auto` takes the first backend of `BACKENDS` that supports the spec; a backend that the user
-    names is used or refused, never replaced.
+    `auto` selects the first backend in `BACKENDS` that supports the spec; a backend named by the user is used
+    or refused, never replaced.
 
     Raises:
-        UnsupportedKernel: no backend fits; the message lists every backend's reason.
+        UnsupportedKernel: no backend is suitable; the message lists the reason for each.
     """
     check_backend(backend)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Types of the kernel registry: kernels, shapes of layers, devices, and whether a kernel supports them."""
+"""Types of the kernel registry: kernels, layer shapes, devices, and the result of a support check."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _COMPILED = (Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSpec:
-    """The shape of one layer's attention, as far as the choice of a kernel depends on it."""
+    """Properties of a layer's attention on which the choice of a kernel depends."""
 
     formats: LayerFormats
     q_heads: int
@@ -28,7 +28,7 @@ class KernelSpec:
         return f"K {self.formats.k.name}, V {self.formats.v.name}"
 
     def fits_compiled(self, most_dim: int) -> "Support":
-        """Return no for codes that compiled kernels don't know, or heads of more than `most_dim` elements."""
+        """Return no for codes without compiled kernels or heads above `most_dim` elements, else yes."""
         for code in (self.formats.k.code, self.formats.v.code):
             if not code.is_grouped and code not in _COMPILED:
                 return Support(False, f"does not know the code {code}")
@@ -39,7 +39,7 @@ class KernelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSpec:
-    """The shape of one quantized Linear layer."""
+    """Shape of one quantized Linear layer."""
 
     fmt: WeightFormat
     in_features: int
@@ -56,7 +56,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Properties of a device that kernels depend on."""
+    """Device properties on which kernels depend."""
 
     type: str  # "cpu", "mps" or "cuda" (in torch also for AMD GPUs)
     name: str
@@ -65,7 +65,7 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
-        """Describe a torch device."""
+        """Return the properties of a torch device."""
         if device.type != "cuda":
             return cls(type=device.type, name=device.type)
         name = torch.cuda.get_device_name(device)
@@ -77,20 +77,20 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """The target that GPU kernels are compiled for: `sm90`, `gfx942`; for other devices, their type."""
+        """Compilation target of GPU kernels, such as `sm90` or `gfx942`; otherwise, the device type."""
         if self.gfx is not None:
             return self.gfx
         return self.type if self.capability is None else "sm{}{}".format(*self.capability)
 
     @property
     def multiplies_e4m3fn(self) -> bool:
-        """True if kernels may multiply FP8 codes directly; on AMD, the FP8 format differs between GPUs."""
+        """True if kernels may multiply FP8 codes directly; not on AMD GPUs, which differ in FP8 formats."""
         return self.capability is not None and self.capability >= (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Answer to whether a kernel fits: yes, or no with a reason."""
+    """Result of a support check: yes, or no with a reason."""
 
     yes: bool
     reason: str = ""
@@ -99,7 +99,7 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One implementation of one operation."""
+    """One implementation of an operation."""
 
     operation: str
     backend: str
@@ -108,7 +108,7 @@ class Kernel:
 
     @property
     def is_triton(self) -> bool:
-        """True for the GPU kernels."""
+        """True for GPU kernels."""
         return self.backend.startswith("triton")
 
 
@@ -117,5 +117,5 @@ Supports = Callable[[Any, Device], Support]
 
 
 def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
-    """Return yes: references run every format on every device, since they decode bytes by arithmetic."""
+    """Return yes: references run every format on every device, since they use plain arithmetic."""
     return Support(True)

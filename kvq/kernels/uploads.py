@@ -1,4 +1,4 @@
-"""Uploads of numbers to a device, through pinned memory that is allocated once, without synchronization."""
+"""Uploads of numbers to a device without synchronization, through pinned memory that is allocated once."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,14 +25,14 @@ _TORCH = {np.dtype(kind): dtype for dtype, kind in _NUMPY.items()}
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers (a list, nested lists or an array) as a tensor on the device, without waiting."""
+    """Return numbers (a list, nested lists or an array) as a tensor on the device, without blocking."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return upload_all([np.asarray(values, _NUMPY[dtype])], device)[0]
 
 
 def upload_all(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """Return several arrays on the device, sent in one copy, each with its own dtype and shape."""
+    """Return several arrays as device tensors, sent in a single copy, each with its own dtype and shape."""
     if device.type != "cuda":
         return [torch.tensor(array, device=device) for array in arrays]
     sizes = [_aligned(array.nbytes) for array in arrays]
@@ -45,7 +45,7 @@ def upload_all(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
 
 
 def send(array: Array, target: Tensor) -> None:
-    """Copy an array to a contiguous tensor of the same number of bytes."""
+    """Copy an array to a contiguous tensor with the same number of bytes."""
     if target.device.type == "cuda":
         ring(target.device).send([array], target.view(torch.uint8))
     else:
@@ -53,10 +53,10 @@ def send(array: Array, target: Tensor) -> None:
 
 
 class _Ring:  # D243: one event per segment, not per copy
-    """Ring buffer of segments of pinned memory.
+    """Ring buffer of pinned memory segments.
 
-    A segment is reused once its copies have ended, on all streams. They were enqueued a whole cycle earlier,
-    so in practice this never blocks; `waits` counts how often it did.
+    A segment is reused once its copies have ended on all streams. Its copies were enqueued a full cycle
+    earlier, so in practice this never blocks; `waits` counts the times that it did.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _Ring:  # D243: one event per segment, not per copy
         self._lock = Lock()  # engines in several threads share a device
 
     def send(self, arrays: Sequence[Array], target: Tensor) -> None:
-        """Copy arrays one after another, each at an aligned offset, to uint8 [bytes] on the device."""
+        """Copy arrays one after another, at aligned offsets, to a uint8 [bytes] tensor on the device."""
         with self._lock:
             if len(target) <= len(self._bytes[0]):
                 start, at = self._room(len(target)), 0
@@ -88,7 +88,7 @@ class _Ring:  # D243: one event per segment, not per copy
                 self._send_long(arrays, target)
 
     def _send_long(self, arrays: Sequence[Array], target: Tensor) -> None:
-        """Send arrays that don't fit into one segment, in pieces."""
+        """Send arrays that don't fit in one segment, piece by piece."""
         whole, at = np.zeros(len(target), np.uint8), 0
         for array in arrays:
             whole[at : at + array.nbytes] = _as_bytes(array)
@@ -101,7 +101,7 @@ class _Ring:  # D243: one event per segment, not per copy
             self._copy(start, target[first : first + most])
 
     def _room(self, nbytes: int) -> int:
-        """Reserve bytes in the current segment, or in the next one if it is full, and return their offset."""
+        """Reserve bytes in the current segment, or in the next if it is full, and return their offset."""
         if self._used + nbytes > len(self._bytes[0]):
             self._copied[self._segment] = [_behind(stream) for stream in self._streams]
             self._streams.clear()
@@ -131,7 +131,7 @@ def _behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @lru_cache(maxsize=16)
 def ring(device: torch.device) -> _Ring:
-    """Return the ring of a device, made at the first call: before the first step, and before any graph."""
+    """Return a device's ring, created at the first call, which must precede the first step and any graph."""
     return _Ring(device)
 
 

@@ -1,4 +1,4 @@
-"""Weights of Linear layers, as kernels, quantizers and file formats exchange them."""
+"""Weights of Linear layers, in the form that kernels, quantizers and file formats exchange."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +20,7 @@ class QuantizedWeight:
     `codes`: for INT8, int8 [out, in]; for INT4 and INT3, uint8 [out, in / 2], where byte i contains q + 8 of
     inputs 2i (low nibble) and 2i + 1; for FP8, uint8 [out, in], E4M3FN bytes. `scale`: fp32, bf16 or fp16
     [out, groups]. `zero`: int8 [out, groups], None if symmetric. `order`: int64 [in]; column j of the codes
-    belongs to input order[j], so groups are always adjacent columns. None: inputs keep their order.
+    belongs to input order[j], so groups are always adjacent columns. None: original order.
     """
 
     fmt: WeightFormat
@@ -38,13 +38,13 @@ class QuantizedWeight:
         zero: Tensor | None = None,
         order: Tensor | None = None,
     ) -> "QuantizedWeight":
-        """Pack integer codes int8 [out, in] (FP8: uint8 E4M3FN bytes), columns in the order of groups."""
+        """Pack integer codes int8 [out, in] (FP8: uint8 E4M3FN bytes), with columns in group order."""
         codes = pack_nibbles(q) if fmt.code in (WeightCode.INT4, WeightCode.INT3) else q.contiguous()
         return cls(fmt=fmt, codes=codes, scale=scale, zero=zero, order=order)
 
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
-        """Concatenate weights of one format for the same inputs in the same order."""
+        """Concatenate weights of the same format for the same inputs in the same order."""
         first = weights[0]
         zeros = [weight.zero for weight in weights if weight.zero is not None]
         assert len(zeros) in (0, len(weights)), "all weights of a format have zero points, or none"
@@ -57,7 +57,7 @@ class QuantizedWeight:
         )
 
     def has_order_of(self, other: "QuantizedWeight") -> bool:
-        """Return True if the columns of both belong to the same inputs."""
+        """Return True if the columns of both weights belong to the same inputs, in the same order."""
         if self.order is None or other.order is None:
             return self.order is other.order
         return torch.equal(self.order, other.order)
@@ -74,18 +74,18 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, zero points and the order of inputs."""
+        """Size in bytes of codes, scales, zero points and input order."""
         return sum(x.nbytes for x in (self.codes, self.scale, self.zero, self.order) if x is not None)
 
     def integers(self) -> Tensor:
-        """Return the codes q as int8 [out, in], with columns in the order of groups; not for FP8."""
+        """Return the codes q as int8 [out, in], with columns in group order; not for FP8."""
         return self.codes if self.fmt.code is WeightCode.INT8 else unpack_nibbles(self.codes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight [out, in] in `dtype`, by default the scale's, with inputs in the original order.
+        """Return the weight [out, in] in `dtype`, by default the scale's, with inputs in original order.
 
-        The scale is converted to `dtype`, then (q - zero) and its product with the scale are rounded to it,
-        as in compressed-tensors; in fp32, the roundings are negligible.
+        The scale is converted to `dtype`, then (q - zero) and its product with the scale are rounded to
+        `dtype`, as in compressed-tensors; in fp32, the rounding errors are negligible.
         """
         groups, scale = self.scale.shape[1], self.scale.to(dtype or self.scale.dtype)
         if self.fmt.code is WeightCode.FP8:
@@ -114,7 +114,7 @@ class PlainWeight:
 
     @classmethod
     def narrowest(cls, values: Tensor) -> "PlainWeight":
-        """Return the weight in a 16-bit dtype if that is exact: fp32 checkpoints are often widened ones."""
+        """Return the weight in a 16-bit dtype if that is exact; many fp32 checkpoints were 16-bit."""
         if values.dtype is torch.float32:
             for dtype in (torch.bfloat16, torch.float16):
                 if all(torch.equal(some.to(dtype).float(), some) for some in values.split(_ROWS)):
@@ -133,11 +133,11 @@ class PlainWeight:
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """int8 [..., n] in [-8, 7] -> uint8 [..., n / 2]: q + 8 of element 2i in byte i's low half."""
+    """Pack int8 [..., n] in [-8, 7] into uint8 [..., n / 2]: q + 8 of element 2i in byte i's low half."""
     u = (q + _NIBBLE_OFFSET).to(torch.uint8)
     return u[..., ::2] | (u[..., 1::2] << 4)
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 [..., n / 2] -> int8 [..., n]; undoes `pack_nibbles`."""
+    """Unpack uint8 [..., n / 2] into int8 [..., n]; inverse of `pack_nibbles`."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - _NIBBLE_OFFSET

@@ -1,1 +1,1 @@
-"""Sizing of a model as the engine lays it out: parameters, stored weights, memory, block pools."""
+"""Sizing of a model as laid out by the engine: parameters, stored weights, memory and block pools."""

@@ -1,4 +1,4 @@
-"""Forms in which an engine holds a model's weights."""
+"""Forms in which an engine stores a model's weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ NAMES = (*PLAIN, "fp8", "int8", "int4", "int3", NF4.name)
 class HeldAs:
     """Stored forms of Linear layers, the head, and all other weights.
 
-    `rules`: forms of Linear layers by patterns of their names; the first match counts, and None means `kept`,
-    by default `other`. `head`: form of a head that is not the embedding, too, by default that of the Linear
-    layer `lm_head`; a form with scales also applies to a tied head, stored separately from its embedding.
-    `shares_head`: an embedding that serves as the head has the head's form, not `other`.
-    `has_packed_experts`: stacked experts have the forms of Linear layers, not `other`. `unknown`: a
-    quant_method of unknown size. `unread`: the reason why kvq doesn't load the stored weights.
+    `rules`: forms of Linear layers by name pattern; the first match applies, and None stands for `kept`, by
+    default `other`. `head`: form of an untied head, by default that of the Linear layer `lm_head`; a form
+    with scales also applies to a tied head, which is then stored separately from the embedding.
+    `shares_head`: whether an embedding that serves as the head has the head's form, not `other`.
+    `has_packed_experts`: whether stacked experts have the forms of Linear layers, not `other`. `unknown`:
+    name of a quant_method of unknown size. `unread`: reason why kvq can't load the stored weights.
     """
 
     rules: Sequence[Rule[Stored]] = ()
@@ -39,15 +39,15 @@ class HeldAs:
     unread: str | None = None
 
     def of(self, name: str) -> Stored:
-        """Return the form of the Linear layer of that name."""
+        """Return the form of the Linear layer called `name`."""
         return first_of(self.rules, name) or self.kept or self.other
 
     def is_shared(self, parameters: Parameters) -> bool:
-        """True if the embedding serves as the head and has the head's form."""
+        """Return True if the embedding serves as the head and has the head's form."""
         return self.shares_head and not parameters.head and not self._rounds_head
 
     def held_head(self, parameters: Parameters) -> tuple[int, str]:  # D181: the head has 8 bits on load
-        """Return the head's bytes and form; 0 bytes if the embedding serves as the head in form `other`."""
+        """Return the head's bytes and form; 0 bytes if the head is the embedding, in the form `other`."""
         is_apart = self._rounds_head or self.is_shared(parameters)
         count, form = parameters.embedding if is_apart else parameters.head, self.head or self.of("lm_head")
         return round(count * form.weight_bytes + form.num_scales(count, 0) * form.scale_bytes), form.name
@@ -58,12 +58,12 @@ class HeldAs:
 
 
 def everywhere(form: Stored) -> tuple[Rule[Stored]]:
-    """Return the rule that gives all layers in blocks one form."""
+    """Return a rule that assigns the same form to all layers in blocks."""
     return ((IN_BLOCKS, form),)
 
 
 def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
-    """Return the forms of a checkpoint's weights on a GPU; `weights` names another form for Linear layers.
+    """Return the forms of a checkpoint's weights on a GPU; `weights` overrides the form of Linear layers.
 
     Raises:
         ConfigError: there is no such weight format.

@@ -1,4 +1,4 @@
-"""Memory terms of a GPU: weights, activations and KV, each with its formula."""
+"""Components of a GPU's memory use: weights, activations and KV, each with its formula."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _GATED_OF = {"phi3": 4, "gpt_oss": 10}  # gates and inputs are one tensor, split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """One part of a GPU's memory."""
+    """One component of a GPU's memory use."""
 
     name: str
     nbytes: int
@@ -33,7 +33,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Number of GPUs that a model is spread over."""
+    """Number of GPUs over which a model is split."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -46,12 +46,12 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        """GPUs in total."""
+        """Total number of GPUs."""
         return self.tensor * self.pipeline
 
 
 def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
-    """Return the weight terms of the whole model, as an engine holds them."""
+    """Return the weight components of the complete model, in the forms in which an engine stores them."""
     kept = parameters.tables + parameters.other
     if not held.is_shared(parameters):
         kept += parameters.embedding
@@ -77,7 +77,7 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
 
 
 def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
-    """Return the term that sums (count, bytes each, note) parts."""
+    """Return the term for the sum over parts (count, bytes each, note)."""
     return Term(
         name=name,
         nbytes=round(sum(count * each for count, each, _ in parts)),
@@ -88,7 +88,7 @@ def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
     """Return the weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage.
 
-    It is assumed to have the whole embedding and head, which are on the first and the last stage.
+    This GPU is assumed to have the complete embedding and head, which are on the first and last stages.
     """
     if split.gpus == 1:
         return terms
@@ -107,12 +107,12 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
 def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
     """Return the geometry of the fullest GPU: its KV heads, states and layers.
 
-    KV heads that can't be divided evenly are on several GPUs, latent vectors on all. Each GPU has a share of
-    the recurrent states, by heads or channels. Layers that share K and V are assumed to be on the GPU that
-    stores them.
+    KV heads that can't be divided evenly are replicated on several GPUs, and latent vectors on all GPUs.
+    Recurrent states are split by heads or channels. Layers that share K and V are assumed to be on the GPU
+    that stores them.
 
     Raises:
-        ConfigError: there are more stages than layers, or the ranks can't share the query heads evenly.
+        ConfigError: there are more stages than layers, or the ranks can't share query heads evenly.
     """
     layers = geometry.last_layer + 1
     if split.pipeline > layers:
@@ -141,21 +141,21 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
 
 
 def _within(geometry: ModelGeometry, numbers: range) -> list[LayerGeometry]:
-    """Return the layers of a stage."""
+    """Return the layers in a pipeline stage."""
     return [layer for layer in geometry.layers if layer.number in numbers]
 
 
 def _share(tensor: StateTensor, ranks: int) -> StateTensor:
-    """Return one rank's share of a state, whose first dimension is heads or channels."""
+    """Return one rank's share of a state tensor, whose first dimension is heads or channels."""
     return replace(tensor, shape=(-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
 
 
 def kv_layout(
     geometry: ModelGeometry, kv: str, *, block_size: int = BLOCK_SIZE, whole_blocks: bool = True
 ) -> KVLayout:
-    """Return the block layout of an engine; `kv` is a format or a recipe's file.
+    """Return the block layout used by an engine; `kv` is a format or the path of a recipe file.
 
-    `whole_blocks`: as for `KVRecipe.uniform`; False for engines that quantize each token on arrival.
+    `whole_blocks`: as for `KVRecipe.uniform`; False for engines that quantize every token immediately.
     """
     named = Path(kv) if kv.endswith(".json") else kv
     recipe = named_recipe(named, geometry, whole_blocks=whole_blocks)
@@ -166,10 +166,10 @@ def kv_layout(
 def activation_term(
     geometry: ModelGeometry, parameters: Parameters | None, *, step_tokens: int, split: Split
 ) -> Term:
-    """Return the peak activations of a prefill step, which occur while an MLP runs, in 16 bits.
+    """Return the peak activation memory of a prefill step, reached while an MLP runs, in 16 bits.
 
-    The engine measures this peak before it sizes its pools. Without parameters, an MLP is assumed to be four
-    times as wide as the model.
+    The engine measures this peak before it sizes its pools. Without `parameters`, an MLP is assumed to be
+    four times as wide as the model.
     """
     inner = 4 * geometry.hidden_size if parameters is None else parameters.inner
     gated = _GATED_OF.get(geometry.model_type, _GATED)

@@ -1,4 +1,4 @@
-"""Block demand per layer group, of one sequence and of several at once."""
+"""Block demand of one sequence, and of several at once, in each layer group."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ STATES_EACH = 3  # blocks of recurrent states that a sequence benefits from: its
 
 
 def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
-    """Return the most blocks per layer group that `sequences` sequences of full length could use."""
+    """Return the maximum number of blocks per layer group that `sequences` full-length sequences use."""
     size = layout.block_size
     blocks = []
     for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
@@ -24,19 +24,19 @@ def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_to
 
 
 def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
-    """Return the blocks per layer group for a step's tokens, if they are not counted with each sequence.
+    """Return the number of blocks in each layer group for a step's tokens, unless counted for each sequence.
 
-    RECENT groups have such blocks for all sequences together, other groups have 0. A step that is planned
-    while another runs has one token per sequence, for which the sequence's own blocks have room.
+    RECENT groups have such blocks, shared by all sequences; other groups have 0. A step planned while another
+    is running has one token per sequence, which fits in the sequence's own blocks.
     """
     blocks = -(-step_tokens // layout.block_size)
     return [blocks if group.role is Role.RECENT else 0 for group in layout.groups]
 
 
 def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Return the most blocks per layer group of a sequence, with steps of at most `step_tokens`.
+    """Return the maximum number of blocks of a sequence in each layer group; steps have up to `step_tokens`.
 
-    The blocks of `step_blocks` are not included.
+    The blocks counted by `step_blocks` are not included.
     """
     blocks = []
     for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
@@ -46,9 +46,10 @@ def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: 
 
 
 def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Return the most blocks per layer group of a sequence, including those of a step's tokens.
+    """Return the maximum number of blocks of a sequence in each layer group, including those for a step's
+    tokens.
 
-    `kvq.scheduler.fit` refuses requests that need more than there is.
+    `kvq.scheduler.fit` refuses requests that need more blocks than the pools have.
     """
     reaches = [_reach(group) for group in layout.groups]
     return most_blocks(prompt, output, reaches, layout.block_size, step_tokens)
@@ -57,7 +58,7 @@ def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: i
 def sequences_blocks(
     layout: KVLayout, prompt: int, output: int, *, count: int, step_tokens: int
 ) -> list[int]:
-    """Return the blocks per layer group for `count` sequences, and for the tokens of the step they share."""
+    """Return the blocks per layer group for `count` sequences and the tokens of the step they share."""
     own = sequence_blocks(layout, prompt, output, step_tokens=step_tokens)
     alone = sequence_alone(layout, prompt, output, step_tokens=step_tokens)
     return [(count - 1) * each + most for each, most in zip(own, alone, strict=True)]
@@ -68,5 +69,5 @@ def _reach(group: GroupLayout) -> Reach:
 
 
 def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
-    """Return the bytes of `blocks` blocks per layer group."""
+    """Return the total bytes of `blocks`, which has one number of blocks per layer group."""
     return sum(count * group.block_bytes for count, group in zip(blocks, layout.groups, strict=True))

@@ -1,4 +1,4 @@
-"""Parameter counts of a model, from the dict of its config.json."""
+"""Parameter counts of a model, computed from the dict of its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ Matrix = tuple[str, int, int]  # a Linear layer's name, weights and output rows;
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """Parameter counts, split by how quantizers treat them and by what a token reads."""
+    """Parameter counts, grouped by how quantizers treat the parameters and by which ones a token reads."""
 
     embedding: int = 0  # of the input; a lookup reads one row
     tables: int = 0  # further embeddings, of which a token reads one row, such as Gemma 3n's per-layer ones
@@ -29,36 +29,36 @@ class Parameters:
     matrices: tuple[Matrix, ...] = field(default=(), compare=False, repr=False)  # if known
 
     def __add__(self, more: "Parameters") -> "Parameters":
-        """Return the sum of both."""
+        """Return the sum of two counts."""
         sums = {one.name: getattr(self, one.name) + getattr(more, one.name) for one in fields(self)}
         return Parameters(**sums | {"inner": max(self.inner, more.inner)})
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return self.embedding + self.tables + self.head + self.linear + self.experts + self.other
 
     @property
     def linear(self) -> int:
-        """Weights of Linear layers, without experts, which are one tensor per layer and a separate term."""
+        """Number of weights in Linear layers, without experts, which are stacked in one tensor per layer."""
         return self.attention + self.mlp
 
     @property
     def each(self) -> tuple[Matrix, ...]:
-        """Matrices of attention, MLPs and experts; if unknown, each kind counts as one matrix."""
+        """Matrices of attention, MLPs and experts; if unknown, each of these counts as one matrix."""
         experts = ("layers.0.experts.0", self.experts, self.expert_outputs)
         return self.matrices or (("layers.0.linear", self.linear, self.outputs), experts)
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with; a tied embedding counts as the head."""
+        """Number of parameters by which one token is multiplied; a tied embedding counts as the head."""
         head = self.head or self.embedding
         return head + self.attention + self.mlp + self.active_experts + self.other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Properties of a model that determine its memory, from its config.json or its code."""
+    """Model properties that determine memory use, from the config.json or the model's code."""
 
     config: Config
     geometry: ModelGeometry
@@ -67,7 +67,7 @@ class ModelShape:
 
 
 def is_counted(family: str) -> bool:
-    """True if parameters of the family can be counted from its config.json."""
+    """Return True if the parameters of this family can be counted from a config.json."""
     return family in _LAYERS
 
 
@@ -75,7 +75,7 @@ def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
     """Count a text model's parameters.
 
     Raises:
-        ConfigError: the layers of the model's family aren't known here.
+        ConfigError: kvq can't count the layers of the model's family.
     """
     family = geometry.model_type
     if not is_counted(family):
@@ -107,12 +107,12 @@ def _get(config: Config, name: str, default: int | None = None) -> int:
 
 
 def _experts(config: Config, name: str, default: int) -> int:
-    """Return the number of experts, from the family's key or the key of transformers since version 5."""
+    """Return the number of experts, from the family's own key or from the key used since transformers 5."""
     return _get(config, name if name in config else "num_local_experts", default)
 
 
 def _matrices(kind: str, place: str, shapes: Mapping[str, tuple[int, int]], copies: int = 1) -> Parameters:
-    """Count `copies` times the weights of part of a layer; `shapes`: (outputs, inputs) by name."""
+    """Count the weights of part of a layer `copies` times; `shapes`: (outputs, inputs) keyed by name."""
     rows = "expert_outputs" if kind == "experts" else "outputs"
     found = tuple(
         (f"model.layers.{place}.{name}", copies * out * inputs, copies * out)
@@ -150,7 +150,7 @@ def _routed(place: str, hidden: int, inner: int, *, count: int, chosen: int) -> 
 
 
 def _llama_attention(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count attention with its norms, and with biases and norms of heads if the family has them."""
+    """Count attention with its norms and, if the family has them, biases and head norms."""
     family, hidden = geometry.model_type, geometry.hidden_size
     attention = _attention(geometry, index)
     other = (4 if family in ("gemma2", "gemma3_text") else 2) * hidden
@@ -182,7 +182,7 @@ def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count a layer, with experts if it is a `decoder_sparse_step`-th one and not listed as dense."""
+    """Count a layer, with experts if `decoder_sparse_step` selects it and it isn't listed as dense."""
     step, count = _get(config, "decoder_sparse_step", 1), _experts(config, "num_experts", 128)
     if index in (config.get("mlp_only_layers") or ()) or not count or (index + 1) % step:
         return _llama(config, geometry, index)
@@ -196,7 +196,7 @@ def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameter
 
 
 def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count experts and router with biases, projections with biases, and a sink for each query head."""
+    """Count experts and router with biases, projections with biases, and one sink per query head."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 2880)
     count, chosen = _get(config, "num_local_experts", 128), _get(config, "num_experts_per_tok", 4)
     attention = _attention(geometry, index)
@@ -206,7 +206,7 @@ def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count multi-head latent attention; dense first layers, then routed experts with a shared one.
+    """Count multi-head latent attention, and an MLP in the first layers or routed experts with a shared one.
 
     Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 2.1.
     """
@@ -235,7 +235,7 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Paramet
 
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count routed experts and a shared one in each `interleave_moe_layer_step`-th layer, else one MLP."""
+    """Count routed and shared experts in every `interleave_moe_layer_step`-th layer, otherwise one MLP."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 8192)
     attention, place = _llama_attention(config, geometry, index), f"{index}.feed_forward"
     if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):
@@ -247,7 +247,7 @@ def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _phi(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Count an MLP of two matrices, biases everywhere, one norm (Phi 1 and 2)."""
+    """Count an MLP of two matrices, one norm, and biases everywhere (Phi 1 and 2)."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 4 * geometry.hidden_size)
     attention = _attention(geometry, index)
     biases = attention.outputs + inner + hidden

@@ -1,4 +1,4 @@
-"""Pool sizes: the division of KV memory among layer groups, for the engine and for the planner."""
+"""Pool sizes: how KV memory is divided among layer groups, for the engine and for the planner."""
 
 import math
 from bisect import bisect_left
@@ -29,10 +29,11 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine, by default
 def pool_budget(  # D270: the memory that CUDA reports, not the data sheet's
     free_bytes: int, *, activation_bytes: int, on_gpu: bool, fraction: float | None = None
 ) -> int:
-    """Return the bytes that pools may take of the memory that is free once the weights are loaded.
+    """Return the number of bytes available to pools out of the memory that is free after the weights are
+    loaded.
 
-    `activation_bytes`: memory that the largest step needs in addition to weights and pools. `fraction`:
-    share of the free bytes in place of the device's default; it also lifts the default limit of hosts.
+    `activation_bytes`: memory that the largest step needs in addition to weights and pools. `fraction`: share
+    of the free bytes, which replaces the device's default; it also lifts the default limit for hosts.
     """
     share = fraction or (GPU_FRACTION if on_gpu else CPU_FRACTION)
     budget = int(free_bytes * share) - activation_bytes
@@ -41,7 +42,7 @@ def pool_budget(  # D270: the memory that CUDA reports, not the data sheet's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
-    """Blocks, step size and concurrency of an engine."""
+    """Number of blocks, step size and concurrency of an engine."""
 
     num_blocks: list[int]  # per layer group
     step_tokens: int  # most new tokens of a step
@@ -49,27 +50,27 @@ class PoolPlan:
 
     @property
     def chunk(self) -> int:
-        """Most new tokens of a step: at least one for each sequence."""
+        """Maximum number of new tokens in a step: at least one for each sequence."""
         return max(self.step_tokens, self.sequences)
 
 
 def plan_pools(  # D269: the planner is the engine's own arithmetic
     layout: KVLayout, budget_bytes: int | None, *, sequences: int, max_context: int, step_tokens: int
 ) -> PoolPlan:
-    """Divide `budget_bytes` for `sequences` sequences of full length; None: all that they could use.
+    """Divide `budget_bytes` among `sequences` full-length sequences; None: give them all they can use.
 
     1. One sequence comes first. It gets the blocks of the longest context that fits in `budget_bytes`
-       together with the tokens of a step (with a staged recipe, here a step of one block at most). If that
-       context is not the full length, an eighth of the memory is for other sequences' staging groups. If
-       not even one block of every layer group fits, there are no blocks at all.
-    2. A step of a staged recipe takes as many tokens as fit in the rest, up to a sixteenth of the memory. No
-       more sequences run at once than a step has tokens.
+       together with the tokens of a step (with a staged recipe, here a step of one block at most). If this
+       context is shorter than the full length, an eighth of the memory is set aside for other sequences'
+       staging groups. If not even one block of every layer group fits, there are no blocks at all.
+    2. A step of a staged recipe takes as many tokens as fit in the rest, up to a sixteenth of the memory. The
+       number of sequences that run at once is limited to the number of tokens in a step.
     3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit at once. If all
-       `sequences` fit, staging groups get room for all of them at the greatest length that fits.
-    4. With recurrent states, as many sequences of 1,024 tokens as fit at once get theirs and room for two
-       snapshots each.
-    5. The rest is divided in proportion to demand, for staging groups last, as they have what those
-       sequences need. If all demand is met, steps grow into the remaining memory.
+       `sequences` fit, staging groups get room for all of them at the maximum length that fits.
+    4. With recurrent states, as many sequences of 1,024 tokens as fit at once get their states and room for
+       two snapshots each.
+    5. The rest is divided in proportion to demand, with staging groups last, as they already have enough for
+       those sequences. If all demand is met, steps grow into the remaining memory.
 
     More memory never makes the longest context shorter.
     """
@@ -118,7 +119,7 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
 def _with_states(
     layout: KVLayout, least: Sequence[int], budget_bytes: int, *, sequences: int, max_context: int
 ) -> list[int]:
-    """Return `least` with as many useful blocks of recurrent states as fit in addition."""
+    """Return `least`, increased by as many useful blocks of recurrent states as also fit."""
     least = list(least)
     if layout.states is not None:
         states = layout.states.block_bytes * STATES_EACH
@@ -130,18 +131,18 @@ def _with_states(
 
 @dataclass(frozen=True, slots=True)
 class _First:  # D272: one long sequence first, then many of 512 tokens
-    """The sequence that gets memory first."""
+    """The first sequence to get memory."""
 
     layout: KVLayout
     budget_bytes: int
     step_tokens: int
 
     def blocks(self, tokens: int) -> list[int]:
-        """Return the most blocks that the sequence holds, per layer group."""
+        """Return the maximum number of blocks that the sequence holds in each layer group."""
         return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
 
     def longest(self, most: int, *, staging_bytes: float = 0) -> int:
-        """Return the most tokens that fit if staging groups take at least `staging_bytes`; 0 if none fit."""
+        """Return the number of tokens that fit if staging groups take at least `staging_bytes`, or 0."""
 
         def is_too_long(tokens: int) -> bool:
             blocks = self.blocks(tokens)
@@ -153,9 +154,10 @@ class _First:  # D272: one long sequence first, then many of 512 tokens
 
 
 def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int, longest: int) -> int:
-    """Return the most tokens of a step, in whole blocks, that fit in a sixteenth of the memory.
+    """Return the maximum number of tokens in a step, in complete blocks, that fit in a sixteenth of the
+    memory.
 
-    They also fit together with a sequence of `longest` tokens. A single block always fits.
+    These tokens also fit together with a sequence of `longest` tokens. A single block always fits.
     """
     block = sum(group.block_bytes for group in layout.groups if group.role is Role.RECENT)
     size, most = layout.block_size, int(STEP_MOST * budget_bytes / block)
@@ -177,7 +179,7 @@ def _side_by_side(
     max_context: int,
     step_tokens: int,
 ) -> list[int]:
-    """Return the blocks for all sequences of `_SHORT` tokens that fit; if all do, staging for longer ones."""
+    """Return blocks for as many sequences of `_SHORT` tokens as fit; if all fit, staging for longer ones."""
 
     def blocks(count: int, tokens: int) -> list[int]:
         return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)
@@ -200,14 +202,14 @@ def _side_by_side(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Crowd:
-    """Number of sequences of equal length that run at once."""
+    """Number of equally long sequences that run at once."""
 
     count: int
     limit: GroupLayout | None  # the layer group whose blocks run out first; None: all that may run fit
 
 
 def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
-    """Return the number of sequences of `tokens` tokens that fit into pools, each at its peak of blocks."""
+    """Return the number of sequences of `tokens` tokens that fit in the pools, at their peak of blocks."""
     own = sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
     alone = sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
     fits = [
@@ -220,7 +222,7 @@ def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
 
 
 def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:
-    """Return the tokens of the longest sequence that is not refused, at most `max_context`."""
+    """Return the length in tokens, up to `max_context`, of the longest sequence that is not refused."""
     return bisect_left(
         range(1, max_context + 1), True, key=lambda tokens: at_once(layout, pools, tokens).count < 1
     )
@@ -229,9 +231,9 @@ def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:
 def share_blocks(
     layout: KVLayout, wanted: Sequence[int], budget_bytes: float, least: Sequence[int] | None = None
 ) -> list[int]:
-    """Return the same share of each layer group's wanted blocks, such that all fit in `budget_bytes`.
+    """Return the same fraction of each layer group's wanted blocks, so that all fit in `budget_bytes`.
 
-    No group gets less than its `least`, which must fit.
+    No group gets fewer blocks than its `least`, which must fit.
     """
     least = [0] * len(wanted) if least is None else least
     budget, free, share = max(0, budget_bytes), set(range(len(wanted))), 1.0
@@ -251,16 +253,16 @@ def _at_least(blocks: Sequence[int], least: Sequence[int]) -> list[int]:
 
 
 def _staging(layout: KVLayout, blocks: Sequence[int]) -> list[int]:
-    """Return the blocks of staging groups, and 0 for the others."""
+    """Return the numbers of blocks for staging groups, and 0 for other groups."""
     return _merged(layout, sealed=[0] * len(blocks), staging=blocks)
 
 
 def _merged(layout: KVLayout, *, sealed: Sequence[int], staging: Sequence[int]) -> list[int]:
-    """Return the blocks of each group from the list for its kind."""
+    """Return each group's number of blocks from the list for its kind, `sealed` or `staging`."""
     pairs = zip(layout.groups, sealed, staging, strict=True)
     return [other if group.is_staging else own for group, own, other in pairs]
 
 
 def reserve_blocks(num_blocks: Sequence[int], fraction: float = RESERVE_FRACTION) -> int:
-    """Return the number of blocks of every pool that are kept from new requests."""
+    """Return the number of blocks in every pool that are withheld from new requests."""
     return min(int(fraction * min(num_blocks)), min(num_blocks) - 1)

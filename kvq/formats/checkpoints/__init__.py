@@ -1,4 +1,4 @@
-"""Quantized checkpoints as config.json describes them: layers, formats and tensor names. No tensors.
+"""Quantized checkpoints as described by config.json: layers, formats and tensor names. No tensors.
 
 A new `quant_method` is added to `_READ`; the tensors of its file format are read by `kvq.weights.files`.
 """
@@ -26,10 +26,10 @@ _READ: dict[str, Callable[[Fields], QuantizationScheme]] = {  # by quant_method
 
 
 def parse_config(config: object) -> QuantizationScheme:
-    """Read the quantization_config of a config.json; for bitsandbytes, there are no rules.
+    """Parse the quantization_config of a config.json; for bitsandbytes, the result has no rules.
 
     Raises:
-        ModelError: a method, version or feature is not supported; the message names its field and value.
+        ModelError: a method, version or feature is not supported; the message names the field and its value.
     """
     fields = Fields.of(config, WHERE)
     method = fields.values.get("quant_method")
@@ -43,7 +43,7 @@ def parse_config(config: object) -> QuantizationScheme:
 
 
 def with_modelopt_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json's dict with the quantization_config that ModelOpt writes to another file."""
+    """Return a config.json's dict with the quantization_config that ModelOpt writes to a separate file."""
     path, own = folder / "hf_quant_config.json", None
     if config.get("quantization_config") is not None or not path.is_file():
         return dict(config)

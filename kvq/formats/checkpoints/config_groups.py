@@ -1,4 +1,4 @@
-"""The quantization_config of compressed-tensors: schemes of layers by target, layers to ignore, KV scales.
+"""The quantization_config of compressed-tensors: layer schemes by target, ignored layers, and KV scales.
 
 Source: the compressed-tensors package, version 0.20, folder `quantization`: `quant_config.py`,
 `quant_scheme.py` and `quant_args.py`.
@@ -44,14 +44,14 @@ _KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "te
 
 
 def version_of(fmt: WeightFormat) -> str:
-    """Return the compressor that writes weights of this format."""
+    """Return the name of the compressor that writes weights in this format."""
     if fmt.code is WeightCode.FP8:
         return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
     return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM stores W4A8's nibbles as bytes, too
 
 
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
-    """Return the config for layers in these formats; with several formats, each group names its layers."""
+    """Return the config for layers in these formats; with several formats, each group lists its layers."""
     kinds = list(dict.fromkeys(formats.values()))
     versions = {version_of(fmt) for fmt in kinds}
     groups = {}
@@ -69,7 +69,7 @@ def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scale
 
 
 def parse(fields: Fields) -> QuantizationScheme:
-    """Read the config; see `kvq.formats.checkpoints.parse_config`."""
+    """Parse the config; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_FIELDS, _HARMLESS)
     fields.absent("transform_config", "moe_sparsity_config")
     if fields.values.get("sparsity_config") not in (None, {}):
@@ -83,9 +83,9 @@ def parse(fields: Fields) -> QuantizationScheme:
 
 
 def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
-    """Return the rules of ignored layers, then of groups: names before patterns, and both before all layers.
+    """Return the rules for ignored layers, then for groups: names, then patterns, then all layers.
 
-    `read`: returns the description of a group's layers, or None if they stay unquantized.
+    `read`: function that returns the description of a group's layers, or None if they stay unquantized.
     """
     named = fields.object("config_groups")
     if not named.values:
@@ -181,12 +181,12 @@ def _target(text: str, where: str) -> re.Pattern[str]:
 
 
 def _token_inputs(kind: str) -> dict[str, Any]:
-    """Return the scheme for inputs that are rounded token by token."""
+    """Return the scheme for inputs that are quantized token by token."""
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 def _check_args(args: Fields, wanted: Mapping[str, Any]) -> None:
-    """Raise ModelError unless a quantization has exactly these arguments."""
+    """Raise ModelError unless a quantization scheme has exactly these arguments."""
     args.only(_ARGS)
     args.absent("block_structure", "actorder", "group_size")
     for name, value in wanted.items():

@@ -39,7 +39,7 @@ _OVERRIDES = ("bits", "group_size", "sym", "desc_act")
 def dump_gptq(
     fmt: WeightFormat, layers: Sequence[str], ignore: Sequence[str], *, act_order: bool
 ) -> dict[str, Any]:
-    """Return the config of a GPTQ checkpoint, version 1, symmetric."""
+    """Return the config of a symmetric GPTQ checkpoint, version 1."""
     skipped = [name for name in ignore if name != "lm_head"]
     config: dict[str, Any] = {
         "quant_method": "gptq",
@@ -56,7 +56,7 @@ def dump_gptq(
 
 
 def parse_gptq(fields: Fields) -> QuantizationScheme:
-    """Read the config of a GPTQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
+    """Parse the config of a GPTQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_GPTQ)
     fields.absent("is_marlin_format")
     fields.choice("pack_dtype", ("int32", None), None)
@@ -68,7 +68,7 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
 
 
 def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
-    """Return the rules of exceptions, the head, then layers in blocks; `read` describes layers by fields."""
+    """Return the rules for exceptions, the head and layers in blocks; `read` describes layers by fields."""
     layer, rules = read(fields), _dynamic(fields, read)
     head = fields.choice("lm_head", (True, False, None), False)
     rules.append((ending("lm_head"), layer if head else None))
@@ -77,7 +77,7 @@ def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Lay
 
 
 def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return the config of an AWQ checkpoint, version GEMM, with zero points even if all are zero."""
+    """Return the config of an AWQ checkpoint, version GEMM, with zero points even if all of them are zero."""
     return {
         "quant_method": "awq",
         "bits": fmt.code.bits,
@@ -89,7 +89,7 @@ def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_awq(fields: Fields) -> QuantizationScheme:
-    """Read the config of an AWQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
+    """Parse the config of an AWQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_AWQ)
     for name in ("version", "format"):
         fields.choice(name, (GEMM, GEMM.upper(), None), None)
@@ -116,7 +116,7 @@ def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightForma
 
 
 def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
-    """Return GPTQModel's exceptions: `-:pattern` excludes layers, `+:pattern` or `pattern` changes fields."""
+    """Return GPTQModel's exceptions: `-:pattern` excludes layers, `+:pattern` or `pattern` sets fields."""
     if fields.values.get("dynamic") is None:
         return []
     dynamic, rules = fields.object("dynamic"), []
@@ -131,7 +131,7 @@ def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer
 
 
 def _parts(fields: Fields) -> list[str]:
-    """Return the ends of the names of quantized layers, if the config lists them."""
+    """Return the suffixes of the names of quantized layers, if the config lists any."""
     listed = fields.values.get("modules_in_block_to_quantize")
     if listed is None:
         return []
@@ -143,7 +143,7 @@ def _parts(fields: Fields) -> list[str]:
 
 
 def _in_blocks(fields: Fields) -> re.Pattern[str]:
-    """Return a pattern for the layers of all blocks, or of the block list that the config names."""
+    """Return a pattern for the layers in all blocks, or in the block list that the config names."""
     name = fields.values.get("block_name_to_quantize")
     if name is None:
         return IN_BLOCKS

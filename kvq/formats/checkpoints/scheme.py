@@ -17,22 +17,22 @@ EVERY = re.compile("")  # patterns match from the start of a layer's name
 
 
 def exactly(name: str) -> re.Pattern[str]:
-    """Return a pattern for the layer of that name."""
+    """Return a pattern that matches only the layer called `name`."""
     return re.compile(rf"{re.escape(name)}\Z")
 
 
 def containing(part: str) -> re.Pattern[str]:
-    """Return a pattern for layers whose names contain `part`."""
+    """Return a pattern that matches layers whose names contain `part`."""
     return re.compile(rf"(?s:.*){re.escape(part)}")
 
 
 def ending(part: str) -> re.Pattern[str]:
-    """Return a pattern for layers whose names end with `part`, in whole words."""
+    """Return a pattern that matches layers whose names end with `part`, at a word boundary."""
     return re.compile(rf"(?s:.*\.)?{re.escape(part)}\Z")
 
 
 def fitting(pattern: str) -> re.Pattern[str]:
-    """Return a config's regular expression, compiled.
+    """Compile a regular expression from a config.
 
     Raises:
         ModelError: the expression is invalid, or could take forever on a long name.
@@ -53,7 +53,7 @@ def fitting(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerScheme:
-    """Format of one layer on disk."""
+    """Stored format of one layer on disk."""
 
     fmt: WeightFormat
     version: str  # of the file format: "pack-quantized", "gptq_v2", "gemm" ...
@@ -64,13 +64,13 @@ Rule = tuple[re.Pattern[str], Layer | None]  # names of layers, and their descri
 
 
 def first_of(rules: Iterable[Rule[Layer]], name: str) -> Layer | None:
-    """Return the description in the first rule that matches a layer; None if it stays unquantized."""
+    """Return the description in the first rule that matches a layer, or None if it stays unquantized."""
     return next((layer for pattern, layer in rules if pattern.match(name)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationScheme:
-    """Content of a checkpoint's quantization_config; the first rule that matches a layer counts."""
+    """Content of a checkpoint's quantization_config; for each layer, the first matching rule applies."""
 
     file_format: str  # one of FILE_FORMATS
     version: str
@@ -78,11 +78,11 @@ class QuantizationScheme:
     kv_scales: bool = False  # static FP8 scales of K and V are among the tensors
 
     def layer_of(self, name: str) -> LayerScheme | None:
-        """Return the stored form of the Linear layer of that name; None if it is not quantized."""
+        """Return the stored form of the Linear layer called `name`, or None if it is not quantized."""
         return first_of(self.rules, name)
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """Return the format of the Linear layer of that name; None if it is not quantized."""
+        """Return the format of the Linear layer called `name`, or None if it is not quantized."""
         layer = self.layer_of(name)
         return None if layer is None else layer.fmt
 

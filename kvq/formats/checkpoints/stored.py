@@ -1,4 +1,4 @@
-"""Stored size of each layer's weights, from a quantization_config of any method, even one kvq can't load."""
+"""Stored size of each layer's weights, from a quantization_config of any method, loadable by kvq or not."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from kvq.formats.weights import WeightCode, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored form of weights."""
+    """Stored form of a weight."""
 
     name: str
     weight_bytes: float  # without scales
@@ -25,12 +25,12 @@ class Stored:
 
     @classmethod
     def of(cls, fmt: WeightFormat, scale_bytes: int = 2) -> "Stored":
-        """Return the form in which kernels store a format; they store 3 bits as 4."""
+        """Return the form in which kernels store a format; 3-bit codes are stored in 4 bits."""
         narrow = fmt.code in (WeightCode.INT4, WeightCode.INT3)
         return cls(fmt.name, 0.5 if narrow else 1, fmt.group_size, scale_bytes + (not fmt.symmetric))
 
     def num_scales(self, weights: int, rows: int) -> float:
-        """Return the number of scales of `weights` weights in `rows` output rows."""
+        """Return the number of scales for `weights` weights in `rows` output rows."""
         each = weights / self.group if self.group else rows
         return each if self.scale_bytes else 0
 
@@ -66,9 +66,9 @@ _EXPERTS = re.compile(r".*\.experts\.")
 def stored_layers(
     config: object, scheme: QuantizationScheme | None, scale_bytes: int
 ) -> Sequence[Rule[Stored]] | None:
-    """Return stored forms by patterns of layer names, of which the first match counts; None if unknown.
+    """Return rules from layer name patterns to stored forms (the first match applies), or None if unknown.
 
-    `scheme`: the scheme of a config that kvq reads; its scales have `scale_bytes`.
+    `scheme`: the scheme, if kvq can load the config; each of its scales has `scale_bytes` bytes.
     """
     if scheme is not None and scheme.rules:
         forms = ((names, layer.fmt if layer else None) for names, layer in scheme.rules)
@@ -80,7 +80,7 @@ def stored_layers(
 
 
 def _unread(fields: Fields) -> list[Rule[Stored]] | None:
-    """Return the rules of a config whose method or features kvq doesn't load; None if unknown."""
+    """Return the rules for a config whose method or features kvq can't load, or None if they are unknown."""
     nested = fields.values.get("quantization")
     said = {**fields.values, **(nested if isinstance(nested, Mapping) else {})}
     method = str(said.get("quant_method", "bitsandbytes" if "load_in_4bit" in said else "")).lower()
@@ -101,21 +101,21 @@ def _unread(fields: Fields) -> list[Rule[Stored]] | None:
 
 
 def _at(said: object, path: tuple[str, ...]) -> object:
-    """Return the value at the end of a path of keys, skipping missing keys."""
+    """Return the value at the end of a path of keys; missing keys are skipped."""
     for key in path:
         said = said[key] if isinstance(said, Mapping) and key in said else said
     return said
 
 
 def _layers(said: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, object]]:
-    """Yield the layers described by name; hqq has them where other methods describe all layers."""
+    """Yield the layers that are described individually; in hqq, these replace a description of all layers."""
     for key in (*_OWN, *path[:1]):
         if isinstance(named := said.get(key), Mapping):
             yield from ((name, one) for name, one in named.items() if isinstance(one, Mapping))
 
 
 def _named(text: str) -> re.Pattern[str]:
-    """Return a pattern of layer names, from an expression or from words of names with * as a wildcard."""
+    """Return a layer name pattern from a regular expression or from parts of names with * as a wildcard."""
     if text.startswith("re:"):
         return fitting(text.removeprefix("re:"))
     words = ".*".join(map(re.escape, text.split("*")))
@@ -123,7 +123,7 @@ def _named(text: str) -> re.Pattern[str]:
 
 
 def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
-    """Return the form that a text or an object describes; None if there is none, or it has 16 bits."""
+    """Return the form described by a string or an object, or None if there is none or it has 16 bits."""
     values = {**beside, "quant_algo": said} if isinstance(said, str) else said
     if not isinstance(values, Mapping):
         return None
@@ -152,5 +152,5 @@ def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
-    """Return the value of the first of these fields whose value has that type."""
+    """Return the value of the first of these fields whose value has the type `kind`."""
     return next((values[name] for name in names if type(values.get(name)) is kind), None)

@@ -19,12 +19,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see reference.py.
 
-    INT8 and grouped codes are multiplied with queries and probabilities rounded to integers of 15 bits and
-    sign, with a relative error near 1e-4; with `exact`, or on CPUs without AVX2, products are fp32.
+    INT8 and grouped codes are multiplied with queries and probabilities rounded to integers of 15 bits plus
+    sign, with a relative error near 1e-4; with `exact`, or on CPUs without AVX2, products are computed in
+    fp32.
 
     Raises:
         IndexError: a table names a block outside the pool.
-        MemoryError: there is no room for scratch memory.
+        MemoryError: there is not enough memory for scratch buffers.
         ConfigError: shapes don't fit the blocks or the batch.
     """
     check_shape("q", q, q.shape[1], kv.formats.k_head_dim)
@@ -34,7 +35,7 @@ def attend(
 def run_attention(
     kernel: str, q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run one of the C++ kernels that attend over blocks, with queries of a checked shape; see `attend`."""
+    """Run one of the C++ attention kernels over blocks, with queries of a checked shape; see `attend`."""
     tokens, q_heads, _ = q.shape
     check_batch(batch, tokens, kv.block_size, options)
     asked, _kept_sinks = options_of(options, q_heads, kv.k.codes.shape[1], exact=exact)
@@ -48,7 +49,7 @@ def run_attention(
 
 
 def check_batch(batch: SequenceBatch, tokens: int, block_size: int, options: AttentionOptions) -> None:
-    """Raise unless a batch has `tokens` new tokens, and tables long enough for the keys that they see.
+    """Raise unless the batch has `tokens` new tokens and its tables cover all keys that the tokens see.
 
     Raises:
         ConfigError: the lengths don't match.
@@ -72,7 +73,7 @@ def check_batch(batch: SequenceBatch, tokens: int, block_size: int, options: Att
 def options_of(
     options: AttentionOptions, q_heads: int, kv_heads: int, *, exact: bool
 ) -> tuple[Any, Tensor | None]:
-    """Return a KvqAttention, and the tensor to whose memory it points.
+    """Return a KvqAttention structure and the tensor that it points to.
 
     Raises:
         ConfigError: the query heads don't fit the KV heads or the sinks.
@@ -97,7 +98,7 @@ def options_of(
 
 
 def _part(part: Part | None) -> dict[str, int]:
-    """Return the fields of KvqAttention that select the part of the keys."""
+    """Return the KvqAttention fields that select a part of the keys."""
     if part is None:
         return {"part": NUMBERS["KVQ_ALL"]}
     return {

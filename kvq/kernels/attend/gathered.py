@@ -1,5 +1,5 @@
-"""Attention of many new tokens over a long context: its rows are decoded to 16-bit numbers, a chunk at a
-time, for torch's flash attention.
+"""Attention of many new tokens over a long context: K and V are decoded to 16-bit numbers, chunk by chunk,
+for torch's flash attention.
 
 In the fused kernel, every tile of query rows decodes the same codes again. Here, each code is decoded once,
 into memory of at most `SCRATCH_BYTES`. The chunks' results are merged by their log-sum-exp, in fp32.
@@ -30,12 +30,12 @@ _Result = tuple[Tensor, Tensor]  # [new, q_heads, dim], and fp32 [new, q_heads]
 
 
 def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
-    """Return True if flash attention over rows in the queries' dtype suits a layer's attention.
+    """Return True if a layer's attention can run as flash attention over rows in the queries' dtype.
 
-    It does not support a softcap, different head dimensions of K and V, fp32 queries (except in the
-    interpreter), codes whose values that dtype can't represent, or a part of the keys. It does not pay for
-    unquantized rows, which need no decoding (2,048 bf16 tokens over 32,768 took an H200 2.38 ms fused and
-    3.52 gathered). Windows are checked per sequence.
+    Flash attention does not support a softcap, different head dimensions of K and V, fp32 queries (except in
+    the interpreter), codes whose values that dtype can't represent, or attention to only a part of the keys.
+    Gathering isn't worthwhile for unquantized rows, which need no decoding (2,048 bf16 tokens over 32,768
+    keys took an H200 2.38 ms fused and 3.52 ms gathered). Windows are checked per sequence.
     """
     dim, formats = kv.formats.k_head_dim, kv.formats
     wide = _TOO_WIDE.get(q.dtype, ())
@@ -52,14 +52,14 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
 def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
     """Return True if gathering is less work than decoding in every tile, by the counts in D138.
 
-    `LEAST_ROWS` are 16 tiles of 64 rows. A sequence takes eight launches, and six for every chunk after the
-    first; flash attention takes 0.2 ms for `LEAST_PAIRS`, which is 25 us for each of the eight.
+    `LEAST_ROWS` is 16 tiles of 64 rows. A sequence takes eight launches, plus six for every chunk after the
+    first; flash attention takes 0.2 ms for `LEAST_PAIRS`, which is 25 us for each of the eight launches.
     """
     return new * share >= LEAST_ROWS and new * q_heads * keys >= LEAST_PAIRS
 
 
 def chosen(batch: SequenceBatch, q_heads: int, share: int, window: int | None) -> list[int]:
-    """Return the sequences for which gathering pays; none in a captured graph, as contexts are unknown."""
+    """Return the sequences worth gathering; none in a captured graph, where context lengths are unknown."""
     lens = [] if batch.is_captured else zip(batch.query_lens, batch.context_lens, strict=True)
     return [
         i
@@ -76,7 +76,7 @@ def attend_gathered(  # D138: many new tokens: gathered rows and flash attention
     sequences: Sequence[int],
     results: _Result,
 ) -> None:
-    """Attend from `sequences` as `attend` does, and store their rows in its results."""
+    """Attend from `sequences` as `attend` does, and store their output rows in `results`."""
     scratch = _scratch(q, kv, batch)
     for i, rows in zip(sequences, batch.rows_of(sequences), strict=True):
         table, context = batch.tables[i : i + 1], batch.context_lens[i]
@@ -88,7 +88,7 @@ def attend_gathered(  # D138: many new tokens: gathered rows and flash attention
 def _parts(
     q: Tensor, kv: PagedKV, table: Tensor, context: int, scratch: tuple[Tensor, Tensor], scale: float
 ) -> Iterator[_Result]:
-    """Yield the results over one chunk of keys after the other; all chunks use the same memory."""
+    """Yield the attention results for each chunk of keys in turn; all chunks use the same memory."""
     start = context - len(q)
     for begin, end in chunks(start, context, scratch[0].shape[2]):
         k, v = (x[:, :, : end - begin] for x in scratch)
@@ -97,7 +97,7 @@ def _parts(
 
 
 def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` keys, first before position `start`, then from there on."""
+    """Yield ranges of at most `most` keys: first for keys before position `start`, then for the others."""
     for low, high in ((0, min(start, end)), (start, end)):
         count = -(-(high - low) // most)
         for i in range(count):
@@ -105,9 +105,9 @@ def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _over_chunk(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float) -> _Result:
-    """Return the results of all rows over a chunk [1, kv_heads, keys, dim]. `before`: number of rows before
-    its first key, which see no key; negative if the chunk precedes the new tokens and all rows see all keys.
-    """
+    """Return the results of all query rows for one chunk of keys, [1, kv_heads, keys, dim]. `before`: number
+    of query rows before the chunk's first key; they see none of its keys. If it is negative, the chunk
+    precedes the new tokens and all rows see all keys."""
     keys = k.shape[2]
     if before < 0:
         return _flash(q, k, v, scale, is_causal=False)
@@ -122,7 +122,7 @@ def _over_chunk(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float) -> _
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> _Result:
-    """Run torch's flash attention on q [new, q_heads, dim]; causal only with as many keys as rows.
+    """Run torch's flash attention on q [new, q_heads, dim]; causal only if there are as many keys as rows.
 
     Both of torch's kernels accept fewer KV heads than query heads.
     """
@@ -138,7 +138,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
 
 
 def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
-    """Merge all parts in fp32: each is merged into the first one's memory before the next is computed."""
+    """Merge all parts in fp32, each into the memory of the first before the next one is computed."""
     first = next(parts)
     outs, lses = (x.new_empty((2, *x.shape), dtype=torch.float32) for x in first)
     whole = outs[0], lses[0]
@@ -152,7 +152,7 @@ def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
 
 
 def _scratch(q: Tensor, kv: PagedKV, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """Return buffers for K and V of a chunk, [1, kv_heads, keys, dim] each, shared by all layers."""
+    """Return buffers for a chunk's K and V, [1, kv_heads, keys, dim] each, shared by all layers."""
     heads, dim = kv.k.codes.shape[1], kv.formats.k_head_dim
     keys = SCRATCH_BYTES // (2 * heads * dim * q.element_size())
     name = _scratch, q.dtype, heads, keys, dim

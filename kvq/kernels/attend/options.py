@@ -11,7 +11,7 @@ from kvq.formats import ExactTokens
 
 
 class Age(Enum):
-    """Age of keys, relative to a query."""
+    """Age of a key relative to a query."""
 
     OLD = "old"  # in blocks that are full and followed by `recent` tokens, up to the query
     YOUNG = "young"  # the others
@@ -19,10 +19,10 @@ class Age(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A part of the keys before a query, if tokens are stored in several forms.
+    """A part of the keys before a query, used if tokens are stored in several forms.
 
-    The first key that is young for a query at position p is edge(p) = floor((p + 1 - recent) / block_size)
-    * block_size, so the form of a token that a query sees depends only on their positions. Keys in
+    The first key that is young for a query at position p is edge(p) = floor((p + 1 - recent) / block_size) *
+    block_size, so the form in which a query sees a token depends only on the positions of both. Keys in
     [first, min(edge, last)) are old.
     """
 
@@ -33,25 +33,25 @@ class Part:
     last: int | None = None  # OLD: later keys, from here on, are left out; None: none are
 
     def edge(self, position: int) -> int:
-        """Return the first key that is young for a query at a position."""
+        """Return the first key that is young for a query at `position`."""
         return max(0, position + 1 - self.recent) // self.block_size * self.block_size
 
     def edges(self, position: Tensor) -> Tensor:
-        """Return the edges of many positions."""
+        """Return `edge` for each of many positions."""
         return (position + 1 - self.recent).clamp(min=0) // self.block_size * self.block_size
 
     def oldest(self, position: int) -> int:
-        """Return the first key that a query at a position, or any later one, may see."""
+        """Return the first key that a query at `position`, or at any later one, may see."""
         return self.edge(position) if self.age is Age.YOUNG else self.first
 
     def end(self, position: int) -> int:
-        """Return the end of the keys that a query at a position, or any earlier one, may see."""
+        """Return the end of the range of keys that a query at `position`, or at any earlier one, may see."""
         if self.age is Age.YOUNG:
             return position + 1
         return self.edge(position) if self.last is None else min(self.edge(position), self.last)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return bool: True where the key is not in this part."""
+        """Return a bool tensor that is True where the key is not in this part."""
         edge = self.edges(query)
         if self.age is Age.YOUNG:
             return key < edge
@@ -60,22 +60,23 @@ class Part:
 
 
 def parts_of(exact: ExactTokens, block_size: int) -> tuple[Part, Part, Part]:
-    """Return the keys that a staged layer reads from sealed blocks, from recent blocks, and from sinks."""
+    """Return the parts of the keys that a staged layer reads from sealed blocks, recent blocks and sinks."""
     old = Part(age=Age.OLD, recent=exact.recent, block_size=block_size, first=exact.sinks)
     return old, replace(old, age=Age.YOUNG, first=0), replace(old, first=0, last=exact.sinks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
-    """Options of a layer's attention, apart from its blocks.
+    """Attention options of a layer, apart from its blocks.
 
-    `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`:
-    keys that a query sees, its own position included. `chunk`: tokens; a query sees only keys of its own
-    chunk, and chunks begin at multiples of `chunk`. `sinks`: [q_heads], logits that join the softmax
-    without a value. `part`: the part of the keys, if others are stored elsewhere.
+    `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`: number
+    of keys that a query sees, including the one at its own position. `chunk`: number of tokens in a chunk; a
+    query sees only keys in its own chunk, and chunks begin at multiples of `chunk`. `sinks`: [q_heads],
+    logits that take part in the softmax but have no value. `part`: part of the keys that is read, if other
+    keys are stored elsewhere.
 
     Raises:
-        ConfigError: a window or chunk has less than one token, or a scale or softcap is not above 0.
+        ConfigError: a window or chunk is shorter than one token, or a scale or softcap is not positive.
     """
 
     scale: float
@@ -102,15 +103,15 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """Return the options of a layer whose queries see `window` tokens, of their chunk or the latest."""
+        """Return a layer's options: its queries see the last `window` tokens, or a chunk of that size."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":
-        """Return the options over a part of the keys."""
+        """Return the options restricted to one part of the keys."""
         return replace(self, part=part)
 
     def without_sinks(self) -> "AttentionOptions":
-        """Return the options without sinks, which join only once, when parts of the keys are merged."""
+        """Return the options without sinks, which are added only once, when parts of the keys are merged."""
         return self if self.sinks is None else replace(self, sinks=None)
 
     def oldest(self, position: int) -> int:
@@ -121,11 +122,11 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return first if self.part is None else max(first, self.part.oldest(position))
 
     def end(self, position: int) -> int:
-        """Return the end of the keys that a query at `position` sees."""
+        """Return the end of the range of keys that a query at `position` sees."""
         return position + 1 if self.part is None else self.part.end(position)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return bool: True where a query at a position does not see the key at another; both broadcast."""
+        """Return a bool tensor, True where `query` does not see `key`; both positions broadcast."""
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (key <= query - self.window)
@@ -134,5 +135,5 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return hidden if self.part is None else hidden | self.part.hides(query, key)
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Return scaled scores, bounded by the softcap."""
+        """Return the scaled scores with the softcap applied."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)

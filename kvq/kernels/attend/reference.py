@@ -31,8 +31,8 @@ def attend(  # D83: decode is an extend of one token
     The new tokens' K and V must already be written. `q`: [tokens, q_heads, k_head_dim] in packed
     order; query head h reads KV head h * kv_heads // q_heads.
 
-    Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural
-    log, sinks included; (0, -inf) where a query sees no key.
+    Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural log, sinks
+    included; (0, -inf) if a query sees no key.
     """
     fmt = kv.formats
     query = rotate(q) if fmt.k.rotated else q.float()
@@ -54,9 +54,8 @@ def attend_rows(
     batch: SequenceBatch,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return `attend`'s results over fp32 rows from any source: `rows_of` returns K and V [kv_heads, keys,
-    dim] at a table's positions [start, end). `query`: fp32 [tokens, q_heads, dim].
-    """
+    """Return `attend`'s results for fp32 rows from any source: `rows_of` returns K and V, [kv_heads, keys,
+    dim], at positions [start, end) of a table. `query`: fp32 [tokens, q_heads, dim]."""
     tokens, q_heads, _ = query.shape
     out = torch.zeros(tokens, q_heads, v_dim, device=query.device)
     lse = torch.full((tokens, q_heads), float("-inf"), device=query.device)
@@ -79,9 +78,8 @@ def attend_rows(
 def attend_keys(
     q: Tensor, k: Tensor, v: Tensor, start: int, oldest: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend for one sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
-    [kv_heads, keys, dim] from position `oldest` on. Returns out [new, q_heads, dim] and lse.
-    """
+    """Attend for one sequence; return out [new, q_heads, dim] and lse. `q`: fp32 [new, q_heads, dim], scaled,
+    starting at position `start`; `k` and `v`: [kv_heads, keys, dim], starting at position `oldest`."""
     keys = k.shape[1]
     front, back = oldest % _KEY_TILE, -(oldest + keys) % _KEY_TILE
     k, v = (functional.pad(x, (0, 0, front, back)) for x in (k, v))  # whole tiles of keys
@@ -97,9 +95,9 @@ def attend_keys(
 def _attend_tile(
     q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend from some query rows, the first at position `first`, over key tiles with a running softmax.
+    """Attend from a tile of query rows, the first at position `first`, over key tiles with a running softmax.
 
-    `keys`: positions of the keys in `k` and `v`, without the padding before and after them.
+    `keys`: positions of the keys in `k` and `v`, excluding padding.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
@@ -135,12 +133,13 @@ def _attend_tile(
 
 
 def limit_of(fmt: KVFormat) -> float | None:
-    """Return the largest code of K; None if its codes can't be multiplied directly."""
+    """Return the largest code of K, or None if K's codes can't be multiplied directly."""
     return None if fmt.is_per_channel else _LARGEST.get(fmt.code)
 
 
 def rounded_queries(q: Tensor, fmt: KVFormat) -> Tensor:
-    """Return q [..., dim], fp32, rounded to codes of `fmt` with one scale per row; unchanged for other codes.
+    """Return q, fp32 [..., dim], rounded to codes of `fmt` with one scale per row, or unchanged if K's codes
+    can't be multiplied directly.
 
     If the format rotates, q is rotated, rounded and rotated back.
     """

@@ -23,13 +23,13 @@ def attend_latent(
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see reference.py.
 
-    On CPUs with AMX, products use sums of bf16 numbers in place of fp32 numbers, except for FP32 blocks; the
-    relative error is near 1e-5. With `exact`, or on other CPUs, all products are fp32.
+    On CPUs with AMX, products represent fp32 numbers as sums of bf16 numbers, except for FP32 blocks; the
+    relative error is near 1e-5. With `exact`, or on other CPUs, all products are computed in fp32.
 
     Raises:
         IndexError: a table names a block outside the pool.
-        MemoryError: there is no room for scratch memory.
-        ConfigError: shapes don't fit the blocks or the batch, or latents have several heads.
+        MemoryError: there is not enough memory for scratch buffers.
+        ConfigError: shapes don't fit the blocks or the batch, or the latents have more than one head.
     """
     if (heads := kv.k.codes.shape[1]) != 1:
         raise ConfigError(f"latents are of one KV head for all query heads, got {heads}")
@@ -39,13 +39,13 @@ def attend_latent(
 
 @lru_cache(maxsize=1)
 def has_tiles() -> bool:
-    """Return True if this CPU multiplies in tiles of bf16."""
+    """Return True if this CPU has matrix instructions for tiles of bf16."""
     found = ctypes.c_int(0)
     run("latent_tiles", ctypes.addressof(found))
     return bool(found.value)
 
 
 def relative_speed(kv: PagedKV, *, exact: bool) -> float:
-    """Return the kernel's speed in products over such blocks, relative to torch's."""
+    """Return the speed of the kernel's products over blocks of this format, relative to torch's."""
     codes = (kv.formats.k.code, kv.formats.v.code)
     return _IN_TILES if has_tiles() and not exact and Code.FP32 not in codes else _IN_FP32

@@ -16,8 +16,8 @@ def attend_latent(
     """Attend causally from every sequence's new tokens over rows that are stored once for all heads.
 
     Blocks of one KV head store the rotary part of a token's key as K and its latent as V, each in its own
-    format. A key is the latent followed by the rotary part; the value is the latent. `q`: [tokens,
-    q_heads, v_head_dim + k_head_dim], with the projection from latents to keys absorbed.
+    format. A key is the latent followed by the rotary part; the value is the latent. `q`: [tokens, q_heads,
+    v_head_dim + k_head_dim], with the projection from latents to keys absorbed into the queries.
 
     Returns out [tokens, q_heads, v_head_dim] in q's dtype (latents, before the projection to values), and lse
     fp32 [tokens, q_heads], as `attend` does.

@@ -22,7 +22,7 @@ _PART_COLUMNS = 128  # of a row that are decoded in registers at once
 def attend_latent(
     q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; for dtypes see `attend` in Triton. Tables are not checked."""
+    """Do what the reference does; see `attend` in Triton for dtypes. Tables are not checked."""
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend_latent(q.float(), kv, batch, options)
         return out.to(q.dtype), lse
@@ -60,7 +60,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
 
 
 def _parts(v: Rows, *, in_halves: bool) -> int:
-    """Return the number of parts in which a row is read: of _PART_COLUMNS columns, or of a group's."""
+    """Return the number of parts in which a row is read: parts of _PART_COLUMNS columns, or of one group."""
     least = v.group if in_halves and v.group < v.dim else 1
     return max(1 + in_halves, int(v.pad) // max(_PART_COLUMNS, least))
 
@@ -68,10 +68,10 @@ def _parts(v: Rows, *, in_halves: bool) -> int:
 def turned(x: Tensor, parts: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
     """Return rows [tokens, heads, dim] in another dtype, with parts of adjacent columns rotated in blocks.
 
-    It rotates queries before attention over latents, and results after it: in the attention kernel, every
-    program would rotate a row of 512 again, and its layout cost the loop 30 instructions per key (counted).
+    Queries are rotated here before attention over latents, and results after it. In the attention kernel,
+    every program would rotate a row of 512 again, in a layout that adds 30 instructions per key (counted).
 
-    `parts`: one or two pairs of columns and block size; block sizes are powers of two, 1 for no rotation.
+    `parts`: one or two pairs (columns, block size); block sizes are powers of two, 1 for no rotation.
     """
     tokens, heads, _ = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -101,7 +101,7 @@ def turn_kernel(
     FIRST: tl.constexpr, FIRST_PAD: tl.constexpr, FIRST_BLOCK: tl.constexpr,
     SECOND: tl.constexpr, SECOND_PAD: tl.constexpr, SECOND_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows."""
+    """Rotate rows and convert their dtype; see `turned`. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row // heads * x_token + row % heads * x_head
     out_ptr += row * (FIRST + SECOND)

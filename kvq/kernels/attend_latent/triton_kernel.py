@@ -1,8 +1,9 @@
 """Device code of `attend_latent` in Triton: decode and extend, as in the kernel of `attend`.
 
-Codes are decoded once per tile, in registers, and stored in shared memory, where both products read them for
-all query heads of a tile. FP8 and INT8 stay unscaled, so that their numbers are exact; INT4 is decoded with
-its groups' scales and minimums. Queries are rotated beforehand like the rows, and results stay rotated.
+Codes are decoded once per tile, in registers, and stored in shared memory, from which both products read them
+for all query heads of a tile. FP8 and INT8 codes stay unscaled, so that their values are exact; INT4 codes
+are decoded with their groups' scales and minimums. Queries are rotated first, like rows; results stay
+rotated.
 """
 
 import triton
@@ -22,7 +23,7 @@ from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 
 @triton.jit
 def _queries(q_ptr, at, valid, stride, k, v, PARTS: tl.constexpr):
-    """Return the queries' rotary part, their latent part split into PARTS, and a factor for the scores."""
+    """Return the queries' rotary part, their latent part split into PARTS, and a factor for scores."""
     col = tl.arange(0, v.pad)
     mask = valid[:, None] & (col < v.dim)[None, :]
     latent = tl.load(q_ptr + at[:, None] + col[None, :] * stride, mask=mask, other=0.0)
@@ -55,9 +56,8 @@ def _run(
     v, tile, START: tl.constexpr, WIDTH: tl.constexpr,
     CODES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Return columns [START, START + WIDTH) of a tile's latents, [keys, WIDTH]; with HALVES, also the columns
-    at the same distance from the middle of the row. CODES: the numbers are unscaled.
-    """
+    """Return columns [START, START + WIDTH) of a tile's latents, [keys, WIDTH]; with HALVES, also the same
+    columns counted from the middle of the row. CODES: the codes stay unscaled."""
     COMPUTE: tl.constexpr = v.read.compute
     col = START + tl.arange(0, WIDTH)
     if HALVES:
@@ -88,10 +88,9 @@ def latent_kernel(  # D142: rotary keys as K, latents as V
     Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: items. Arguments are those of `attend_kernel`, with one KV head; K is the rotary part of keys, V
-    the latents, which are read in PARTS to save registers. HALVES: INT4, whose bytes contain an element of
-    each half. CODES: FP8 or INT8.
-    """
+    """Attend over latents. Grid: items. Arguments are those of `attend_kernel`, with one KV head; K is the
+    rotary part of keys, and V is the latents, read in PARTS to save registers. HALVES: V is INT4, whose bytes
+    have one element from each half of a row. CODES: V is FP8 or INT8."""
     if INTERPRETED:
         k, v = opened(k), opened(v)
     item = items_ptr + tl.program_id(0) * ITEM_WORDS

@@ -1,17 +1,18 @@
 """Reference encoder and decoder for per-channel scales: the definition of correct results.
 
-A channel is the same element of all rows of a block. Its scale is a byte (narrow.py); the scales precede the
-offsets of all channels:
+A channel is the same element in all rows of a block. Its scale is a byte (see narrow.py). The scales of all
+channels come first, then their offsets:
 
     code       scales of a block, per KV head                   an element is
     int8       uint8 [dim] scales, int8 [dim] steps             code * scale + 16 * step * scale
     grouped    uint8 [dim] scales, fp16 [dim] minimums          code * scale + minimum
 
-Grouped codes of up to 4 bits are stored in pairs: channels i and dim - 1 - i have twice the bits together,
-which `shares` divides by their scale bytes. A channel whose range is four times the other's takes one bit
-from it; two bits at most. RoPE rotates one channel fast and the other slowly, so their ranges differ. A scale
-byte is that of a code with all its `bits`; the scale follows from it and the share. Element i of a row of
-dim / 2 codes, packed with twice the bits, has channel i in its low bits and channel dim - 1 - i above them.
+Grouped codes of up to 4 bits are stored in pairs: channels i and dim - 1 - i together have twice the bits,
+which `shares` divides between them according to their scale bytes. A channel whose range is four times the
+other's takes one bit from it; at most two bits are moved. RoPE rotates one channel fast and the other slowly,
+so their ranges differ. The scale byte is stored for a code of `bits` bits; the actual scale is derived from
+it and the share. Element i of a row of dim / 2 codes, packed with twice the bits, has channel i in its low
+bits and channel dim - 1 - i above them.
 """
 
 import torch
@@ -28,9 +29,9 @@ INT8_REACH = 127 - CENTER_STEP // 2  # codes from a range's middle to its end, i
 
 
 def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
-    """Quantize the rows of whole blocks, fp32 [..., block_size, dim], finite. Returns (codes, scales).
+    """Quantize the rows of complete blocks, fp32 [..., block_size, dim], finite. Returns (codes, scales).
 
-    `codes` [..., block_size, row] as for `encode`, `scales` uint8 [..., 1, bytes of a block].
+    `codes`: [..., block_size, row], as for `encode`; `scales`: uint8 [..., 1, bytes of a block].
     """
     low, high = x.aminmax(dim=-2, keepdim=True)  # [..., 1, dim]
     if fmt.code is Code.INT8:
@@ -57,7 +58,7 @@ def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode_channels(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
-    """Return fp32 rows [..., tokens, dim] of codes [..., tokens, row], scales [..., 1 or tokens, bytes]."""
+    """Return fp32 rows [..., tokens, dim] from codes [..., tokens, row], scales [..., 1 or tokens, bytes]."""
     scale, offset, bits = decoded_scales(scales, fmt)
     if fmt.code is Code.INT8:
         q = codes.float()
@@ -72,7 +73,7 @@ def decode_channels(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
 
 
 def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scale and offset, fp32, and bits, int32, of every channel: [..., dim] each."""
+    """Return each channel's scale and offset, fp32, and its bits, int32: [..., dim] each."""
     if fmt.code is Code.INT8:
         codes, steps = scales.to(torch.int32).chunk(2, dim=-1)
         scale = narrow.scales(codes)
@@ -86,13 +87,13 @@ def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tenso
 
 
 def shares(codes: Tensor, bits: int) -> Tensor:  # D4: two channels share their bits by their scale bytes
-    """Return every channel's bits, int32 [..., dim], from its pair's scale bytes (8 are a factor of 2)."""
+    """Return each channel's bits, int32 [..., dim], from its pair's scale bytes (8 are a factor of 2)."""
     more = codes - codes.flip(-1)
     most = min(MOST_SHIFTED, bits - 1)
     return bits + more.sign() * ((more.abs() + 8) >> 4).clamp(max=most)
 
 
 def _factors(bits: int, device: torch.device) -> Tensor:
-    """Return the factors, by a channel's bits, on the scale that `bits` bits would have: fp32 [bits + 3]."""
+    """Return factors of the scale for `bits` bits, indexed by a channel's actual bits: fp32 [bits + 3]."""
     levels = [max(1, (1 << own) - 1) for own in range(bits + MOST_SHIFTED + 1)]
     return torch.tensor([((1 << bits) - 1) / own for own in levels], dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """FP8 E4M3FN by integer arithmetic, so that every device and interpreter agrees bit for bit.
 
-Source: Micikevicius et al., "FP8 formats for deep learning", 2022, section 3. E4M3FN has no
-infinity: the largest finite value is 448 and 0x7F, 0xFF are NaN.
+Source: Micikevicius et al., "FP8 formats for deep learning", 2022, section 3. E4M3FN has no infinity: the
+largest finite value is 448, and the bytes 0x7F and 0xFF are NaN.
 """
 
 from functools import lru_cache

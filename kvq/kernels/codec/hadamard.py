@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def hadamard_block(dim: int) -> int:
-    """Return the largest power of two that divides `dim`: the size of one rotated block in elements."""
+    """Return the largest power of two that divides `dim`: the block size of the rotation, in elements."""
     return dim & -dim
 
 
@@ -35,7 +35,7 @@ def rotate(x: Tensor) -> Tensor:  # D22: Hadamard, no calibrated map per head
 
 
 def rotate_by_product(x: Tensor) -> Tensor:
-    """Rotate by one matrix product, fp32 [..., dim]: faster for many rows, but with other last bits."""
+    """Rotate by one matrix product, fp32 [..., dim]: faster for many rows, but the last bits may differ."""
     block = hadamard_block(x.shape[-1])
     product: Tensor = (x.float().reshape(-1, block) @ _matrix(block, x.device)).view(x.shape)
     return product
@@ -43,6 +43,6 @@ def rotate_by_product(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _matrix(block: int, device: torch.device) -> Tensor:
-    """Return the matrix of `rotate` for one block, fp32 [block, block]; symmetric, its own inverse."""
+    """Return the matrix of `rotate` for one block, fp32 [block, block]: symmetric, its own inverse."""
     with torch.inference_mode(False):
         return rotate(torch.eye(block, device=device))

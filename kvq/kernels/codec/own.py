@@ -1,4 +1,4 @@
-"""`kvq.register_format`: a user's quantizer in torch as a format, and the checks of its results."""
+"""`kvq.register_format`: a user's torch quantizer as a KV format, and the checks of its results."""
 
 import re
 from collections.abc import Callable
@@ -28,21 +28,22 @@ def register_format(
     block: int | None = None,
     replace: bool = False,
 ) -> None:
-    """Make `name` a KV format of this process: for `kv=` and `--kv`, in pairs, with +sinks= and +recent=.
+    """Register `name` as a KV format in this process, for `kv=` and `--kv`, also in pairs and with +sinks=
+    and +recent=.
 
-    `quantize`: takes fp32 [rows, dim], rows of K or V after RoPE, and returns the dequantized rows, in the
-    same shape; or, with `dequantize`, a tensor or a tuple of tensors, which `dequantize` takes. `block`:
-    tokens that are quantized together; the functions then take fp32 [blocks, block, dim]. Rows or blocks must
-    not depend on each other. `bits`: stored bits per element, including scales; by default those of the
-    tensors that `quantize` returns.
+    `quantize`: takes fp32 [rows, dim], rows of K or V after RoPE, and returns the dequantized rows in the
+    same shape or, with `dequantize`, a tensor or tuple of tensors that `dequantize` accepts. `block`: number
+    of tokens that are quantized together; the functions then take fp32 [blocks, block, dim]. Rows or blocks
+    must not depend on each other. `bits`: stored bits per element, including scales; by default computed from
+    the tensors that `quantize` returns.
 
     Torch runs the functions as tokens are written, and blocks store the dequantized rows in fp32: quality is
-    measured on the code path that serves requests, memory is computed from `bits`. `replace`: change a
-    registered name; models that were made before keep their format.
+    measured on the code path that serves requests, but memory is computed from `bits`. `replace`: whether a
+    registered name may be redefined; existing models keep their format.
 
     Raises:
-        ConfigError: the name already has a meaning, `bits` is missing, or `block` is out of range. Uses of
-            the name raise it if the functions can't take rows, or return another shape or dtype.
+        ConfigError: the name is already in use, `bits` is missing, or `block` is out of range. Using the name
+            also raises it if the functions can't take rows, or return another shape or dtype.
     """
     _check_name(name, is_known=name in Own.registered and not replace)
     if not callable(quantize) or not (dequantize is None or callable(dequantize)):
@@ -79,7 +80,7 @@ def _check_name(name: str, *, is_known: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """The functions of a registered name, and the bits found by trials, by head dimension."""
+    """Functions registered under one name, and the bits measured by trials, keyed by head dimension."""
 
     name: str
     quantize: Callable[[Tensor], Any]
@@ -89,13 +90,13 @@ class _Registered:
     tried: dict[int, float] = field(default_factory=dict)
 
     def bits_of(self, dim: int) -> float:
-        """Return the bits per element, after a trial with rows of `dim` elements."""
+        """Return the bits per element, measured by a trial with rows of `dim` elements unless stated."""
         if dim not in self.tried:
             self.tried[dim] = self._try(dim)
         return self.tried[dim]
 
     def through(self, x: Tensor) -> Tensor:
-        """Return rows, fp32 [..., dim], or whole blocks, [..., tokens, dim], quantized and dequantized."""
+        """Return rows, fp32 [..., dim], or blocks, [..., tokens, dim], quantized and dequantized."""
         rows = x.flatten(0, -2 if self.block is None else -3)
         return self._read_back(rows)[1].reshape(x.shape)
 
@@ -118,7 +119,7 @@ class _Registered:
         return 8 * (nbytes - one) / (x.numel() - x[:1].numel())
 
     def _read_back(self, x: Tensor) -> tuple[int, Tensor]:
-        """Return the bytes of the stored tensors, and the dequantized rows."""
+        """Return the number of bytes in the stored tensors, and the dequantized rows."""
         try:
             stored = self.quantize(x.clone())
             is_several = self.dequantize is not None and isinstance(stored, tuple | list)

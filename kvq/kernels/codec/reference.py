@@ -1,6 +1,6 @@
 """Reference encoder and decoder of every format: the definition of correct results.
 
-Token rows are the last dimension. `encode` returns codes and scales as they are stored in a block:
+Token rows are the last dimension. `encode` returns codes and scales in the form that blocks store:
 
     code            codes                       scales
     fp32 bf16 fp16  that dtype [..., dim]       none
@@ -35,7 +35,7 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 def code_dtype(code: Code) -> torch.dtype:
-    """Return the dtype in which codes are stored; for grouped codes, bytes."""
+    """Return the dtype in which codes are stored; uint8 for packed codes."""
     return torch.uint8 if code.is_grouped else _DTYPES[code]
 
 
@@ -45,9 +45,9 @@ def encode(
     """Quantize token rows.
 
     `x`: [..., dim], any float dtype; finite elements saturate, NaN and infinity are stored as zero
-    (`write_kv` returns flags for these rows). `static_scale`: fp32, broadcastable
-    to [..., 1], for per-head formats. `clip`: the part of each group's range, around its middle, that
-    the codes span; elements outside saturate. Returns (codes, scales), laid out as in the table above.
+    (`write_kv` returns flags for these rows). `static_scale`: fp32, broadcastable to [..., 1], for per-head
+    formats. `clip`: the fraction of each group's range, around its middle, that the codes span; elements
+    outside it saturate. Returns (codes, scales), laid out as in the table above.
     """
     x = prepared(x, fmt)
     if fmt.own is not None:
@@ -66,7 +66,7 @@ def encode(
 
 
 def prepared(x: Tensor, fmt: KVFormat) -> Tensor:  # D18: rows are clamped before a rotation
-    """Return rows ready to be encoded, fp32 [..., dim]: finite, and rotated if the format rotates."""
+    """Return rows preprocessed for encoding, fp32 [..., dim]: finite, and rotated if the format rotates."""
     x = x.float()
     x = torch.where(torch.isfinite(x), x, 0.0)
     if not fmt.rotated:
@@ -76,7 +76,7 @@ def prepared(x: Tensor, fmt: KVFormat) -> Tensor:  # D18: rows are clamped befor
 
 
 def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Tensor | None = None) -> Tensor:
-    """Return the fp32 rows [..., dim] that codes and scales stand for, still rotated if `fmt` rotates."""
+    """Return the fp32 rows [..., dim] that codes and scales represent, still rotated if `fmt` rotates."""
     if fmt.code.is_float:
         return codes.float()
     if fmt.is_per_channel:
@@ -139,10 +139,10 @@ def encode_block(  # D13: the block's own mean, in INT4
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Quantize the rows of a block, [..., block_size, dim], as `encode` does. Returns (codes, scales, means).
 
-    Per-channel scales are one row for the whole block: [..., 1, bytes].
-    `means`: uint8 [..., bytes of a mean]; None unless the format has block means. A mean is computed from the
-    rows that are encoded, rotated if the format rotates: their fp32 sum, token by token, over their number.
-    It is stored in `mean_format`, codes then scales, and its decoded value is subtracted from every row.
+    Per-channel scales are one row for the whole block: [..., 1, bytes]. `means`: uint8 [..., bytes of a
+    mean]; None unless the format has block means. A mean is computed from the rows to be encoded, rotated if
+    the format rotates: their fp32 sum, added token by token, divided by their number. The mean is stored in
+    `mean_format`, codes before scales, and its decoded value is subtracted from every row.
     """
     if fmt.is_per_channel:
         return *encode_channels(prepared(x, fmt), fmt), None

@@ -1,1 +1,1 @@
-"""Copy whole blocks inside a pool."""
+"""Copying of complete blocks within a pool."""

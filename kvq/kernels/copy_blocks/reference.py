@@ -1,4 +1,4 @@
-"""Reference `copy_blocks`: whole blocks copied inside one layer group's pool, one after another."""
+"""Reference `copy_blocks`: complete blocks are copied within one layer group's pool, one after another."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from kvq.kernels.uploads import upload
 
 
 def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks as if pair by pair: a block written by one pair may be read by the next.
+    """Copy blocks as if one pair at a time: a block written for one pair may be read for the next.
 
-    `parts`: uint8 [num_blocks, run bytes], one for each run of bytes that a block consists of: one
-    per layer in layer-major pools, a single one in block-major pools. `pairs`: (source, target)
-    block ids, repeats and chains allowed. Codes, scales and padding are copied alike, so formats
-    don't matter here, and a kernel's `supports` depends only on the device.
+    `parts`: uint8 [num_blocks, run bytes], one for each run of bytes in a block: one per layer in layer-major
+    pools, a single one in block-major pools. `pairs`: (source, target) block ids, with repeats and chains
+    allowed. Codes, scales and padding are copied alike, so formats don't matter here, and a kernel's
+    `supports` depends only on the device.
     """
     if parts[0].device.type != "cpu":
         copy_together(parts, pairs)
@@ -24,7 +24,7 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
 
 
 def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks in two launches per part for any number of pairs; ten times slower on CPUs."""
+    """Copy blocks with two launches per part for any number of pairs; on CPUs, this is ten times slower."""
     origin = final_sources(pairs)
     if not origin:
         return
@@ -34,7 +34,7 @@ def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> 
 
 
 def final_sources(pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Map every block that changes to the block whose original bytes it ends up with.
+    """Map each block that changes to the block whose original bytes it finally contains.
 
     [(0, 1), (1, 2)] yields {1: 0, 2: 0}; [(1, 2), (0, 1)] yields {2: 1, 1: 0}.
     """

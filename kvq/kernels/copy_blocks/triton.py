@@ -34,7 +34,7 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
 
 @triton.jit
 def _copy_kernel(moved_ptr, runs_ptr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Grid: (pairs, runs of a block, chunks of the longest run). WIDTH: 16 if aligned to it, else 1."""
+    """Copy runs of bytes. Grid: (pairs, runs of a block, chunks of a run). WIDTH: 16 if aligned, else 1."""
     target = tl.load(moved_ptr + 2 * tl.program_id(0))
     source = tl.load(moved_ptr + 2 * tl.program_id(0) + 1)
     run = runs_ptr + 3 * tl.program_id(1)

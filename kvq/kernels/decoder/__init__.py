@@ -1,1 +1,1 @@
-"""Decoder layers without their attention: several operations in one call."""
+"""Decoder layers without attention: several operations in one call."""

@@ -1,4 +1,4 @@
-"""A plain decoder layer, without its attention, in C++ for CPUs: two calls instead of eight or more."""
+"""A plain decoder layer without its attention, in C++ for CPUs: two calls instead of eight or more."""
 
 from ctypes import addressof
 from typing import Any
@@ -20,7 +20,7 @@ _Norm = struct("KvqNorm")
 
 
 def runs_in_cpp(parts: DecoderParts) -> bool:
-    """Return True for plain layers: two pre-norms, a gated MLP, and RoPE on whole heads, by halves."""
+    """Return True for plain layers: two pre-norms, a gated MLP, and RoPE on complete heads in halves."""
     heads, mlp = parts.heads, parts.mlp
     plain = parts.attention_norm is parts.out_norm is None and parts.scale == 1.0
     norms = parts.input_norm is not None and parts.mlp_norm is not None
@@ -32,16 +32,16 @@ def runs_in_cpp(parts: DecoderParts) -> bool:
 
 
 def _products(parts: DecoderParts) -> tuple[Any, ...]:
-    """Return the products of a layer with a gated MLP."""
+    """Return the matrix products of a layer, including those of a gated MLP."""
     mlp = parts.mlp
     return (parts.qkv, parts.output) + ((mlp.gate_up, mlp.down) if isinstance(mlp, GatedParts) else ())
 
 
 class CpuDecoder:
-    """Both halves of a layer, with the same bits as its operations one after the other."""
+    """The parts of a layer before and after attention, with the same bits as its separate operations."""
 
     def __init__(self, parts: DecoderParts) -> None:
-        """Take a layer's parts.
+        """Prepare a layer from its parts.
 
         Raises:
             ConfigError: the parts don't match: compiled code would read past their ends.
@@ -74,9 +74,9 @@ class CpuDecoder:
         self._dtypes = {bias.dtype for bias in (heads.bias, parts.output_bias) if bias is not None}
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return queries, keys and values of the normalized inputs, after RoPE: [rows, heads of all, dim].
+        """Return queries, keys and values of the normalized inputs, after RoPE: [rows, total heads, dim].
 
-        x: [rows, hidden] of fp32, bf16 or fp16; cos, sin: [rows, dim] of its dtype.
+        x: [rows, hidden], fp32, bf16 or fp16; cos, sin: [rows, dim] in the dtype of x.
         """
         heads, dim = self._heads, self._heads.k_dim
         x = self.rows(x, self.hidden)
@@ -89,7 +89,7 @@ class CpuDecoder:
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output [rows, hidden].
 
-        x: its inputs; attended: [rows, q_heads * dim] of the same dtype.
+        x: the layer's inputs; attended: attention output [rows, q_heads * dim] in the same dtype.
         """
         x, attended = self.rows(x, self.hidden), self.rows(attended, self._output.in_features)
         rows = x.shape[0]
@@ -107,7 +107,7 @@ class CpuDecoder:
         run(kernel, self.struct, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
 
     def check_angles(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Raise ConfigError unless `cos` and `sin` fit the heads of rows `x`."""
+        """Raise ConfigError unless `cos` and `sin` match the rows of `x` and the layer's heads."""
         for angle in (cos, sin):
             if angle.shape != (len(x), self._heads.k_dim) or angle.dtype is not x.dtype:
                 raise ConfigError(
@@ -121,7 +121,7 @@ class CpuDecoder:
         return width
 
     def rows(self, x: Tensor, features: int) -> Tensor:
-        """Return `x`, or a copy with contiguous rows.
+        """Return `x`, or a contiguous copy of it.
 
         Raises:
             ConfigError: the shape or dtype is not supported: compiled code would read past its end.

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer: its products, norms and sums, in one description for C++ and for Triton."""
+"""Parts of a decoder layer: products, norms and sums, described once for both C++ and Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvq.kernels.rope_write.reference import LayerHeads
 
 
 class Product(Protocol):
-    """A weight that multiplies rows: [rows, in] -> [rows, out] of their dtype."""
+    """A weight that multiplies rows: [rows, in] -> [rows, out], in the dtype of the rows."""
 
     @property
     def in_features(self) -> int: ...

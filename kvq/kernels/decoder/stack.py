@@ -24,7 +24,7 @@ KEPT_BYTES = 64 << 20  # most memory of a step that is kept for the next
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackLayer:
-    """A layer, and the blocks of its K and V."""
+    """One layer, and the blocks of its K and V."""
 
     decoder: CpuDecoder
     kv: PagedKV | StagedKV
@@ -37,12 +37,12 @@ class StackLayer:
 
     @property
     def own(self) -> PagedKV:
-        """The blocks in the layer's own formats."""
+        """The blocks in the formats of the layer's recipe."""
         return self.kv if isinstance(self.kv, PagedKV) else self.kv.sealed
 
     @cached_property  # a step asks each kind of layer
     def held(self) -> dict[int, tuple[PagedKV, AttentionOptions]]:
-        """All blocks that the layer reads, by group, with the options of attention over them."""
+        """Blocks that the layer reads and their attention options, keyed by group."""
         if isinstance(self.kv, PagedKV):
             return {self.group: (self.kv, self.options)}
         kv, recent = self.kv, self.group + self.num_kinds
@@ -54,12 +54,12 @@ class StackLayer:
 
     @property
     def written(self) -> int:
-        """The group to which new tokens are written."""
+        """Index of the group to which new tokens are written."""
         return self.group if isinstance(self.kv, PagedKV) else self.group + self.num_kinds
 
 
 class _StackStep:
-    """A step's KvqStackStep, its arrays, and all objects whose memory it points to."""
+    """A step's KvqStackStep, its arrays, and all objects to whose memory they point."""
 
     def __init__(self, groups: int, kinds: int) -> None:
         self.batches = (struct("KvqBatch") * groups)()
@@ -71,10 +71,10 @@ class _StackStep:
 
 
 class CpuStack:  # D112: all layers in one call
-    """Layers one after the other, with the same bits as separate calls of their parts."""
+    """A stack of layers run in one call, with the same bits as separate calls of their parts."""
 
     def __init__(self, layers: Sequence[StackLayer]) -> None:
-        """Take layers, whose blocks must be the same tensors in every call.
+        """Prepare a stack of layers, whose blocks must be the same tensors in every call.
 
         Raises:
             ConfigError: the heads don't fit the blocks.
@@ -131,12 +131,12 @@ class CpuStack:  # D112: all layers in one call
     ) -> tuple[Tensor, float]:
         """Return the output [rows, hidden], and the seconds spent on writing K and V and on attention.
 
-        x: [rows, hidden]; angles: cos and sin [rows, dim] of every kind; batches: of all layer groups, with
-        `rows` new tokens each; bad: bool [rows], set where K or V was not finite.
+        x: [rows, hidden]; angles: cos and sin [rows, dim] for each kind of angles; batches: one for each
+        layer group, with `rows` new tokens each; bad: bool [rows], set to True where K or V was not finite.
 
         Raises:
             IndexError: a table or a slot names a block outside the pool.
-            MemoryError: there is no room for scratch memory.
+            MemoryError: there is not enough memory for scratch buffers.
             ConfigError: the shapes don't match.
         """
         rows, first = len(x), self.layers[0].decoder
@@ -156,7 +156,7 @@ class CpuStack:  # D112: all layers in one call
     def step(
         self, batches: Sequence[SequenceBatch], bad: Tensor, rows: int, dtype: torch.dtype
     ) -> "_StackStep":
-        """Return a step for `rows` rows of a dtype, without its angles; for arguments see `__call__`."""
+        """Return a step for `rows` rows of a dtype, without its angles; see `__call__` for the arguments."""
         step = _StackStep(self._num_groups, self.kinds)
         named = step.named
         for layer in self._groups.values():
@@ -192,7 +192,7 @@ class CpuStack:  # D112: all layers in one call
         return step
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the buffers between operations, which are kept for the next step if they are small."""
+        """Return buffers for data between operations; if they are small, they are kept for the next step."""
         kept = self._memory
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept

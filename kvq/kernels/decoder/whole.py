@@ -1,4 +1,4 @@
-"""A model's whole step in one C++ call for CPUs: embedding, layers, last norm and head."""
+"""A complete model step in one C++ call for CPUs: embedding, layers, final norm and head."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p
@@ -19,9 +19,9 @@ AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin 
 
 
 class ReadyPass:
-    """A step that is ready to be run, or to be begun and waited for.
+    """A prepared step, which can be run at once, or started and waited for.
 
-    `tokens`: int64 [rows], may be written until the step begins. `logits`: [wanted, vocab], valid at its end.
+    `tokens`: int64 [rows], writable until the step starts. `logits`: [wanted, vocab], valid when it ends.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, step: Any, named: Sequence[Any]) -> None:
@@ -33,36 +33,36 @@ class ReadyPass:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on writing K and V and on attention."""
+        """Seconds spent writing K and V and computing attention."""
         found: float = self._step.seconds
         return found
 
     @property
     def took_s(self) -> float:
-        """Seconds from the beginning of the pass to its end."""
+        """Duration of the pass in seconds."""
         found: float = self._step.took
         return found
 
     def run(self) -> None:
-        """Run the whole pass.
+        """Run the complete pass.
 
         Raises:
             IndexError: a token, a position, a row or a block does not exist.
-            MemoryError: there is no room for scratch memory.
+            MemoryError: there is not enough memory for scratch buffers.
         """
         run("decoder_pass", self._step)
 
     def begin(self) -> bool:
         """Start the pass on the kernels' threads, if there are any; `wait` completes it.
 
-        Other passes of its stack must have ended. Returns False if the pass has already ended.
+        Other passes of the same stack must have ended. Returns False if the pass has already ended.
         """
         self._runs = True
         run("decoder_pass_begin", self._step)
         return bool(self._step.number)
 
     def wait(self) -> None:
-        """Help with the pass until it has ended.
+        """Take part in computing the pass until it ends.
 
         Raises:
             IndexError, MemoryError: as for `run`.
@@ -77,15 +77,15 @@ class ReadyPass:
 
 
 class CpuPass:  # D113: from token ids to logits in one call
-    """Builder of a model's steps; results have the same bits as the operations one by one.
+    """Builder of a model's steps, whose results have the same bits as separate operations.
 
-    Steps over one stack share the buffers between operations, so only one runs at a time.
+    Steps of one stack share the buffers between operations, so only one may run at a time.
     """
 
     def __init__(
         self, embedding: Tensor | CpuLinear, norm: NormWeight, head: CpuLinear, dtype: torch.dtype
     ) -> None:
-        """`embedding`: [vocab, hidden] of `dtype`, or the head in whose weight rows are looked up in `dtype`.
+        """Check the parts. `embedding`: [vocab, hidden] in `dtype`, or the head, to look up its rows.
 
         Raises:
             ConfigError: the parts don't match.
@@ -125,7 +125,7 @@ class CpuPass:  # D113: from token ids to logits in one call
         batches: Sequence[SequenceBatch],
         bad: Tensor,
     ) -> ReadyPass:
-        """Return a step from token ids to the logits of the wanted rows.
+        """Return a step that computes the logits of the rows `wanted` from token ids.
 
         tokens, positions: int64 [rows]; wanted: int64, indices of rows; batches, bad: as for `CpuStack`.
 
@@ -193,7 +193,7 @@ class CpuPass:  # D113: from token ids to logits in one call
         self._tables, self._arrays = tables, (cos, sin)
 
     def _take_memory(self, stack: CpuStack, rows: int) -> tuple[Tensor, ...]:
-        """Return the buffers between operations, kept for the stack's next step if they are small."""
+        """Return buffers for data between operations, kept for the stack's next step if they are small."""
         kept, dtype = stack.pass_memory, self.dtype
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept

@@ -1,4 +1,4 @@
-"""Draw each row's token from its logits after temperature, min-p, top-k and top-p."""
+"""Sampling of each row's token from its logits, after temperature, min-p, top-k and top-p."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,5 +10,5 @@ from kvq.kernels.spec import Device
 
 
 def kernel_for(device: torch.device) -> Callable[..., Any] | None:
-    """Return `draw` of `triton.py` if it runs on the device, or None if the reference is used."""
+    """Return `draw` of `triton.py` if it runs on the device, or None if the reference is to be used."""
     return gpu.lazy("draw.triton", "draw") if gpu.supports_linear(None, Device.of(device)).yes else None

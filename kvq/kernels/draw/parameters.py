@@ -14,7 +14,7 @@ COLUMNS = 6
 
 
 class Kind(IntEnum):
-    """Ways to find a row's token, each with more work than the one before."""
+    """Ways to choose a row's token, in order of increasing work."""
 
     GREEDY = 0  # the most likely token
     WHOLE = 1  # from running sums in token order
@@ -24,8 +24,8 @@ class Kind(IntEnum):
 def packed(
     kind: Kind, *, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> npt.NDArray[np.int64]:
-    """Return a row's parameters, [COLUMNS], without its random number; `top_k` as large as the vocabulary
-    keeps all tokens."""
+    """Return a row's parameters, [COLUMNS], without its random number. All tokens are kept if `top_k` is the
+    size of the vocabulary."""
     line = np.zeros(COLUMNS, dtype=np.int64)
     line[[KIND, BAR, TOP_K]] = kind, math.ceil(min_p * MASS_OF_LIKELIEST), top_k
     line[[TEMPERATURE, TOP_P]] = np.array([temperature, top_p]).view(np.int64)

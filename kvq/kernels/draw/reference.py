@@ -1,4 +1,4 @@
-"""Temperature, min-p, top-k and top-p, the draw after them, and the acceptance of drafted tokens.
+"""Temperature, min-p, top-k and top-p, sampling after these filters, and the acceptance of drafted tokens.
 
 The filters act in this order, each on the tokens that the previous one kept:
 
@@ -6,21 +6,22 @@ The filters act in this order, each on the tokens that the previous one kept:
     top_k   keeps the k likeliest
     top_p   keeps the fewest likeliest tokens whose share of the mass reaches top_p
 
-Each keeps a prefix of the tokens in order of likelihood, so a filter is a length and nothing is
+Each filter keeps a prefix of the tokens in order of likelihood, so a filter is just a length, and nothing is
 renormalized. Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
 
-Probabilities are integers, which add up to the same total in any order. A softmax in floating point adds its
-terms in an order that depends on the batch, the alignment of a row and the device's threads, and so do its
-last bits. A token's mass is
+Probabilities are integers, whose sum is the same in any order. A floating-point softmax adds its terms in an
+order that depends on the batch, the alignment of a row and the device's threads, and so do its last bits. A
+token's mass is
 
     mass = floor(2**43 * exp((logit - highest logit) / temperature))
 
-The exponential is fp32: its error of 1e-7 is far below that of the logits, and fp64 is slow on many GPUs.
-Tokens less than 2**-43 as likely as the likeliest have no mass and are never drawn. Fewer than 2**20 tokens
-can't overflow int64.
+The exponential is computed in fp32: its error of 1e-7 is far below that of the logits, and fp64 is slow on
+many GPUs. Tokens less than 2**-43 as likely as the likeliest have no mass and are never sampled. The sum for
+fewer than 2**20 tokens can't overflow int64.
 
-Libraries do not define the order of equal values, which changes with the requested width. To rank tokens, a
-logit and its token are therefore packed into one integer, so that no two are equal, and these are sorted:
+Libraries do not define the order of equal values, and it changes with the requested width. To rank tokens,
+each logit and its token id are therefore packed into one integer, and these integers, which are all
+different, are sorted:
 
     key = rank of the logit, likeliest first (32 bits) | token id (32 bits)
 
@@ -42,7 +43,7 @@ MAX_VOCAB = (1 << 20) - 1
 def masses(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> Tensor:
     """Return the tokens' masses, int64, in the shape of `logits`: fp32, [rows, width].
 
-    `peaks`: each row's highest logit, [rows]; `temperature`: above 0, [rows]; None means 1.
+    `peaks`: each row's highest logit, [rows]; `temperature`: [rows], positive; None means 1.
     """
     scores = logits - peaks[:, None]  # before the division, which then can't overflow upwards
     if temperature is not None:
@@ -51,10 +52,10 @@ def masses(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> 
 
 
 def draw(sums: Tensor, totals: Tensor, uniform: Tensor) -> Tensor:
-    """Return the column that each row draws, [rows] int64: the first whose running sum exceeds u * total.
+    """Return the column sampled for each row, [rows] int64: the first whose running sum exceeds u * total.
 
-    `sums`: running sums of masses, [rows, width]; `totals`: int64, [rows], the running sum in each row
-    after which nothing is drawn; `uniform`: u in [0, 1), fp64, [rows].
+    `sums`: running sums of masses, [rows, width]; `totals`: int64, [rows], the running sum in each row beyond
+    which no column is sampled; `uniform`: u in [0, 1), fp64, [rows].
     """
     marks = (uniform * totals.double()).to(torch.int64)
     marks = torch.minimum(marks, totals - 1)  # a product near the total may round up to it
@@ -65,7 +66,7 @@ def draw(sums: Tensor, totals: Tensor, uniform: Tensor) -> Tensor:
 def log_probability(logit: float, peak: float, total: float) -> float:
     """Return the natural log-probability of a token in a row of masses that add up to `total`.
 
-    NaN if the row's highest logit isn't finite.
+    The result is NaN if the row's highest logit isn't finite.
     """
     if not math.isfinite(peak):
         return math.nan
@@ -76,7 +77,7 @@ def log_probability(logit: float, peak: float, total: float) -> float:
 class Settings:
     """Sampling parameters of rows, each [rows] on the device.
 
-    Filters are named as in SamplingParams; a filter is None if all rows have SamplingParams' default.
+    Filters are named as in SamplingParams; a filter is None if all rows use SamplingParams' default.
     """
 
     uniform: Tensor  # fp64, in [0, 1)
@@ -86,14 +87,14 @@ class Settings:
     top_p: Tensor | None
 
     def __getitem__(self, part: slice) -> "Settings":
-        """Return the settings of some of the rows."""
+        """Return the settings of a slice of the rows."""
         given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen: dict[str, Any] = {name: held if held is None else held[part] for name, held in given.items()}
         return Settings(**chosen)
 
 
 def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
-    """Return a token for each row, [rows] int64, if no row has a top_k or top_p; nothing is sorted.
+    """Return a token for each row, [rows] int64, without sorting; no row may have a top_k or top_p.
 
     `logits`: fp32, [rows, vocab]; `peaks`: each row's highest logit, [rows].
     """
@@ -102,9 +103,9 @@ def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
 
 
 def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
-    """Return a token for each row, [rows] int64, among its `width` likeliest.
+    """Return a token for each row, [rows] int64, sampled from its `width` likeliest tokens.
 
-    `width` is at least every row's top_k, and the whole vocabulary if a row has none.
+    `width` is at least every row's top_k, or the vocabulary size if a row has none.
     """
     tokens, mass = _ranked_masses(logits, peaks, settings, width)
     sums = mass.cumsum(dim=-1)
@@ -114,7 +115,7 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
 
 
 def kept_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens from which `draw_ranked` draws, and their masses, 0 if a filter drops them.
+    """Return the tokens from which `draw_ranked` samples, and their masses, 0 if a filter drops them.
 
     Both are int64, [rows, width]; if no row has a top_k or top_p, tokens are [1, vocab], in token order.
     """
@@ -139,7 +140,7 @@ def _ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int
 
 
 def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:
-    """Set masses below min_p times the likeliest token's to 0, in place, and return them."""
+    """Set masses below min_p times that of the likeliest token to 0, in place, and return the masses."""
     if min_p is None:
         return mass
     bar = (min_p * MASS_OF_LIKELIEST).ceil().to(torch.int64)
@@ -147,7 +148,7 @@ def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:
 
 
 def _nucleus(sums: Tensor, top_p: Tensor) -> Tensor:
-    """Return each row's first running sum that reaches top_p of its last, [rows]."""
+    """Return each row's first running sum that reaches top_p of the row's last one, [rows]."""
     totals = sums[:, -1]
     needed = (top_p * totals.double()).ceil().to(torch.int64)
     needed = torch.minimum(needed, totals).clamp_(min=1)  # rounding up may pass the total
@@ -157,7 +158,7 @@ def _nucleus(sums: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw_sums(sums: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first column of each row whose running sum exceeds u * total; `sums`: fp64 [rows, width]."""
+    """Return each row's first column whose running sum exceeds u * total; `sums`: fp64 [rows, width]."""
     totals = sums[:, -1]
     marks = torch.minimum(uniform * totals, torch.nextafter(totals, torch.zeros_like(totals)))
     return torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp_(max=sums.shape[-1] - 1)
@@ -166,18 +167,18 @@ def draw_sums(sums: Tensor, uniform: Tensor) -> Tensor:
 def keep_or_replace(  # D255: one comparison keeps drafts
     target: Tensor, draft: Tensor, tokens: Tensor, keeping: Tensor, uniform: Tensor
 ) -> Tensor:
-    """Return each row's token, int64 [rows]: the drafted one, or a different one that replaces it.
+    """Return each row's token, int64 [rows]: the drafted token, or a different one that replaces it.
 
-    A token x drawn from the draft's distribution q is kept with probability min(1, p(x) / q(x)), where p is
-    the target's; a rejected token is replaced by one drawn from max(0, p - q), normalized. The result is
-    distributed as p, for any q. A draft without a distribution, such as one found in the text so far, has
-    probability 1: it is kept with probability p(x), and its replacement is drawn from p without x. This
-    equals a draw from p that is compared with x, and needs no rule. Sources: Leviathan, Kalman and Matias
-    2023, "Fast Inference from Transformers via Speculative Decoding", section 2.3; Chen et al. 2023,
-    "Accelerating Large Language Model Decoding with Speculative Sampling", theorem 1.
+    A token x sampled from the draft's distribution q is kept with probability min(1, p(x) / q(x)), where p is
+    the target's distribution; a rejected token is replaced by one sampled from max(0, p - q), normalized. The
+    result has distribution p, for any q. A draft token without a distribution, such as one found in the text
+    so far, has probability 1: it is kept with probability p(x), and its replacement is sampled from p without
+    x. This is equivalent to sampling from p and comparing with x, and needs no rule. Sources: Leviathan,
+    Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding", section 2.3; Chen et
+    al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", theorem 1.
 
-    `target`, `draft`: masses proportional to p and q, int64 [rows, vocab]; `tokens`: drawn from the draft,
-    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], for the decision and the draw.
+    `target`, `draft`: masses proportional to p and q, int64 [rows, vocab]; `tokens`: sampled from the draft,
+    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], to decide and to sample.
     """
     p, q = _normalized(target), _normalized(draft)
     columns = tokens[:, None]
@@ -194,7 +195,7 @@ def _normalized(masses: Tensor) -> Tensor:
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's highest logit and the first token that has it: [rows] fp32, [rows] int64.
 
-    The value of a row that contains NaN is NaN. `logits` is fp32, [rows, vocab].
+    If a row contains NaN, its value is NaN. `logits` is fp32, [rows, vocab].
     """
     if logits.device.type != "cpu":
         values, tokens = logits.max(dim=-1)
@@ -207,8 +208,8 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 def ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return each row's `width` highest logits and their tokens, likeliest first.
 
-    `logits` is fp32, [rows, vocab]; the results are fp32 and int64, [rows, width]. A smaller width
-    returns a prefix of the result for a larger one. Rows that contain NaN are in no defined order.
+    `logits` is fp32, [rows, vocab]; the results are fp32 and int64, [rows, width]. A smaller width returns a
+    prefix of the result for a larger one. The order is undefined for rows that contain NaN.
     """
     keys = _lowest(_pack(logits), width)
     return _unpack_logits(keys), keys & 0xFFFFFFFF
@@ -228,7 +229,7 @@ def _unpack_logits(keys: Tensor) -> Tensor:
 
 
 def _lowest(keys: Tensor, width: int) -> Tensor:
-    """Return the `width` lowest keys of each row, in increasing order."""
+    """Return the `width` lowest keys of each row in increasing order."""
     everything = width >= keys.shape[-1]
     if keys.device.type != "cpu":
         if everything:

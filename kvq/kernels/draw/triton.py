@@ -1,14 +1,14 @@
-"""Drawing in Triton: no row is sorted, and the number of launches is the same for all rows and vocabularies.
+"""Sampling in Triton: no row is sorted, and the number of launches doesn't depend on rows or vocabulary size.
 
     peaks      each span's likeliest token                      every row
-    brackets   masses and counts by 4 brackets                      rows that draw
+    brackets   masses and counts by 4 brackets                      rows that sample
     open       which of them to split                           rows that rank tokens, and below
     bins       masses and counts by 2,048 bins, in those
     plan       which bins to search
     gather     their tokens
     choose     searches in them; every row's token              every row
 
-Sums are of integers, so the order in which programs add to them doesn't matter.
+All sums are integers, so the order in which programs add to them doesn't matter.
 """
 
 import torch
@@ -36,10 +36,10 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row as `draw_whole` and `draw_ranked` of the reference do.
 
-    `logits`: any float type, [rows, vocab]; `parameters`: int64 [rows, COLUMNS] on the device, None if all
-    rows are greedy; `most`: the kind with most work among the rows; `raw`: the logits before changes, if
-    there were any. Returns the tokens, int64 [rows], and fp64 [3 * rows]: the tokens, then the highest logits
-    before changes and after, NaN if a row contains NaN. If the highest isn't finite, the token is
+    `logits`: any float type, [rows, vocab]; `parameters`: int64 [rows, COLUMNS] on the device, or None if all
+    rows are greedy; `most`: the most expensive kind among the rows; `raw`: the logits before changes, if they
+    were changed. Returns the tokens, int64 [rows], and fp64 [3 * rows]: the tokens, then the highest logits
+    before and after changes, NaN if a row contains NaN. If a row's highest logit isn't finite, its token is
     meaningless.
     """
     assert (parameters is None) == (most is Kind.GREEDY), "rows that draw have parameters"

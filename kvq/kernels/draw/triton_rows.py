@@ -1,12 +1,12 @@
-"""Rows of logits in Triton: keys in order of likelihood, masses, bins, and the layout of scratch memory; and
-the passes over a row, in which each program reads one span.
+"""Rows of logits in Triton: keys in order of likelihood, masses, bins, the layout of scratch memory, and the
+passes over a row, in which each program reads one span.
 
-A token's key is an integer that decreases along the ranking; a row's keys are all different:
+A token's key is an integer that increases with its likelihood; no two keys of a row are equal:
 
     key = rank of the logit, likeliest highest (32 bits) | LAST_ID - token id (20 bits)
 
-Its bin is the distance of its score from the likeliest token's, in equal steps. Division, product and floor
-are monotonic, so a token with a higher logit never has a later bin, and equal logits share one.
+A token's bin is the distance of its score from the likeliest token's score, in equal steps. Division, product
+and floor are monotonic, so a token with a higher logit never has a later bin, and equal logits share a bin.
 """
 
 import triton
@@ -49,7 +49,7 @@ SPAN_SLOTS = tl.constexpr(3 + 2 * BRACKETS.value)
 
 @triton.jit
 def rank(logits):
-    """Return 32-bit integers that increase with the logit; NaN is above all."""
+    """Return 32-bit integers that increase with the logit; NaN ranks above all numbers."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards; now they don't
     return tl.where(logits != logits, 0x7FFFFFFF, rising)
@@ -57,7 +57,7 @@ def rank(logits):
 
 @triton.jit
 def logit(rising):
-    """Return the logit of a rank; inverse of `rank`."""
+    """Return the logit for a rank; inverse of `rank`."""
     bits = rising.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -79,19 +79,19 @@ def token_of(key):
 
 @triton.jit
 def load_logits(row_ptr, tokens, vocab):
-    """Load logits as fp32, with -inf past the vocabulary."""
+    """Load logits as fp32, with -inf for tokens past the end of the vocabulary."""
     return tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def real(params, column):
-    """Load a parameter that is an fp64."""
+    """Load an fp64 parameter."""
     return tl.load(params + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def place_in(plan, slot):
-    """Load a number of the plan that fits in 32 bits."""
+    """Load a number from the plan that fits in 32 bits."""
     return tl.load(plan + slot).to(tl.int32)
 
 
@@ -107,7 +107,7 @@ def is_finite(logits):
 
 @triton.jit
 def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
-    """Return every span's entry in a slot, [SPANS_PAD]; the entries of one slot are adjacent."""
+    """Return each span's entry in a slot, [SPANS_PAD]; the entries of a slot are adjacent."""
     spans = tl.cdiv(vocab, SPAN)
     span = tl.arange(0, SPANS_PAD)
     return tl.load(scratch + SPANS + slot * spans + span, mask=span < spans, other=other)
@@ -115,9 +115,9 @@ def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
 
 @triton.jit
 def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
-    """Return a row's kind, its highest logit, its temperature, min_p's bar, and bins per unit of score.
+    """Return a row's kind, its highest logit, its temperature, min_p's threshold, and bins per unit of score.
 
-    A row whose highest logit isn't finite is greedy: nothing can be drawn from it.
+    A row whose highest logit isn't finite is treated as greedy: no token can be sampled from it.
     """
     peak = logit_of(tl.max(of_spans(scratch, TOP, vocab, -(1 << 62), SPANS_PAD), axis=0))
     low = logit(tl.min(of_spans(scratch, LOW, vocab, 0x7FFFFFFF, SPANS_PAD), axis=0))
@@ -130,7 +130,7 @@ def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
 
 @triton.jit
 def masses_and_bins(logits, peak, temperature, bar, steps):
-    """Return masses floor(2**43 * exp((logit - peak) / temperature)), 0 below the bar, and bins."""
+    """Return masses floor(2**43 * exp((logit - peak) / temperature)), 0 if below the threshold, and bins."""
     scores = tl.div_rn(logits - peak, temperature)
     mass = (tl.exp(scores) * MASS).to(tl.int64)
     bins = tl.minimum(-scores * steps, BINS - 1.0).to(tl.int32)
@@ -141,7 +141,7 @@ def masses_and_bins(logits, peak, temperature, bar, steps):
 def peaks_kernel(
     logits_ptr, raw_ptr, scratch_ptr, vocab, row_stride, raw_stride, scratch_stride, CHANGED: tl.constexpr
 ):
-    """Store a span's likeliest key, and the ranks of its lowest finite logit and its highest raw logit."""
+    """Store a span's likeliest key, and the ranks of its lowest finite logit and highest raw logit."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     tokens = span * SPAN + tl.arange(0, SPAN)
@@ -161,7 +161,7 @@ def peaks_kernel(
 def brackets_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Store a span's masses and counts by bracket; for rows without ranking, its mass as the first."""
+    """Store a span's masses and counts per bracket or, without ranking, its total mass as the first."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride
@@ -185,7 +185,7 @@ def brackets_kernel(
 def bins_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Add a span's masses and counts to the row's bins, in the brackets that are split into bins."""
+    """Add the masses and counts of a span to the row's bins, in those brackets that are split into bins."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     scratch = scratch_ptr + row * scratch_stride
     kind, peak, temperature, bar, steps = measures(scratch, params_ptr + row * COLUMNS, vocab, SPANS_PAD)
@@ -204,7 +204,7 @@ def bins_kernel(
 def gather_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Store the keys of the span's tokens in bins that have to be searched, in any order."""
+    """Store the keys of a span's tokens that lie in bins to be searched, in any order."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     plan = scratch_ptr + row * scratch_stride
     kind, peak, temperature, bar, steps = measures(plan, params_ptr + row * COLUMNS, vocab, SPANS_PAD)

@@ -1,9 +1,10 @@
-"""Search plan of a row (the bins in which its searches can end, from sums by bin), and the searches; in
+"""Search plan of a row (the bins in which its searches can end, from per-bin sums), and the searches; in
 Triton, with one program per row.
 
-Three searches follow each other. top_k ends at a count and keeps a mass; the nucleus ends at a share of that
-mass; the draw ends at a share of the nucleus's mass. Sums by bin bound the first mass from both sides. Since
-each goal increases with the mass before it, they also bound the bins in which the other searches can end.
+There are three successive searches. The search for top_k ends at a count and keeps a mass; the search for the
+nucleus ends at a share of that mass; the search for the sampled token ends at a share of the nucleus's mass.
+Per-bin sums bound the first mass from both sides. Since each goal increases with the previous mass, they also
+bound the bins in which the later searches can end.
 """
 
 import triton
@@ -58,7 +59,7 @@ _ABOVE = tl.constexpr(1 << 62)
 
 @triton.jit
 def needed(kept, top_p):
-    """Return the mass that the nucleus has to reach."""
+    """Return the mass that the nucleus must reach."""
     share = tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64)
     share = tl.maximum(tl.minimum(share, kept), 1)  # rounding up may pass the total
     return tl.where(top_p < 1, share, kept)
@@ -66,7 +67,7 @@ def needed(kept, top_p):
 
 @triton.jit
 def goal(total, uniform):
-    """Return the running sum that the drawn token is the first to reach: floor(u * total) + 1."""
+    """Return the running sum that the sampled token is the first to reach: floor(u * total) + 1."""
     mark = (uniform * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(mark, total - 1) + 1  # a product near the total may round up to it
 
@@ -84,9 +85,8 @@ def _first(through, least):
 
 @triton.jit
 def _bounds(mass, counts, bins, params):
-    """Return the bin in which top_k ends, or -1 if the mass that it keeps is known; the largest value of that
-    mass; and the first and last bins in which the nucleus can end and the drawn token can lie.
-    """
+    """Return the bin in which top_k ends, or -1 if the mass that it keeps is known; an upper bound of that
+    mass; and the first and last bins in which the nucleus can end and in which the sampled token can lie."""
     through = tl.cumsum(mass, axis=0)
     top_k, top_p = tl.load(params + TOP_K), real(params, TOP_P)
     cut = _first(tl.cumsum(counts, axis=0), top_k)
@@ -105,7 +105,7 @@ def _bounds(mass, counts, bins, params):
 
 @triton.jit
 def open_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.constexpr):
-    """Choose the brackets that are split into bins; each other bracket counts as its first bin."""
+    """Choose the brackets to split into bins; the sums of each other bracket go to its first bin."""
     row = tl.program_id(0).to(tl.int64)
     scratch, params = scratch_ptr + row * scratch_stride, params_ptr + row * COLUMNS
     kind, _, _, _, _ = measures(scratch, params, vocab, SPANS_PAD)
@@ -129,7 +129,7 @@ def open_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.co
 
 @triton.jit
 def plan_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.constexpr):
-    """Choose the bins that have to be searched token by token."""
+    """Choose the bins that must be searched token by token."""
     row = tl.program_id(0).to(tl.int64)
     plan, params = scratch_ptr + row * scratch_stride, params_ptr + row * COLUMNS
     kind, _, _, _, _ = measures(plan, params, vocab, SPANS_PAD)
@@ -156,7 +156,7 @@ def choose_kernel(  # D248: three searches, not a sort
     logits_ptr, params_ptr, scratch_ptr, tokens_ptr, numbers_ptr, vocab, row_stride, scratch_stride,
     SPANS_PAD: tl.constexpr, CHANGED: tl.constexpr, ALL_GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's token and, for the host, its highest logit before and after changes."""
+    """Store a row's token and, for the host, its highest logits before and after changes."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride
     top = tl.max(of_spans(scratch, TOP, vocab, _NONE, SPANS_PAD), axis=0)
@@ -216,10 +216,10 @@ def _draw_ranked(row_ptr, params, plan, measured, vocab):
 
 @triton.jit
 def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
-    """Return the key in bins `first` to `last` where the running sum reaches `least`, and the mass up to it.
+    """Return the key in bins `first` to `last` at which the sum reaches `least`, and the mass up to that key.
 
-    `before`: the mass of all likelier bins, whose count is already subtracted from `least`. The ends of the
-    searched interval are always existing keys, so it is halved until one is left.
+    `before`: mass of all likelier bins; with BY_COUNT, their count has been subtracted from `least`. Both
+    ends of the searched interval are always existing keys, so it is halved until a single key is left.
     """
     _, mass, low, high = _up_to(source, measured, first, last, _NONE)
     mass += before
@@ -236,9 +236,9 @@ def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def _up_to(source, measured, first, last, middle):
-    """Return count and mass of the keys from `middle` up in some bins, their lowest, and the highest below.
+    """Return count, mass and minimum of the keys >= `middle` in some bins, and the highest key below it.
 
-    If `middle` is below all keys, the last result is the highest key of all.
+    If `middle` is below all keys, the last result is the highest of all keys.
     """
     row_ptr, candidates, gathered, length = source
     _, peak, temperature, bar, steps = measured

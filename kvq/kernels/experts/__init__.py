@@ -1,1 +1,1 @@
-"""Gated MLPs that rows choose among: mixtures of experts."""
+"""Mixtures of experts: gated MLPs, of which each row uses a few."""

@@ -14,9 +14,9 @@ from kvq.kernels.native.library import run
 
 
 class CpuExperts:
-    """Routed experts as in the reference, with the bits of `CpuLinear` for every expert.
+    """Routed experts as in the reference, with the same bits as `CpuLinear` for every expert.
 
-    Bit for bit, a row's result doesn't depend on the other rows, on their choices or on threads.
+    A row's result is bit-identical regardless of the other rows, their experts, and the number of threads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CpuExperts:
         self.code_bytes = sum(linear.code_bytes for own in self._linears for linear in own)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [rows, hidden]; chosen int64, weights [rows, top] -> [rows, hidden] of x's dtype."""
+        """Return the weighted sums of experts for x [rows, hidden]; `chosen` int64, `weights` [rows, top]."""
         check_choices(x, chosen, weights, self.hidden)
         x, chosen, weights = checked_rows(x, self.hidden), chosen.contiguous(), weights.float().contiguous()
         out = torch.empty(x.shape[0], self.hidden, dtype=x.dtype)

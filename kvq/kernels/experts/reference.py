@@ -30,7 +30,7 @@ class Gating:
 class ReferenceExperts:
     """y = sum over a row's experts e of weight_e * (down_e(gating(gate_up_e(x) + bias_e)) + bias_e).
 
-    The sum begins with the row's first choice and is computed in fp32; each expert's inputs, intermediate
+    The sum starts with the row's first choice and is computed in fp32; each expert's inputs, intermediate
     values and outputs are rounded to x's dtype.
     """
 
@@ -43,7 +43,7 @@ class ReferenceExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        """Take weights by expert: gates, then the gated rows; biases: fp32 [experts, outputs].
+        """Prepare the weights of each expert: gates, then the gated rows; biases: fp32 [experts, outputs].
 
         Raises:
             ConfigError: the weights or biases don't match.
@@ -57,7 +57,7 @@ class ReferenceExperts:
         self.code_bytes = sum(linear.code_bytes for linear in (*self._gate_up, *self._down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [rows, hidden]; chosen int64, weights [rows, top] -> [rows, hidden] of x's dtype."""
+        """Return the weighted sums of experts for x [rows, hidden]; `chosen` int64, `weights` [rows, top]."""
         check_choices(x, chosen, weights, self.hidden)
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self._down):
             raise IndexError("a row chose an expert that isn't there")
@@ -69,7 +69,7 @@ class ReferenceExperts:
         return out.to(x.dtype)
 
     def _given(self, x: Tensor, expert: int) -> Tensor:
-        """Return one expert's results for rows."""
+        """Return one expert's output for the rows `x`."""
         both = self._gate_up[expert](x)
         if self._gate_up_bias is not None:
             both = both.float() + self._gate_up_bias[expert]
@@ -78,7 +78,7 @@ class ReferenceExperts:
 
 
 def gated_experts(both: Tensor, gating: Gating) -> Tensor:
-    """Apply gates to the values that follow them: [rows, 2 n] -> fp32 [rows, n]."""
+    """Apply the gates, which come first, to the remaining values: [rows, 2 n] -> fp32 [rows, n]."""
     gates, rest = both.float().chunk(2, 1)
     gates, rest = gates.clamp(max=gating.limit), rest.clamp(-gating.limit, gating.limit)
     if gating.activation is Activation.SILU:
@@ -89,7 +89,7 @@ def gated_experts(both: Tensor, gating: Gating) -> Tensor:
 def check_experts(
     gate_up: Sequence[Weight], down: Sequence[Weight], gate_up_bias: Tensor | None, down_bias: Tensor | None
 ) -> None:
-    """Raise ConfigError unless all experts have one shape; compiled code assumes that of the first."""
+    """Raise ConfigError unless all experts have the same shape, as compiled code assumes."""
     shapes = {
         (first.out_features, first.in_features, last.out_features, last.in_features)
         for first, last in zip(gate_up, down, strict=False)
@@ -108,7 +108,7 @@ def check_experts(
 
 
 def check_choices(x: Tensor, chosen: Tensor, weights: Tensor, hidden: int) -> None:
-    """Raise ConfigError unless every row has its experts and their weights."""
+    """Raise ConfigError unless every row has its choice of experts and their weights."""
     rows = (x.shape[0], chosen.shape[-1])
     if x.dim() != 2 or x.shape[1] != hidden or chosen.shape != rows or weights.shape != rows:
         raise ConfigError(

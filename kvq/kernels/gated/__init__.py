@@ -1,1 +1,1 @@
-"""Gating of an MLP, between its products."""
+"""Gating of an MLP, between its matrix products."""

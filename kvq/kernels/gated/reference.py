@@ -11,7 +11,7 @@ from kvq.errors import ConfigError
 
 
 class Activation(IntEnum):
-    """Activation function of gates; the first ones are the values of KvqActivation."""
+    """Activation function of gates; the first members have the values of KvqActivation."""
 
     SILU = 0  # x * sigmoid(x)
     GELU_TANH = 1  # GELU by its approximation with tanh
@@ -22,7 +22,7 @@ COMPILED = (Activation.SILU, Activation.GELU_TANH)  # in C++
 
 
 def check_activation(activation: Activation) -> None:
-    """Raise ConfigError for an activation without a C++ kernel."""
+    """Raise ConfigError if the activation has no C++ kernel."""
     if activation not in COMPILED:
         known = ", ".join(x.name for x in COMPILED)
         raise ConfigError(f"{Activation(activation).name} has no C++ kernel, only {known}")
@@ -43,7 +43,7 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(gates: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation alone."""
+    """Apply only the activation function."""
     return _FUNCTIONS[activation](gates)
 
 

@@ -16,7 +16,7 @@ _SILU, _GELU_TANH = tl.constexpr(Activation.SILU.value), tl.constexpr(Activation
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """Do what the reference does; see reference.py. Runs on the current device."""
+    """Do what the reference does, on the current device; see reference.py."""
     check_gated(x)
     if not x.is_contiguous():
         x = x.contiguous()
@@ -48,7 +48,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(x_ptr, out_ptr, x_row, count, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr):
-    """Grid: (rows, parts of their columns)."""
+    """Apply the activation and multiply. Grid: (rows, parts of a row's columns)."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = col < count

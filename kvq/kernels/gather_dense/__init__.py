@@ -1,1 +1,1 @@
-"""Dequantize blocks of a sequence into dense K and V."""
+"""Dequantization of a sequence's blocks into dense K and V."""

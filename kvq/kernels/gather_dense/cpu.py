@@ -24,7 +24,7 @@ def gather_dense(
 
     Raises:
         IndexError: a table names a block outside the pool.
-        ConfigError: positions or shapes don't fit.
+        ConfigError: positions or shapes are invalid.
     """
     tables = entries_of(tables)
     if not 0 <= start <= end:

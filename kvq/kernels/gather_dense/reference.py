@@ -1,4 +1,4 @@
-"""Reference `gather_dense`: K and V of some positions, dequantized, as dense tensors."""
+"""Reference `gather_dense`: K and V for a range of positions, dequantized into dense tensors."""
 
 from torch import Tensor
 
@@ -18,11 +18,10 @@ def gather_dense(
 ) -> tuple[Tensor, Tensor]:
     """Return K and V at positions [start, end) of every sequence.
 
-    `tables`: integer [sequences, blocks], each sequence's blocks in order; entries outside the range
-    are not read. `unrotate`: whether rows of rotated formats are rotated back. `out`: tensors for the
-    results, fp32, bf16 or fp16; by default new fp32 tensors. Returns [sequences, kv_heads,
-    end - start, k_head_dim] and the same with v_head_dim. The bytes of slots outside [start, end)
-    don't affect the result.
+    `tables`: integer [sequences, blocks], each sequence's blocks in order; entries outside [start, end) are
+    not read. `unrotate`: whether rows of rotated formats are rotated back. `out`: tensors for the results,
+    fp32, bf16 or fp16; by default new fp32 tensors. Returns [sequences, kv_heads, end - start, k_head_dim]
+    and the same with v_head_dim. The bytes of slots outside [start, end) don't affect the result.
     """
     first, last = start // kv.block_size, -(-end // kv.block_size)
     skip = start - first * kv.block_size
@@ -48,5 +47,5 @@ def _rows(rows: PagedRows, fmt: KVFormat, blocks: Tensor, window: slice) -> Tens
 
 
 def _dense(paged: Tensor, blocks: Tensor, window: slice) -> Tensor:
-    """[num_blocks, kv_heads, block_size, row] -> [kv_heads, tokens, row] of the named blocks."""
+    """Gather `blocks` from [num_blocks, kv_heads, block_size, row] into [kv_heads, tokens, row]."""
     return paged[blocks].transpose(0, 1).flatten(1, 2)[:, window]

@@ -1,4 +1,4 @@
-"""`gather_dense` in Triton: the tokens of a tile are dequantized, rotated back on request, and stored."""
+"""`gather_dense` in Triton: a tile of tokens is dequantized, rotated back if requested, and stored."""
 
 import triton
 import triton.language as tl
@@ -52,7 +52,7 @@ def _gather_kernel(
     out_ptr, tables_ptr, rows, table_stride, out_sequence, out_head, out_token, start, end,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of tokens, KV heads, sequences)."""
+    """Store dequantized rows. Grid: (tiles of tokens, KV heads, sequences)."""
     if INTERPRETED:
         rows = opened(rows)
     codes, scales, means = rows.code_strides, rows.scale_strides, rows.mean_strides

@@ -1,1 +1,1 @@
-"""Shared code of the Triton kernels: reading formats, the rotation, and the table of tile shapes."""
+"""Code shared by the Triton kernels: reading formats, the rotation, and the table of tile shapes."""

@@ -1,4 +1,4 @@
-"""Device functions of the Triton kernels that quantize rows and store them; codec/ defines their results."""
+"""Device functions of the Triton kernels that quantize and store rows; codec/ defines the correct results."""
 
 import triton
 import triton.language as tl
@@ -13,13 +13,13 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-24)
 
 @triton.jit
 def _as_scale(x):
-    """Round fp32 to the nearest fp16 number within the range of scales, as fp32."""
+    """Round fp32 to the nearest fp16 number in the range of scales, returned as fp32."""
     return tl.minimum(tl.maximum(x.to(tl.float16).to(tl.float32), _SMALLEST_SCALE), _FP16_LARGEST)
 
 
 @triton.jit
 def _as_float(x, codes):
-    """Round to the codes' dtype, saturating; bf16 is stored as integers."""
+    """Round to the dtype of the codes, saturating; bf16 is stored as integers."""
     if codes.dtype.element_ty == tl.float32:
         rounded = x
     elif codes.dtype.element_ty == tl.float16:
@@ -32,13 +32,13 @@ def _as_float(x, codes):
 
 @triton.jit
 def half_minimum(low):
-    """Return the minimum of codes that begin at `low`, in fp16; never -0."""
+    """Return the fp16 minimum of a group whose range starts at `low`; never -0."""
     return (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
 
 
 @triton.jit
 def _wide_scale(low, high, LEVELS: tl.constexpr):
-    """Return scale and minimum of groups between `low` and `high`, fp32, and their 32-bit words."""
+    """Return the fp32 scale and minimum of groups with the range `low` to `high`, and their 32-bit words."""
     minimum = half_minimum(low)
     start = minimum.to(tl.float32)
     scale = _as_scale(tl.div_rn(high - start, LEVELS))
@@ -56,7 +56,7 @@ def scale_byte(wanted, UP: tl.constexpr):
 
 @triton.jit
 def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
-    """Return scale, minimum and 16-bit words, as `_wide_scale` does. STEP: unit of minimums, in scales."""
+    """Return scale, minimum and 16-bit words, like `_wide_scale`. STEP: unit of minimums, in scales."""
     wanted = tl.div_rn(tl.maximum(high - low, tl.abs(low)), LEVELS)
     code = scale_byte(wanted, LEVELS >= 31)
     scale = narrow_scale(code)
@@ -69,8 +69,8 @@ def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
 def quantize_groups(
     x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, CUT: tl.constexpr
 ):
-    """Return asymmetric codes, uint8, of rows [heads, dim], and their values; store scales and minimums.
-    CUT: as in KvqRows."""
+    """Quantize rows [heads, dim] to asymmetric codes, uint8; return the codes and their values, and store
+    scales and minimums. CUT: as in KvqRows."""
     levels: tl.constexpr = float((1 << BITS) - 1)
     q = tl.zeros(x.shape, tl.float32)
     values = q
@@ -97,7 +97,7 @@ def quantize_groups(
 def _store_plane(
     to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr
 ):
-    """Store one plane of codes uint8 [heads, PAD]; BEFORE: bits of the wider planes. See codec/packing.py."""
+    """Store one plane of codes, uint8 [heads, PAD]; BEFORE: bits of wider planes. See codec/packing.py."""
     RUN: tl.constexpr = DIM * WIDTH // 8
     plane = (q >> BEFORE) & ((1 << WIDTH) - 1)
     packed = plane
@@ -109,7 +109,7 @@ def _store_plane(
 
 @triton.jit
 def store_codes(to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.constexpr):
-    """Store codes uint8 [heads, PAD] in their planes."""
+    """Store codes, uint8 [heads, PAD], plane by plane."""
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             _store_plane(to, q, mask, col, DIM, PAD, 8 >> i, BITS & (16 - (16 >> i)))
@@ -117,7 +117,7 @@ def store_codes(to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl
 
 @triton.jit
 def turned_rows(x, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr):
-    """Rotate finite rows, fp32 [ROWS, PAD], if ROTATED is above 1, so that no butterfly overflows."""
+    """Rotate finite rows, fp32 [ROWS, PAD], if ROTATED is greater than 1, so that no butterfly overflows."""
     if ROTATED > 1:
         bound: tl.constexpr = _FP32_LARGEST / ROTATED
         x = rotate(tl.minimum(tl.maximum(x, -bound), bound), ROWS, PAD, ROTATED)
@@ -126,8 +126,8 @@ def turned_rows(x, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr)
 
 @triton.jit
 def write_rows(x, rows, codes_at, scales_at, head, col, inside):
-    """Store one token's rows fp32 [heads, dim], finite and already rotated; `rows`: the kernel's
-    argument, `codes_at`, `scales_at`: offsets by head."""
+    """Store one token's rows, fp32 [heads, dim], finite and already rotated. `rows`: kernel argument;
+    `codes_at`, `scales_at`: offset of each head."""
     mask = inside[:, None] & (col < rows.dim)[None, :]
     at = codes_at[:, None] + col[None, :]
     if rows.kind == FLOAT:
@@ -155,7 +155,7 @@ def write_rows(x, rows, codes_at, scales_at, head, col, inside):
 
 @triton.jit
 def write_token(x, rows, block, offset, head, col, inside, ROWS: tl.constexpr):
-    """Store one token's rows fp32 [heads, dim], finite, in a slot of a block."""
+    """Store one token's rows, fp32 [heads, dim], finite, in a block's slot."""
     codes, scales, wide = rows.code_strides, rows.scale_strides, head.to(tl.int64)
     write_rows(
         turned_rows(x, ROWS, rows.pad, rows.rotated),
@@ -170,6 +170,6 @@ def write_token(x, rows, block, offset, head, col, inside, ROWS: tl.constexpr):
 
 @triton.jit
 def finite_rows(x):
-    """Return fp32 rows with zeros for values that are not finite, and 1 if there were any, else 0."""
+    """Return fp32 rows with nonfinite values replaced by zeros, and 1 if there were any, otherwise 0."""
     finite = tl.abs(x) <= _FP32_LARGEST
     return tl.where(finite, x, 0.0), tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)

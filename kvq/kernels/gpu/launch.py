@@ -1,12 +1,12 @@
 """Repeated launches of a Triton kernel: constant arguments are bound once, varying arguments come first.
 
-Triton's own launch inspects every argument every time, some 50 for attention, which takes several times as
-long as a small kernel runs. Here, it inspects the first launch of a kind; later ones pass their arguments to
-the kernel compiled for it, as Triton does: tuples stay tuples.
+Triton's own launch inspects every argument each time, about 50 for attention, which takes several times as
+long as a small kernel runs. Here, Triton inspects only the first launch of each kind; later launches pass
+their arguments directly to the compiled kernel, as Triton does: tuples stay tuples.
 
-K or V of a layer is one tuple. Triton specializes every field of a tuple like a separate argument; None and
-constants are not arguments of the compiled kernel. `do_not_specialize` does not apply inside tuples, so
-varying numbers stay outside them. Device code can't assign a tuple that contains a dtype to a name, so it
+K or V of a layer is passed as one tuple. Triton specializes every field of a tuple like a separate argument;
+None and constants are not arguments of the compiled kernel. `do_not_specialize` does not apply inside tuples,
+so varying numbers stay outside them. Device code can't assign a tuple that contains a dtype to a name, so it
 reads `k.read.compute` where it needs it.
 """
 
@@ -35,7 +35,7 @@ _OPTIONS = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}  # of the 
 
 
 class Bound:  # D146: Triton's launch inspects some 50 arguments
-    """A kernel whose first arguments vary, with all others bound: weights, constants, compiler options.
+    """A kernel whose first arguments vary; all others (weights, constants, compiler options) are bound.
 
     The varying arguments are tensors, whose dtypes and device never change, then integers.
     """
@@ -43,8 +43,8 @@ class Bound:  # D146: Triton's launch inspects some 50 arguments
     def __init__(
         self, kernel: Any, tensors: Sequence[str], numbers: Sequence[str], fixed: Mapping[str, Any]
     ) -> None:
-        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: its first arguments; `fixed`: the
-        others, by name, and the compiler's options."""
+        """Bind a kernel. `kernel`: a `triton.jit` function; `tensors`, `numbers`: names of its first
+        arguments; `fixed`: all other arguments by name, and compiler options."""
         names = list(kernel.arg_names)
         self._varying = [*tensors, *numbers]
         count = len(self._varying)
@@ -74,7 +74,7 @@ class Bound:  # D146: Triton's launch inspects some 50 arguments
         run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *self._rest)
 
     def look(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> Any:
-        """Launch through Triton, which inspects all arguments and may compile; return the compiled kernel."""
+        """Launch through Triton, which inspects all arguments and may compile; return the kernel."""
         assert all(number < _LIMIT for number in numbers), "numbers have 32 bits"
         named = dict(zip(self._varying, (*tensors, *numbers), strict=True))
         return self._kernel[grid](**named, **self.fixed)
@@ -97,7 +97,7 @@ def launch(
 ) -> None:
     """Launch a kernel whose arguments are these tensors, then these numbers, then constants.
 
-    It is for launches that no object keeps bound: the host needs some microseconds to look them up.
+    Use this for launches that no object keeps bound: the lookup takes the host some microseconds.
     """
     dtypes = tuple(tensor.dtype for tensor in tensors)
     bound = _bound(kernel, tensors[0].device, dtypes, len(numbers), tuple(constants.items()))
@@ -117,12 +117,12 @@ def _bound(
 
 
 def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the kinds that Triton compiles for: 1, multiples of 16, others, and refused numbers."""
+    """Return the kind for which Triton compiles each number: 1, a multiple of 16, any other, or refused."""
     return tuple(0 if n >= _LIMIT else 1 if n == 1 else 2 if n % _DIVISOR == 0 else 3 for n in numbers)
 
 
 class Strides(NamedTuple):
-    """Elements from one block, head or token of a block to the next."""
+    """Strides between blocks, heads, and the tokens of a block, in elements."""
 
     block: Any
     head: Any
@@ -135,7 +135,7 @@ class Strides(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Constants by which attention reads K or V."""
+    """Constants that determine how attention reads K or V."""
 
     words: Any  # whether codes are read as words of two bytes
     run: Any  # bytes of a row that are read together
@@ -152,7 +152,7 @@ class Reading(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """K or V of a layer as kernels take it. Without scales, `scales` is a pointer that is not read."""
+    """K or V of a layer as a kernel argument. Without scales, `scales` is a pointer that is not read."""
 
     codes: Any
     scales: Any  # scale and minimum of a group are one word, of 16 bits if narrow: the scale in its low half
@@ -180,9 +180,9 @@ class Rows(NamedTuple):
         return self._replace(scales=scales, scale_strides=Strides.of(scales))
 
     def argument(self, *, constant_slots: bool = False) -> "Rows":
-        """Return the argument for a kernel, in which constants are marked for Triton.
+        """Return the rows as a kernel argument, with constants marked for Triton.
 
-        `constant_slots`: strides between tokens are constants, too.
+        `constant_slots`: whether strides between tokens are constants, too.
         """
         at, end = self._fields.index("kind"), self._fields.index("read")
         constants = {name: tl.constexpr(getattr(self, name)) for name in self._fields[at:end]}
@@ -199,7 +199,7 @@ class Rows(NamedTuple):
 
 
 def kernel_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
-    """Return K or V of a layer as its blocks store it; strides are in elements."""
+    """Return K or V of a layer in the form that its blocks store; strides are in elements."""
     rows: PagedRows = getattr(kv, part)
     fmt: KVFormat = getattr(kv.formats, part)
     dim: int = getattr(kv.formats, f"{part}_head_dim")
@@ -230,7 +230,7 @@ def kernel_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
 
 
 def written_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
-    """Return K or V for writing, with bf16 codes as integers: the interpreter can't cast to bf16."""
+    """Return K or V for writing, with bf16 codes as integers, since the interpreter can't cast to bf16."""
     rows = kernel_rows(part, kv)
     if rows.codes.dtype is not torch.bfloat16:
         return rows
@@ -239,12 +239,12 @@ def written_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
 
 
 def dense_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Return the strides of [tokens, heads, dim], in elements, by the names of arguments."""
+    """Return the strides of [tokens, heads, dim], in elements, keyed by argument name."""
     return dict(zip((f"{name}_token", f"{name}_head", f"{name}_dim"), x.stride(), strict=True))
 
 
 def opened(value: Any) -> Any:
-    """Return a kernel's argument with plain constants, as the interpreter passes separate arguments."""
+    """Return a kernel argument with plain constants, as the interpreter passes separate arguments."""
     return type(value)(*map(opened, value)) if isinstance(value, tuple) else plain(value)
 
 

@@ -1,8 +1,8 @@
 """Device functions of the Triton kernels: the rotation, and 16-bit values from packed bytes.
 
-Only NVIDIA GPUs run the inline assembly (PTX). On all others, and in Triton's interpreter, shifts, masks and
-exact conversions compute the same bits. Assembly is not marked as pure: else the compiler would move it after
-the conversion of layout before a product, and shared memory would be read byte by byte.
+Only NVIDIA GPUs run the inline assembly (PTX). On other GPUs, and in Triton's interpreter, shifts, masks and
+exact conversions compute the same bits. Assembly is not marked as pure: otherwise, the compiler would move it
+past the layout conversion before a product, and shared memory would be read byte by byte.
 """
 
 from typing import Any
@@ -116,7 +116,7 @@ INT8_FP16 = tl.constexpr(SPREAD_INT8.format(first="0x4140", second="0x4342"))
 
 
 def takes_ptx(_semantic: Any = None) -> tl.constexpr:  # D147: the compilation knows, not the GPU at hand
-    """Return True if the code that is being compiled is for an NVIDIA GPU; False in the interpreter.
+    """Return True if code is being compiled for an NVIDIA GPU; False in the interpreter.
 
     This depends on the compilation target, not on the device: kernels are also compiled for absent GPUs.
     """
@@ -128,8 +128,8 @@ takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 def kind_of(fmt: KVFormat) -> int:
-    """Return the layout of a format's codes. Grouped codes of 4 bits have their own; other widths are
-    unpacked one by one, except where attention reads them as words: PACKED."""
+    """Return the layout of a format's codes. Grouped codes of 4 bits have their own layout; other widths are
+    unpacked one code at a time, except where attention reads them as words: PACKED."""
     code = fmt.code
     grouped = CHANNEL if fmt.is_per_channel else INT4 if code.bits == 4 else GROUPED
     byte = CHANNEL_INT8 if fmt.is_per_channel else INT8
@@ -139,7 +139,7 @@ def kind_of(fmt: KVFormat) -> int:
 
 @triton.jit
 def _exactly(x, COMPUTE: tl.constexpr):
-    """Convert fp32 to COMPUTE if no rounding is needed; AMD GPUs take five instructions to round to bf16."""
+    """Convert fp32 to COMPUTE if no rounding is needed; rounding to bf16 takes AMD GPUs five instructions."""
     if COMPUTE == tl.bfloat16:
         values = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -149,7 +149,7 @@ def _exactly(x, COMPUTE: tl.constexpr):
 
 @triton.jit
 def nibbles(packed, COMPUTE: tl.constexpr):  # D119: nibbles become subnormal fp16; 2^24 goes to scales
-    """Packed bytes uint8 -> low and high nibbles minus 8 as COMPUTE numbers."""
+    """Return the low and high nibbles of packed uint8 bytes, each minus 8, in dtype COMPUTE."""
     if COMPUTE == tl.float32 or not takes_ptx():
         low = _exactly((packed & 15).to(tl.float32) - 8.0, COMPUTE)
         high = _exactly((packed >> 4).to(tl.float32) - 8.0, COMPUTE)
@@ -167,7 +167,7 @@ def nibbles(packed, COMPUTE: tl.constexpr):  # D119: nibbles become subnormal fp
 
 @triton.jit
 def int8_codes(codes, COMPUTE: tl.constexpr):
-    """Convert INT8 codes, or their bytes, to COMPUTE numbers."""
+    """Convert INT8 codes, or their bytes, to COMPUTE."""
     if COMPUTE == tl.float32 or not takes_ptx():
         values = _exactly(codes.to(tl.int8, bitcast=True).to(tl.float32), COMPUTE)
     else:
@@ -184,13 +184,13 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
 
 @triton.jit
 def narrow_scale(code):
-    """Return the scale that a byte stands for, fp32; `code`: int32. See codec/narrow.py."""
+    """Return the fp32 scale that a byte represents; `code`: int32. See codec/narrow.py."""
     return ((code << 20) + (107 << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_and_minimum(words, BITS: tl.constexpr):
-    """A group's words -> scale and minimum, fp32: in 32 bits two fp16 numbers, in 16 two bytes."""
+    """Return a group's scale and minimum, fp32, from two fp16 numbers in 32 bits, or two bytes in 16."""
     if words.dtype == tl.int16:
         wide = words.to(tl.int32)
         scale = narrow_scale(wide & 255)
@@ -203,7 +203,7 @@ def scale_and_minimum(words, BITS: tl.constexpr):
 
 @triton.jit
 def fp8_codes(codes, COMPUTE: tl.constexpr):  # D121: FP8 in fp16 whatever Q is
-    """E4M3FN bytes uint8 -> their values divided by 256, without FP8 instructions."""
+    """Return the values of E4M3FN bytes, uint8, divided by 256, without FP8 instructions."""
     if COMPUTE == tl.float32 or not takes_ptx():
         wide = codes.to(tl.int8, bitcast=True).to(tl.int16) << 7  # the sign twice, at the top
         half = (wide & -0x4080).to(tl.float16, bitcast=True)
@@ -222,7 +222,7 @@ def fp8_codes(codes, COMPUTE: tl.constexpr):  # D121: FP8 in fp16 whatever Q is
 
 @triton.jit
 def e4m3(x):
-    """Round fp32 in [-448, 448] to E4M3; return values and their bytes; see codec/e4m3.py."""
+    """Round fp32 in [-448, 448] to E4M3; return the values and their bytes. See codec/e4m3.py."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -237,7 +237,7 @@ def e4m3(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Round fp32 to the nearest number of a dtype, as fp32; the interpreter itself truncates to bf16."""
+    """Round fp32 to the nearest number in a dtype, as fp32; the interpreter's casts to bf16 truncate."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         cut = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
@@ -257,7 +257,7 @@ def _butterfly(x, ROWS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D128
-    """Rotate fp32 [ROWS, DIM], DIM a power of two, in blocks, by the butterflies of codec/hadamard.py."""
+    """Rotate fp32 [ROWS, DIM] in blocks with the butterflies of codec/hadamard.py; DIM is a power of two."""
     for stage in tl.static_range(12):
         if (1 << stage) < BLOCK:
             x = _butterfly(x, ROWS, DIM, 1 << stage)
@@ -267,7 +267,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D1
 
 @triton.jit
 def _signs(MASK: tl.constexpr):
-    """Return 16 x 16 with Hadamard matrices of size MASK + 1 on the diagonal: (-1) ** common bits."""
+    """Return a 16 x 16 matrix, with Hadamard blocks of size MASK + 1 on the diagonal: (-1) ** common bits."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j & MASK
     both = both ^ (both >> 2)
@@ -277,9 +277,9 @@ def _signs(MASK: tl.constexpr):
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate as `rotate` does, to fp32 rounding, by products of 16 columns (each three of TF32 on GPUs).
+    """Rotate as `rotate` does, up to fp32 rounding, with products of 16 columns (each three of TF32 on GPUs).
 
-    After products of attention, the compiler gives butterflies a layout with all columns in every thread.
+    After attention products, the compiler would give butterflies a layout with all columns in each thread.
     """
     PRECISION: tl.constexpr = "tf32x3" if takes_ptx() else "ieee"
     LOW: tl.constexpr = min(BLOCK, 16)

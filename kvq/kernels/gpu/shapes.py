@@ -35,7 +35,7 @@ _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
-    """Sizes of a kernel's tile, and launch options."""
+    """Sizes of a kernel's tile, and its launch options."""
 
     rows: int  # query rows: (new token, query head of the KV head)
     keys: int
@@ -44,14 +44,14 @@ class TileShape:
     registers: int | None = None  # most of a thread; None: as many as the compiler takes
 
     def options(self) -> dict[str, int]:
-        """Return the options of a launch."""
+        """Return the launch options."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 def shape_of(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
-    """Return the shape for "decode", tiles of at most `DECODE_ROWS` rows, or for "extend", of more rows; or
-    the same for "latent decode" and "latent extend"."""
+    """Return the shape for "decode" (tiles of at most `DECODE_ROWS` rows) or "extend" (tiles of more rows),
+    or likewise for "latent decode" or "latent extend"."""
     name = TileShape, kind, target(q), changes()
     if name not in kv.kept:
         kv.kept[name] = shape_for(kind, kv.formats, target(q), kv.block_size)
@@ -60,41 +60,41 @@ def shape_of(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
 
 
 def folded_keys(shape: TileShape) -> int:
-    """Return the number of keys with separate sums per thread: products have 8 columns per decode warp."""
+    """Return the number of keys with separate sums: 8, the columns of a product, for each decode warp."""
     return min(8 * (shape.warps if shape.rows == DECODE_ROWS else 1), shape.keys)
 
 
 def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D136
-    """Return the pieces of work for one KV head, so that every multiprocessor has several programs."""
+    """Return the number of pieces of work per KV head that gives every multiprocessor several programs."""
     fits = shape.registers is not None and shape.registers <= _REGISTERS
     warps = multiprocessors(device) * (_WARPS if fits else _OTHER_WARPS)
     return -(-warps // (shape.warps * kv_heads))
 
 
 def least_split(shape: TileShape) -> int:
-    """Return the fewest keys worth a program, in whole tiles; a part's rows then cost little."""
+    """Return the fewest keys worth a program, in complete tiles; storing a part then costs little."""
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
 def table_key(kind: str, fmt: str, size: int, device: str, block_size: int | None = None) -> str:
-    """Return the name of an entry of the table; `size`: head dimension, or for "linear" the class of rows.
+    """Return the name of a table entry; `size`: head dimension or, for "linear", the class of rows.
 
-    Entries for attention name the block size that they are for, or none if they are for any; 64 stands for
-    its multiples, and other sizes for the power of two that divides them.
+    Entries for attention name the block size to which they apply, or none if they apply to all; 64 stands for
+    all its multiples, and any other number for the sizes whose largest power-of-two divisor it is.
     """
     blocks = "" if block_size is None else f" blocks {gcd(block_size, _MOST_BLOCK)}"
     return f"{kind} {fmt} {size} {device}{blocks}"
 
 
 def entries() -> dict[str, dict[str, int]]:
-    """Return the whole table."""
+    """Return all entries of the table."""
     return _table().entries
 
 
 def sizes_for(
     kind: str, fmt: str, size: int, device: str, block_size: int | None = None
 ) -> dict[str, int] | None:
-    """Return the table's entry for this device and block size, else all block sizes, else any device."""
+    """Return the entry for this device and block size, else for all block sizes, else for any device."""
     keys = (
         *([] if block_size is None else [table_key(kind, fmt, size, device, block_size)]),
         *(table_key(kind, fmt, size, name) for name in (device, "any")),
@@ -104,7 +104,7 @@ def sizes_for(
 
 @contextmanager
 def using(key: str, shape: Any) -> Iterator[None]:
-    """Replace one entry of the table (by a dataclass of a kernel's sizes) temporarily, for tuning."""
+    """Temporarily replace a table entry with the sizes in `shape`, a kernel's dataclass, for tuning."""
     table = _table()
     before = table.entries
     table.entries, table.changes = {**before, key: asdict(shape)}, table.changes + 1
@@ -115,12 +115,12 @@ def using(key: str, shape: Any) -> Iterator[None]:
 
 
 def changes() -> int:
-    """Return the number of times that entries were replaced; cached shapes are valid for one such number."""
+    """Return how often entries were replaced; cached shapes are valid while this number is unchanged."""
     return _table().changes
 
 
 def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) -> TileShape:
-    """Return the shape for "decode" or "extend" on a device of that name."""
+    """Return the shape for "decode" or "extend" on devices with the name `device`."""
     if kind == "decode" and (formats.k.mean or formats.v.mean):
         shape = shape_for(kind, _without_means(formats), device, block_size)
         if takes_means_apart(formats, shape, block_size):
@@ -135,7 +135,7 @@ def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) ->
 
 
 def tiled_as(kind: str, formats: LayerFormats, device: str, block_size: int) -> str:
-    """Return the name of formats under which the table has the tiles of `formats`."""
+    """Return the format name under which the table stores the tiles of `formats`."""
     shape = shape_for(kind, formats, device, block_size)
     is_apart = kind == "decode" and takes_means_apart(formats, shape, block_size)
     return format_name(_without_means(formats) if is_apart else formats)
@@ -146,9 +146,9 @@ def _without_means(formats: LayerFormats) -> LayerFormats:
 
 
 def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) -> bool:
-    """Return True if a decode tile adds the means of all blocks before and after its loop.
+    """Return True if a decode tile adds the means of all blocks outside its loop over keys.
 
-    It must lie in one block; rows with means, and the means, are read as words, in runs that fill columns.
+    The tile must lie in one block; means and their rows are read as words, in runs that fill columns.
     """
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     found = [(fmt, dim) for fmt, dim in parts if fmt.mean]
@@ -159,16 +159,16 @@ def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) 
 
 
 def _extends_wrongly(formats: LayerFormats) -> bool:  # D140: wrong on Hopper, not understood: refused
-    """Return True if tiles of 64 rows may return NaN, as they did on an H200 with Triton 3.6.0.
+    """Return True if tiles of 64 rows may return NaN, as observed on an H200 with Triton 3.6.0.
 
-    Tiles of 16 rows are right; the cause is unknown. NaN occurred for V in INT4 with K in INT8 and FP8; all
+    Tiles of 16 rows are correct; the cause is unknown. NaN occurred with V in INT4 and K in INT8 or FP8; all
     grouped V is read like INT4.
     """
     return formats.v.code.is_grouped and formats.k.code is not formats.v.code
 
 
 def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size: int) -> TileShape:
-    """Return the table's entry for this device, else for any device, else a shape computed for the format."""
+    """Return the table's entry for this device or for any device, or else a shape computed for the format."""
     if (sizes := sizes_for(kind, fmt, head_dim, device, block_size)) is not None:
         return TileShape(**sizes)
     decodes = kind.endswith("decode")
@@ -190,18 +190,18 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
 
 
 def _fills_registers(fmt: str) -> bool:
-    """Return True if products of means, words of two planes or per-channel scales need so many registers that
-    a limit of 168 would spill some."""
+    """Return True if products of means, two-plane words or per-channel scales need so many registers that a
+    limit of 168 would spill some."""
     codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
     return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:  # D135
-    """Return the shape with the fewest instructions per key without spilling; for decode with heads of 128,
-    the fastest one on an H200. Counts are in benchmarks/results/gpu-counted.md.
+    """Return the shape with the fewest instructions per key without spilling or, for decode with heads of
+    128, the fastest shape on an H200. Counts are in benchmarks/results/gpu-counted.md.
 
-    `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
-    shared memory, since a table's entry is read two stages before the rows that it names.
+    `run`: number of bytes of a row that are read together; 0 if rows are decoded bit by bit in registers.
+    Five stages are two tiles in shared memory, since a table entry is read two stages before its rows.
     """
     if run == 0:
         rows, warps = (DECODE_ROWS, 4) if kind == "decode" else (64, 8)
@@ -220,7 +220,7 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
 
 
 def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> TileShape:
-    """Return a shape (counted, not timed). Sums of latents fill the registers that more rows would need."""
+    """Return a shape (counted, not timed). Sums of latents use the registers that more rows would need."""
     if device == FP32:
         return TileShape(rows=DECODE_ROWS, keys=16, warps=4, stages=2 if run else 1)
     if run == 0 or device.startswith("gfx"):
@@ -233,8 +233,8 @@ def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> Tile
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:
-    """Return the shape that spills no registers, or the fewest: nothing is copied asynchronously, so more
-    stages take more registers. gfx9 has 64 lanes per warp, others 32."""
+    """Return the shape that spills the fewest registers: copies aren't asynchronous, so stages take
+    registers. gfx9 has 64 lanes per warp, other GPUs 32."""
     keys = 32 if device.startswith("gfx9") else 16
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=2, stages=1)
@@ -254,7 +254,7 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """Return K and V codes, groups and kinds of scales, as `int4_g32_s8/int8`; rotation changes no cost."""
+    """Return codes, groups and scale kinds of K and V, as `int4_g32_s8/int8`; rotation costs the same."""
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
@@ -264,7 +264,7 @@ def format_name(formats: LayerFormats) -> str:
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
-    """Return the bytes of K's or V's rows with one scale, whichever are fewer; 0 if not read as words."""
+    """Return the fewest bytes with one scale in K's or V's rows; 0 if rows aren't read as words."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
@@ -277,16 +277,16 @@ def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
 
 
 def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
-    """Return the bytes of a row, or of its first plane, that have one scale in every part."""
+    """Return the number of bytes of a row, or of its first plane, that have one scale in every part."""
     row = dim * fmt.code.planes[0] // 8
     return min(fmt.scale.group_size, row) if isinstance(fmt.scale, Grouped) else row
 
 
 def run_bytes(fmt: KVFormat, dim: int) -> int:
-    """Return the bytes of a row that attention reads together as words: all, or for grouped codes those of
-    one group in every part of the first plane, or fewer if there are two planes; 0 if words don't fit.
+    """Return the number of bytes of a row that attention reads together as words: all or, for grouped codes,
+    those of one group in every part of the first plane, or fewer with two planes; 0 if words don't fit.
 
-    A place in the second plane's bytes has the bits of `piece` bytes of the first plane.
+    A place in the bytes of the second plane has the bits for `piece` bytes of the first plane.
     """
     scaled = _scaled_bytes(fmt, dim)
     if fmt.is_per_channel:
@@ -303,7 +303,7 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
 
 
 def _channel_run(fmt: KVFormat, dim: int) -> int:
-    """Return `run_bytes` of rows with per-channel scales, where channels that share bits are one code."""
+    """Return `run_bytes` for rows with per-channel scales, where channels that share bits form one code."""
     planes = (fmt.code.doubled if fmt.is_paired else fmt.code).planes
     row = dim * fmt.code.bits // 8 * planes[0] // sum(planes)
     run = row if len(planes) == 1 else min(row, _MOST_RUN)
@@ -312,20 +312,20 @@ def _channel_run(fmt: KVFormat, dim: int) -> int:
 
 
 def target(x: Tensor) -> str:
-    """Return the device's name, or FP32 if fp32 is multiplied on a GPU."""
+    """Return the device's name, or FP32 for products in fp32 on a GPU."""
     is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
     return FP32 if is_fp32 else device_name(x.device)
 
 
 @lru_cache(maxsize=8)
 def device_name(device: torch.device) -> str:
-    """Return a device's name in the table: its architecture, as `sm90` or `gfx942`."""
+    """Return the table's name for a device: its architecture, such as `sm90` or `gfx942`."""
     return "interpreter" if device.type == "cpu" else Device.of(device).architecture
 
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for the interpreter."""
+    """Return a GPU's number of multiprocessors, or 1 for the interpreter."""
     if device.type == "cpu":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

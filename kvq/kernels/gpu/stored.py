@@ -1,4 +1,4 @@
-"""Device functions that read rows of any format one element at a time, as fp32 numbers."""
+"""Device functions that read rows of any format, one element at a time, as fp32 numbers."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ _MOST_SHIFTED = tl.constexpr(channel.MOST_SHIFTED)
 
 @triton.jit
 def _plane(codes, at, mask, col, DIM: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
-    """Return one plane's bits of codes, shifted to their place; BEFORE: bits of the wider planes."""
+    """Return the bits of one plane, shifted to their place in the codes; BEFORE: bits of the wider planes."""
     RUN: tl.constexpr = DIM * WIDTH // 8
     packed = tl.load(codes + at + (DIM * BEFORE // 8 + col % RUN)[None, :], mask=mask, other=0).to(tl.int32)
     return ((packed >> (col // RUN * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BEFORE
@@ -40,7 +40,7 @@ def _packed_codes(codes, at, mask, col, DIM: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def shared_bits(code, other, BITS: tl.constexpr):
-    """Return the bits of channels, int32, from their scale bytes and those of their partners."""
+    """Return the bits of channels, int32, from the scale bytes of each channel and its partner."""
     if BITS <= MOST_PAIRED:
         more = code - other
         more = (more + 8 + (more >> 31)) >> 4  # to nearest, ties away from zero
@@ -52,7 +52,7 @@ def shared_bits(code, other, BITS: tl.constexpr):
 
 @triton.jit
 def channel_scale(code, own, BITS: tl.constexpr):
-    """Return the scale of a channel of `own` bits from its byte, fp32; see codec/channel.py."""
+    """Return the fp32 scale of a channel of `own` bits, computed from its byte; see codec/channel.py."""
     factor = tl.full(own.shape, 1.0, tl.float32)
     if BITS <= MOST_PAIRED:
         for bits in tl.static_range(1, BITS + _MOST_SHIFTED + 1):
@@ -64,7 +64,7 @@ def channel_scale(code, own, BITS: tl.constexpr):
 def channel_rows(
     codes, scales, codes_at, scales_at, inside, col, KIND: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Return rows with per-channel scales, fp32 [rows, columns]; `scales_at`: offsets of blocks in bytes."""
+    """Return rows with per-channel scales, fp32 [rows, columns]; `scales_at`: blocks' offsets in bytes."""
     mask = inside[:, None] & (col < DIM)[None, :]
     at, bytes_at = codes_at[:, None], scales + scales_at[:, None]
     byte = tl.load(bytes_at + col[None, :], mask=mask, other=0).to(tl.int32)
@@ -110,7 +110,7 @@ def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def stored_rows(rows, codes, scales, codes_at, scales_at, head, inside, col):
-    """Return rows of K or V of any format, fp32 [rows, columns], still rotated; `rows`: kernel argument."""
+    """Return K or V rows of any format, fp32 [rows, columns], still rotated; `rows`: kernel argument."""
     mask = inside[:, None] & (col < rows.dim)[None, :]
     if rows.kind >= CHANNEL:
         x = channel_rows(codes, scales, codes_at, scales_at, inside, col, rows.kind, rows.dim, rows.bits)

@@ -1,4 +1,4 @@
-"""Support of the Triton kernels: the formats and devices they take, and their import at the first call."""
+"""Support of the Triton kernels: supported formats and devices, and import of kernels at their first call."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,7 @@ _AS_IT_IS = nullcontext()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one in a context, if it isn't: Triton launches on it, and graphs capture it."""
+    """Return a context in which a GPU is current, because Triton launches on it and graphs capture it."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _AS_IT_IS
     return torch.cuda.device(device)
@@ -47,7 +47,7 @@ def lazy(module: str, operation: str) -> Callable[..., Any]:
 
 
 def supports(spec: KernelSpec, device: Device, most_dim: int = MOST_DIM) -> Support:
-    """Return yes for all formats on NVIDIA GPUs from SM80 on and on `AMD`, if Triton is installed."""
+    """Return yes for all formats on NVIDIA GPUs since SM80 and GPUs in `AMD`, if Triton is installed."""
     runs, fmt = supports_linear(spec, device), spec.formats
     parts = (fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim)
     if runs.yes and any((x.mean or x.is_per_channel) and dim % 4 for x, dim in parts):
@@ -56,12 +56,12 @@ def supports(spec: KernelSpec, device: Device, most_dim: int = MOST_DIM) -> Supp
 
 
 def supports_stored(spec: KernelSpec, device: Device) -> Support:
-    """Return `supports` for operations that store rows or gather them."""
+    """Return the result of `supports` for operations that store or gather rows."""
     return supports(spec, device, MOST_STORED_DIM)
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
-    """Return `supports` for attention over latents: one KV head."""
+    """Return the result of `supports` for attention over latents, which need one KV head."""
     if spec.is_staged:
         return Support(False, "attends to all latents before a query, not to a part of them")
     if spec.kv_heads != 1:
@@ -70,7 +70,7 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
-    """Return `supports` if K has no 8-bit codes, or NVIDIA's tensor cores can multiply them directly."""
+    """Like `supports`, but return no if K has 8-bit codes that tensor cores can't multiply directly."""
     runs = supports(spec, device)
     if not runs.yes:
         return runs
@@ -90,7 +90,7 @@ def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:
-    """Return `supports` of the device alone: every format and shape fits, and `spec` may be None."""
+    """Like `supports`, but check only the device; any format and shape fits, and `spec` may be None."""
     if device.capability is None and device.gfx is None:
         return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():

@@ -1,12 +1,12 @@
 """Device functions for codes that are read two bytes at a time, as 16-bit words.
 
-Tensor cores take 16-bit numbers, and `ldmatrix` loads 16-bit elements from shared memory directly into the
-registers that a product reads. Packed bytes are therefore loaded as words and decoded in registers: a word's
-even byte yields one operand, its odd byte another, of products that are summed or that form alternate columns
-of the output. The assembly is pure, so that the compiler may move it there.
+Tensor cores multiply 16-bit numbers, and `ldmatrix` loads 16-bit elements from shared memory directly into
+the registers that a product reads. Packed bytes are therefore loaded as words and decoded in registers: a
+word's even byte and odd byte become operands of two products, which are summed or form alternate columns of
+the output. The assembly is pure, so the compiler may move it next to the product.
 
 Packed codes are stored in planes (see codec/packing.py). Words are read from the first plane; codes of 3, 5
-and 6 bits take their high bits from words of a second plane, at a place that all words of a run share.
+and 6 bits have their high bits in words of a second plane, at a place that all words of a run share.
 """
 
 import math
@@ -67,14 +67,14 @@ _E4M3_BY_BITS = tl.constexpr(SPREAD_E4M3.format(first="0x2404", second="0x3414")
 
 
 def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
-    """Return True if the GPU that code is being compiled for converts FP8 by an instruction."""
+    """Return True if the GPU for which code is being compiled has an instruction that converts FP8."""
     if not takes_ptx(_semantic=_semantic).value:
         return tl.constexpr(False)
     return tl.constexpr(int(_semantic.builder.options.arch.removeprefix("sm")) >= _LEAST_WITH_E4M3)
 
 
 def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the factor that converts the numbers of `word_parts` to the values of codes."""
+    """Return the factor that converts the numbers returned by `word_parts` to the values of the codes."""
     by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
     if plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
@@ -82,7 +82,7 @@ def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.constexpr:  # D117
-    """Return the factor of `low_unit` for codes at a place in their bytes; place 0 has the lowest bits."""
+    """Return `low_unit` adjusted to codes at a given place in their bytes; place 0 has the lowest bits."""
     lowest = low_unit(kind, compute, _semantic=_semantic).value
     bits = 8 // codes_a_byte(kind).value
     return tl.constexpr(lowest / 2 ** (bits * plain(place)) if lowest > 256 else lowest)
@@ -94,38 +94,40 @@ def codes_a_byte(kind: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def code_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the bits of packed codes."""
+    """Return the number of bits of a packed code."""
     return tl.constexpr(sum(_PLANES[plain(kind)]))
 
 
 def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:  # D125: two planes joined in registers
-    """Return the bits of a packed code in the second plane."""
+    """Return the number of bits of a packed code that are in the second plane."""
     return tl.constexpr(_PLANES[plain(kind)][1])
 
 
 def high_bytes(kind: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the bytes of a row's second plane, each with bits for a byte of the first at every place."""
+    """Return the number of bytes in a row's second plane; each has bits for one first-plane byte per
+    place."""
     return tl.constexpr(plain(dim) * high_bits(kind).value // 8)
 
 
 def high_start(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the offset in a row of the bytes with the high bits for byte `start` of the first plane."""
+    """Return the offset in a row of the bytes with the high bits of byte `start` of the first plane."""
     return tl.constexpr(plain(dim) // codes_a_byte(kind).value + plain(start) % high_bytes(kind, dim).value)
 
 
 def high_place(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the place of the high bits for that byte's lowest code; 0 without a second plane."""
+    """Return the place of the high bits of the lowest code in byte `start`; 0 without a second plane."""
     high = high_bits(kind).value
     return tl.constexpr(high * (plain(start) // high_bytes(kind, dim).value) if high else 0)
 
 
 def parts_assembly(kind: Any, place: Any, pieces: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return assembly for two adjacent words of packed codes, and their high bits, as fp16 numbers by place.
+    """Return assembly that converts two adjacent words of packed codes and their high bits to fp16, place by
+    place.
 
-    A code at the low end of fp16's mantissa is the subnormal number code * 2^-24; a code further up is this
-    times a power of two; all ten bits are 1,023 at most. Tensor cores multiply subnormal fp16 numbers exactly
-    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, section 4). `place`, `pieces`: as for
-    `word_parts`.
+    A code at the low end of the fp16 mantissa is the subnormal number code * 2^-24; a code in a higher
+    position is multiplied by a power of two; all ten bits represent at most 1,023. Tensor cores multiply
+    subnormal fp16 numbers exactly (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, section
+    4). `place`, `pieces`: as for `word_parts`.
     """
     low, high = _PLANES[plain(kind)]
     places = 8 // low
@@ -150,12 +152,12 @@ def parts_assembly(kind: Any, place: Any, pieces: Any, _semantic: Any = None) ->
 
 
 def parts_constraints(kind: Any, pieces: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the registers of `parts_assembly`."""
+    """Return the register constraints of `parts_assembly`."""
     return tl.constexpr("=&r," * (2 * codes_a_byte(kind).value) + ",".join(["r"] * (1 + plain(pieces))))
 
 
 def _in_both(half: int) -> str:
-    """Return a mask of 16 bits for both halves of a register."""
+    """Return a 16-bit mask repeated in both halves of a register."""
     return f"0x{half:04x}{half:04x}"
 
 
@@ -165,7 +167,7 @@ def exponent(unit: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:  # D120
-    """Return the number added to the exponents of probabilities that multiply V's codes."""
+    """Return the number to add to the exponents of probabilities that multiply V's codes."""
     return tl.constexpr(_ENLARGEMENT[plain(kind)] if plain(compute) == tl.float16 else 0.0)
 
 
@@ -194,7 +196,7 @@ for _function in (
 
 @triton.jit
 def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Convert even and odd bytes of FP8 or INT8 words, int16, to numbers, by shifts and exact conversions."""
+    """Convert even and odd bytes of FP8 or INT8 words, int16, by shifts and exact conversions."""
     wide = words.to(tl.int32)
     even, odd = (wide & 255).to(tl.uint8), ((wide >> 8) & 255).to(tl.uint8)
     if KIND == FP8:
@@ -207,7 +209,7 @@ def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _codes_apart(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
-    """Convert packed codes of words to numbers, by shifts and exact conversions; see `word_parts`."""
+    """Convert the packed codes in words to numbers with shifts and exact conversions; see `word_parts`."""
     HIGH: tl.constexpr = high_bits(KIND)
     PER: tl.constexpr = codes_a_byte(KIND)
     LOW: tl.constexpr = 8 // PER
@@ -226,11 +228,12 @@ def _codes_apart(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: 
 
 @triton.jit
 def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
-    """Convert int16 words of FP8, INT8 or packed codes to COMPUTE numbers, which `unit` scales to values:
-    each word's even and odd byte; for packed codes, the even byte's codes, lowest first, then the odd byte's.
+    """Convert int16 words of FP8, INT8 or packed codes to COMPUTE numbers, which `unit` scales to values: the
+    even and odd bytes of each word or, for packed codes, the codes of the even byte, lowest first, then those
+    of the odd byte.
 
-    high: tuple of int16 words of the second plane, empty without one. The lowest codes' bits begin at PLACE
-    in the first of them, one place higher in each following one; only one of them is nonzero for a word.
+    high: tuple of int16 words of the second plane, or empty. The lowest codes' bits begin at PLACE in its
+    first word and one place higher in each following word; only one word is nonzero for a word of codes.
     """
     if KIND < INT4:
         if COMPUTE == tl.float32 or not takes_ptx():
@@ -256,7 +259,7 @@ def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl
 
 @triton.jit
 def fp8_numbers(codes, COMPUTE: tl.constexpr):
-    """Convert E4M3 bytes uint8 to COMPUTE numbers, which `low_unit` scales to values, in order."""
+    """Convert E4M3 bytes, uint8, to COMPUTE numbers in order, which `low_unit` scales to values."""
     if COMPUTE == tl.float16 and converts_e4m3():
         values = tl.inline_asm_elementwise(
             _E4M3_IN_ORDER, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
@@ -268,7 +271,7 @@ def fp8_numbers(codes, COMPUTE: tl.constexpr):
 
 @triton.jit
 def settled(x):
-    """Return 16-bit x, computed once: the compiler moves no computation of x past this point."""
+    """Return 16-bit x, computed once: the compiler moves no part of its computation past this point."""
     if takes_ptx() and x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x

@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights, of 4 and of 8 bits."""
+"""Linear layers with quantized weights of 4 or 8 bits."""
 
 from importlib import import_module
 

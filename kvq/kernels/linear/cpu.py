@@ -15,31 +15,31 @@ from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
 def _code_of(code: WeightCode) -> int:
-    """Return a code's KvqCode; codes of three bits are stored in four."""
+    """Return the KvqCode number of a code; 3-bit codes are stored in 4 bits."""
     return NUMBERS["KVQ_INT4" if code is WeightCode.INT3 else f"KVQ_{code.name}"]
 
 
 def best_products() -> int:
-    """Return the KvqProducts with which this CPU multiplies bf16 rows and bf16 weights the fastest."""
+    """Return the KvqProducts value with which this CPU multiplies bf16 rows by bf16 weights fastest."""
     found = ctypes.c_int(0)
     run("linear_products", ctypes.addressof(found))
     return found.value
 
 
 class CpuLinear:
-    """y = x W^T over a weight in panels.
+    """y = x W^T with a weight stored in panels.
 
     Integer codes are multiplied as integers. Inputs that the format doesn't round are converted to 16-bit
-    integers, 128 at a time: results agree with fp32 products to about 1e-5 of the largest. Scales are not
-    rounded into the weight, so with 16-bit scales results are closer to the codes than the reference's.
-    Products with float weights are as exact as fp32's; on CPUs with AMX, they are sums of bf16 products, and
-    inputs, weights or products below 1e-31 in magnitude lose digits (split.h).
-    Bit for bit, a row's result doesn't depend on the other rows or on threads. For a row with a NaN or an
-    infinity, it is NaN; with float weights, it is NaN or the result of such products.
+    integers, 128 at a time: results agree with fp32 products to about 1e-5 of the largest result. Scales are
+    not rounded into the weight, so with 16-bit scales, results are more exact than the reference's. Products
+    with float weights are as exact as in fp32; on CPUs with AMX, they are sums of bf16 products, and inputs,
+    weights or products below 1e-31 in magnitude lose digits (split.h). A row's result is bit-identical
+    regardless of the other rows and the number of threads. If a row contains a NaN or an infinity, its result
+    is NaN; with float weights, it may also be the value that floating-point products yield.
     """
 
     def __init__(self, *weights: QuantizedWeight | PlainWeight) -> None:
-        """Take one weight, or join several for the same inputs, with their outputs one after the other.
+        """Pack one weight, or several for the same inputs, with their outputs concatenated.
 
         Raises:
             ConfigError: formats, inputs or their order differ.
@@ -73,7 +73,7 @@ class CpuLinear:
         """Return a copy of a float weight, [out, in].
 
         Raises:
-            ConfigError: the weight is in codes.
+            ConfigError: the weight is quantized.
         """
         self._check_floats()
         return unpack_plain(self._panels, self.out_features, self.in_features)
@@ -83,10 +83,10 @@ class CpuLinear:
             raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
 
     def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Look up rows of a float weight: int64 [...] -> [..., in] of `dtype`.
+        """Look up rows of a float weight: int64 [...] -> [..., in] in `dtype`.
 
         Raises:
-            ConfigError: the weight is in codes, or `rows` or `dtype` is of another type.
+            ConfigError: the weight is quantized, `rows` is not int64, or `dtype` is not supported.
             IndexError: a row number is too large.
         """
         self._check_floats()
@@ -101,7 +101,7 @@ class CpuLinear:
         return out
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] of x's dtype."""
+        """Multiply: [rows, in] -> [rows, out] in x's dtype."""
         x = checked_rows(x, self.in_features)
         out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
         sizes = DTYPES[x.dtype], len(x), torch.get_num_threads()
@@ -110,10 +110,10 @@ class CpuLinear:
 
 
 class CpuLinears:
-    """y[:, i] = x[:, i] W[i]^T, each with its own weight in panels, with the bits of `CpuLinear`."""
+    """y[:, i] = x[:, i] W[i]^T, each with its own weight in panels, and with the same bits as `CpuLinear`."""
 
     def __init__(self, values: Tensor) -> None:
-        """`values`: [count, out, in]; fp32 values are stored in 16 bits if that is exact."""
+        """Pack weights. `values`: [count, out, in]; fp32 values are stored in 16 bits where that is exact."""
         self._dtype = values.dtype
         narrow = PlainWeight.narrowest(values.flatten(0, 1)).values.unflatten(0, values.shape[:2])
         self._each = [CpuLinear(PlainWeight(values=weight)) for weight in narrow]
@@ -126,7 +126,8 @@ class CpuLinears:
         return torch.stack([linear.values().to(self._dtype) for linear in self._each])
 
     def __call__(self, x: Tensor, *, room: int = 0) -> Tensor:
-        """[rows, count, in] -> [rows, count, out + room] of x's dtype, the last `room` for others to fill.
+        """Multiply: [rows, count, in] -> [rows, count, out + room] in x's dtype; the last `room` are left
+        blank.
 
         Raises:
             ConfigError: the shape or dtype is not supported.
@@ -146,13 +147,13 @@ def _each_of(x: Tensor) -> tuple[int, int, int]:
 
 
 class CpuMLP:
-    """y = down(activation(gate(x)) * up(x)) in one call, with the bits of three separate calls."""
+    """y = down(activation(gate(x)) * up(x)) in one call, with the same bits as three separate calls."""
 
     def __init__(self, gate_up: CpuLinear, down: CpuLinear, activation: Activation) -> None:
-        """`gate_up`: gate and up joined, in this order.
+        """Combine the weights of an MLP. `gate_up`: gate and up fused, in this order.
 
         Raises:
-            ConfigError: `down` does not take the others' outputs, or the activation has no C++ kernel.
+            ConfigError: `down` doesn't match `gate_up`, or the activation has no C++ kernel.
         """
         check_activation(activation)
         if gate_up.out_features != 2 * down.in_features:
@@ -164,7 +165,7 @@ class CpuMLP:
         self.nbytes = gate_up.nbytes + down.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] of x's dtype."""
+        """Run the MLP: [rows, in] -> [rows, out] in x's dtype."""
         x = checked_rows(x, self._gate_up.in_features)
         out = torch.empty(x.shape[0], self._down.out_features, dtype=x.dtype)
         sizes = DTYPES[x.dtype], self.activation, len(x), torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Weights in the order in which CPU kernels read them: panels of 16 outputs."""
+"""Weights in the order in which CPU kernels read them, in panels of 16 outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ _Matrix = struct("KvqMatrix")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Panels:
-    """Memory that KvqLinear points to.
+    """Memory to which a KvqLinear points.
 
-    `codes`: uint8 [panels, bytes]: q + 128 for INT8, q + 8 for INT4 and INT3, E4M3FN bytes; for unquantized
-    weights, fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16
-    or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the
-    same shape, None if symmetric. `order`: int32 [in], None if inputs keep their order.
+    `codes`: uint8 [panels, bytes], with q + 128 for INT8, q + 8 for INT4 and INT3, or E4M3FN bytes; for
+    unquantized weights, fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`:
+    fp32, bf16 or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the same shape, None
+    if symmetric. `order`: int32 [in], None if inputs keep their order.
     """
 
     codes: Tensor
@@ -40,12 +40,12 @@ class _Panels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything, padding included."""
+        """Size of all tensors in bytes, including padding."""
         return sum(x.nbytes for x in (self.codes, self.scales, self.zeros, self.order) if x is not None)
 
 
 def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
-    """Concatenate the outputs of one or several weights for the same inputs, and pack them.
+    """Concatenate the outputs of one or more weights for the same inputs, and pack them.
 
     Raises:
         ConfigError: formats, inputs or their order differ, or parts of a weight don't match.
@@ -74,7 +74,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
 
 
 def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
-    """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that holds them all.
+    """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that is exact for all.
 
     Raises:
         ConfigError: the weights have different numbers of inputs.
@@ -97,12 +97,12 @@ def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
 
 
 def unpack_plain(panels: _Panels, out_features: int, in_features: int) -> Tensor:
-    """Return the weight [out, in] of `pack_plain`'s panels, in their dtype."""
+    """Return the weight [out, in] that `pack_plain` packed into `panels`, in the panels' dtype."""
     return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 
 
 def _check(weight: QuantizedWeight) -> None:
-    """Raise ConfigError unless shapes and order are valid, as compiled code relies on them."""
+    """Raise ConfigError unless shapes and order are valid; compiled code doesn't check them."""
     outputs, inputs = weight.out_features, weight.in_features
     scales = (outputs, weight.fmt.groups(inputs))
     if weight.scale.shape != scales or (weight.zero is not None and weight.zero.shape != scales):
@@ -112,7 +112,7 @@ def _check(weight: QuantizedWeight) -> None:
 
 
 def _bytes(weight: QuantizedWeight) -> Tensor:
-    """Return codes as nonnegative numbers, uint8 [out, in]."""
+    """Return the codes as nonnegative numbers, uint8 [out, in]."""
     codes = weight.codes
     if weight.fmt.code is WeightCode.FP8:
         return codes
@@ -122,17 +122,17 @@ def _bytes(weight: QuantizedWeight) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Pad [out, in] with zeros to whole panels, and to a multiple of `COLUMNS`."""
+    """Pad [out, in] with zeros to complete panels and to a multiple of `COLUMNS`."""
     if x.shape[0] % OUTPUTS == x.shape[1] % COLUMNS == 0:
         return x
     return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
 
 
 def _blocked(x: Tensor, code: WeightCode) -> Tensor:
-    """[out, in] -> [panels, bytes], see lanes.h: four inputs of every output in a row of 64 bytes.
+    """Rearrange [out, in] into [panels, bytes], with 4 inputs of every output per 64-byte row; see lanes.h.
 
-    For nibbles, the low ones are one such row and the high ones the next. For FP8, byte 2 (16 h + o) + b
-    is output o of input h + 2 b.
+    With nibbles, the low ones form one such row and the high ones the next. With FP8, byte 2 (16 h + o) + b
+    is output o for input h + 2 b.
     """
     panels, columns = x.shape[0] // OUTPUTS, x.shape[1]
     if code is WeightCode.FP8:
@@ -149,6 +149,6 @@ def _laid_out(x: Tensor) -> Tensor:
 
 
 def _by_panel(x: Tensor) -> Tensor:
-    """[out, groups] -> [panels, groups, 16]."""
+    """Rearrange [out, groups] into [panels, groups, 16]."""
     x = functional.pad(x, (0, 0, 0, -x.shape[0] % OUTPUTS))
     return x.view(-1, OUTPUTS, x.shape[1]).transpose(1, 2).contiguous()

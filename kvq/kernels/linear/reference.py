@@ -1,6 +1,5 @@
-"""Reference `linear_w4` and `linear_w8`, the definition of correct results: dequantize, round inputs token by
-token if the format requires it, and multiply in fp32.
-"""
+"""Reference `linear_w4` and `linear_w8`, the definition of correct results: dequantize the weight, round
+inputs token by token if the format requires it, and multiply in fp32."""
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from kvq.kernels.weight import PlainWeight, QuantizedWeight
 def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:  # D179: amax / 127, as vLLM
     """Return codes as fp32 integers (or E4M3 values), and scales fp32 [rows, 1]; x: fp32 [rows, in].
 
-    The scale is the row's largest magnitude over the largest code; a row of zeros has scale 1.
+    The scale is the row's largest magnitude divided by the largest code; the scale of a row of zeros is 1.
     """
     largest = 127.0 if inputs is Inputs.INT8 else e4m3.LARGEST
     amax = x.abs().amax(-1, keepdim=True)
@@ -26,7 +25,7 @@ def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:  # D179
 
 
 def rounded_inputs(x: Tensor, inputs: Inputs) -> Tensor:
-    """Return inputs as the product sees them: fp32 [rows, in], every value a code times its row's scale."""
+    """Return inputs as rounded for the product: fp32 [rows, in], each value a code times its row's scale."""
     if inputs is Inputs.FULL:
         return x
     codes, scale = quantize_inputs(x, inputs)
@@ -34,7 +33,7 @@ def rounded_inputs(x: Tensor, inputs: Inputs) -> Tensor:
 
 
 class ReferenceLinear:
-    """y = x W^T; a quantized weight stays in its codes and is dequantized at every call."""
+    """y = x W^T; a quantized weight is stored as codes and dequantized at every call."""
 
     def __init__(self, weight: QuantizedWeight | PlainWeight) -> None:
         self.weight = weight
@@ -42,7 +41,7 @@ class ReferenceLinear:
         self.nbytes = weight.nbytes if isinstance(weight, QuantizedWeight) else self.code_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] of x's dtype; summed in fp32."""
+        """Multiply, summing in fp32: [rows, in] -> [rows, out] in x's dtype."""
         own, inputs = self.weight, x.float()
         if isinstance(own, QuantizedWeight):
             weight, inputs = own.dequantize(torch.float32), rounded_inputs(inputs, own.fmt.inputs)

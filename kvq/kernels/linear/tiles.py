@@ -1,4 +1,4 @@
-"""Tiles of products on a GPU, by rows of the step, and parts of the inputs. Tuned in shapes.json."""
+"""Tile sizes of GPU products by class of rows, and the split of the inputs. Tuned in shapes.json."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ _LARGE_SHARED = ("sm80", "sm90", "sm100", "sm103")  # more than 99 KB of shared 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearTile:
-    """Tile of one product; the inputs of a step are the weight's block."""
+    """Tile of one product; a step over the inputs covers one block of the weight."""
 
     rows: int
     outputs: int
@@ -25,12 +25,12 @@ class LinearTile:
 
 
 def row_class(rows: int) -> int:
-    """Return the class of a step; within a class, a row's results don't depend on the step's other rows."""
+    """Return the row class of a step, within which a row's results don't depend on other rows."""
     return next((most for most in ROW_CLASSES if rows <= most), MANY_ROWS)
 
 
 def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTile:
-    """Return the tile of a format (`name`) for a class of rows; its outputs divide the padded ones."""
+    """Return the tile of format `name` for a class of rows; its outputs divide the padded outputs."""
     sizes = shapes.sizes_for("linear", name, rows, device)
     tile = LinearTile(**sizes) if sizes else _guess(rows, device, weight.kind, weight.block)
     outputs = tile.outputs
@@ -41,9 +41,9 @@ def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTil
 
 
 def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.device) -> tuple[int, int]:
-    """Return the parts of the inputs, and blocks per part: for few rows, enough for all multiprocessors.
+    """Return the parts of the inputs and blocks per part; with few rows, parts occupy all multiprocessors.
 
-    They depend only on the class of rows, and therefore so do a row's sums.
+    Both depend only on the class of rows, so the order of a row's sums does, too.
     """
     if row_class(rows) == MANY_ROWS:
         return 1, weight.blocks
@@ -55,7 +55,7 @@ def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.devi
 
 
 def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
-    """Return a tile that was designed for Hopper (for AMD: compiled and counted), but not yet measured."""
+    """Return a tile designed for Hopper (for AMD: compiled and counted), but not yet measured."""
     if device == "interpreter":
         return LinearTile(rows=rows, outputs=64, warps=1, stages=1, programs=8)
     if device == shapes.FP32:  # products in fp32 take registers and memory

@@ -1,4 +1,4 @@
-"""`linear_w4` and `linear_w8` in Triton: a weight packed once, and the launches of a step."""
+"""`linear_w4` and `linear_w8` in Triton: a weight that is packed once, and the launches of a step."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ _UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # factors of decoded co
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The launches of one class of steps."""
+    """Launches for one class of rows."""
 
     tile: LinearTile
     splits: int
@@ -46,11 +46,12 @@ class _Plan:
 
 
 class TritonLinear:
-    """y = x W^T over packed codes: ReferenceLinear's results except for rounding.
+    """y = x W^T with packed codes: the same results as ReferenceLinear, except for rounding.
 
-    Inputs of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 inputs in fp32. A row's result
-    doesn't depend on the step's other rows among steps of up to 16, of 17 to 32, of 33 to 64 and of 65 rows
-    to `DENSE_ROWS`; between these classes, and above, sums are ordered differently.
+    Fp16 and bf16 inputs are multiplied in 16 bits and summed in fp32; fp32 inputs use fp32 throughout. There
+    are four classes of steps: up to 16 rows, 17 to 32, 33 to 64, and 65 to `DENSE_ROWS`. Within a class, a
+    row's result doesn't depend on the other rows; in other classes, and in larger steps, the order of sums
+    differs.
 
     No call synchronizes, and no size depends on data, so calls can be captured in a CUDA graph.
     """
@@ -74,7 +75,7 @@ class TritonLinear:
         return self.weight.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] of x's dtype."""
+        """Multiply: [rows, in] -> [rows, out] in x's dtype."""
         device = x.device
         if device.type == "cpu":  # the interpreter can't round to bf16
             return self._multiplied(x.float()).to(x.dtype)
@@ -144,14 +145,14 @@ class TritonLinear:
         )
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes, scales, and zero points or None; bytes of ROWS have the rounded inputs' dtype."""
+        """Return codes, scales, and zero points or None; with ROWS, bytes have the inputs' rounded dtype."""
         weight = self.weight
         rounded = torch.int8 if self.fmt.inputs is Inputs.INT8 else torch.float8_e4m3fn
         codes = weight.codes.view(rounded) if weight.kind is Kind.ROWS else weight.codes
         return codes, weight.scale, weight.zero
 
     def _dense(self, x: Tensor, out: Tensor) -> Tensor:
-        """Dequantize and multiply as many outputs at a time as fit into the workspace."""
+        """Dequantize and multiply as many outputs at a time as fit in the workspace."""
         weight = self.weight
         tile = LinearTile(rows=16, outputs=64, warps=4, stages=1, programs=1)
         whole = tile.outputs * weight.in_features * x.element_size()
@@ -174,7 +175,7 @@ class TritonLinear:
 
 
 def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, in] and fp32 scales [rows]; FP8 codes are bytes with `as_bytes`, else floats."""
+    """Return codes [rows, in] and fp32 scales [rows]; FP8 codes are bytes if `as_bytes`, otherwise floats."""
     rows, count = x.shape
     dtype = torch.int8
     if inputs is Inputs.FP8:
@@ -207,7 +208,7 @@ def compute_dtype(weight: PackedWeight, inputs: Inputs, x: Tensor) -> tl.dtype:
 
 
 def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
-    """Return the arguments that all kernels that read weights share."""
+    """Return the arguments shared by all kernels that read weights."""
     warps = max(1, min(tile.warps, tile.outputs // (8 * weight.runs)))
     return {
         "w_rows": weight.codes.shape[1],

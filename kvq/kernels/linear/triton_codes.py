@@ -1,7 +1,7 @@
 """Device code that decodes a tile of packed weights to numbers for a matrix product.
 
-The host packs weights so that the 16 bytes that one thread loads are the codes that tensor cores read from
-that thread (see triton_pack.py): codes need no conversion of layout between memory and product.
+The host packs weights so that the 16 bytes loaded by a thread are the codes that tensor cores read from that
+thread (see triton_pack.py): no layout conversion is needed between memory and product.
 
 Only NVIDIA GPUs run the inline assembly; elsewhere, shifts and masks compute the same values.
 """
@@ -31,7 +31,7 @@ and.b32 $1, $2, 0xf0f0f0f0;
 
 @triton.jit
 def nibble_integers(packed):
-    """Bytes of two codes in two's complement -> 16 times the low codes and the high ones, int8."""
+    """Return 16 times the low and the high codes in bytes of two 4-bit codes in two's complement, int8."""
     if not takes_ptx():
         low = (packed << 4).to(tl.int8, bitcast=True)
         high = (packed & 0xF0).to(tl.int8, bitcast=True)
@@ -44,9 +44,9 @@ def nibble_integers(packed):
 
 @triton.jit
 def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
-    """Return the output of each column of a tile, [BN]; tiles of weights begin at output `first`.
+    """Return the output index of each column of a tile, [BN]; the tile starts at output `first`.
 
-    A thread's 16 bytes have RUNS parts for outputs 8 apart; in the tile, warps lie between them.
+    A thread's 16 bytes have RUNS parts for outputs 8 apart; other warps' columns lie between them.
     """
     column = tl.arange(0, BN)
     if RUNS > 1:
@@ -65,7 +65,7 @@ def _operand(
     RUNS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Return codes [BN / RUNS, 64] as a product's second factor [WIDTH, BN], each in its present thread."""
+    """Return codes [BN / RUNS, 64] as a second factor [WIDTH, BN], without moves between threads."""
     REPEATS: tl.constexpr = BN // (8 * RUNS * WARPS)
     if COMPUTE == tl.int8:  # bits of a place: [repeat, warp, 8 outputs, thread of 4, run, word, byte]
         bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 4))
@@ -82,10 +82,10 @@ def weight_tile(
     KIND: tl.constexpr, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
     RUNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Return codes [WIDTH, BN] of one block of inputs and one tile of outputs, ordered by `columns`, twice.
+    """Return two tensors of codes [WIDTH, BN] for a block of inputs and a tile of outputs; see `columns`.
 
-    With nibbles, the first are those of the block's first half, and the second those of the other half; with
-    bytes, both are the same.
+    With nibbles, the first tensor has the codes of the block's first half, and the second those of the other
+    half; with bytes, both are the same.
     """
     if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte a code
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)

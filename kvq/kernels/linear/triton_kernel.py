@@ -1,4 +1,4 @@
-"""Device code of `linear_w4` and `linear_w8`: products, sums of parts, rounded inputs, dense weights."""
+"""Device code of `linear_w4` and `linear_w8`: products, sums of parts, input rounding, and dense weights."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,9 @@ from kvq.kernels.linear.triton_codes import ROWS, SIGNED_NIBBLES, columns, weigh
 def _input_columns(
     block, part, group, blocks_per_group, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Return WIDTH inputs of a block, from its input `part` * WIDTH on, and a mask of those in its group.
+    """Return WIDTH input indices of a block, from `part` * WIDTH on, and a mask of those in the group.
 
-    WHOLE: groups are whole blocks.
+    WHOLE: groups consist of complete blocks.
     """
     step = part * WIDTH + tl.arange(0, WIDTH)
     if WHOLE:
@@ -32,7 +32,7 @@ def _inputs(
     x_ptr, row, valid, x_row, block, part, group, blocks_per_group,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load a product's first factor [rows, WIDTH], with zeros past the end of rows or inputs."""
+    """Load a product's first factor [rows, WIDTH], with zeros past the last row or input."""
     column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
     at = row[:, None] * x_row + column[None, :]
     mask = valid[:, None]
@@ -46,7 +46,7 @@ def _inputs(
 
 @triton.jit
 def _add_product(x, w, zero, total, COMPUTE: tl.constexpr, INTEGER: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """Return total + x (w - zero); for integers, whose zero points are applied later, total + x w."""
+    """Return total + x (w - zero) or, for integers, whose zero points are applied later, total + x w."""
     if INTEGER:
         total = tl.dot(x, w, total, out_dtype=tl.int32)
     else:
@@ -60,7 +60,7 @@ def _add_product(x, w, zero, total, COMPUTE: tl.constexpr, INTEGER: tl.constexpr
 def _less_zeros(
     product, x_sum_ptr, row, counted, groups, own, zero, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr
 ):
-    """Return an integer product minus zero * sum(inputs of the group), in int32, for rows in `counted`."""
+    """Return an integer product minus zero * sum(inputs of the group), int32, for rows in `counted`."""
     if ASYMMETRIC:
         sums = tl.load(x_sum_ptr + row * groups + own, mask=counted, other=0)
         UNIT: tl.constexpr = 16 if KIND == SIGNED_NIBBLES else 1
@@ -77,11 +77,12 @@ def linear_kernel(
     RUNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
     GROUPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of rows, tiles of outputs, parts of the inputs). Codes are never scaled: scales multiply
-    a group's product, in fp32. WIDTH inputs are multiplied at a time, with nibbles half a block (BK).
+    """Multiply. Grid: (tiles of rows, tiles of outputs, parts of the inputs). Scales multiply a group's
+    product in fp32, never the codes. WIDTH inputs are multiplied at a time; for nibbles, this is half a block
+    (BK).
 
-    GROUPED: a row has several scales. INTEGER: products of INT8 inputs, exact in int32, whose zero points
-    enter as zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
+    GROUPED: a row has several scales. INTEGER: inputs are INT8, products are exact in int32, and zero points
+    are applied as zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
     """
     INTEGER: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     ASYMMETRIC: tl.constexpr = zero_ptr is not None
@@ -139,7 +140,7 @@ def linear_kernel(
 
 @triton.jit
 def add_parts_kernel(parts_ptr, out_ptr, count, splits, WIDTH: tl.constexpr):
-    """out [count] = the sum of parts [splits, count], always in the same order."""
+    """Store the sum of parts [splits, count] in out [count], always adding in the same order."""
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     mask = at < count
     total = tl.load(parts_ptr + at, mask=mask, other=0.0)
@@ -153,7 +154,7 @@ def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, x_row, inputs,
     FP8: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows. Results have the bits of linear/reference.py. FP8: E4M3, as bytes or as their values."""
+    """Quantize inputs with the bits of linear/reference.py. Grid: rows. FP8: E4M3, as bytes or values."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
     largest = tl.zeros((WIDTH,), tl.float32)
@@ -184,7 +185,7 @@ def dequantize_kernel(
     KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
     RUNS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of inputs, tiles of outputs). Stores weights [outputs from `first_tile` on, inputs]."""
+    """Store weights [outputs from `first_tile` on, inputs]. Grid: (blocks of inputs, tiles of outputs)."""
     block, tile = tl.program_id(0), first_tile + tl.program_id(1)
     output = columns(tile * BN, BN, RUNS, WARPS)
     at = tl.cast(block // blocks_per_group, tl.int64) * padded + output

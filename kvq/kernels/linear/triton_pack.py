@@ -1,4 +1,4 @@
-"""Weights in the order in which a GPU's threads read them: packed once, read at every step."""
+"""Weights in the order in which a GPU's threads read them: packed once, then read at every step."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +14,7 @@ OUTPUTS = 64  # rows of output are padded to a multiple of this
 
 
 class Kind(Enum):
-    """Layout of codes in memory, and the numbers to which they are converted before the product."""
+    """Layout of codes in memory, and the numbers to which codes are converted before the product."""
 
     NIBBLES = 0  # q + 8, to floats
     SIGNED_NIBBLES = 1  # two's complement, to INT8
@@ -27,11 +27,12 @@ class Kind(Enum):
 class PackedWeight:
     """A weight in blocks of `block` inputs; a group is padded with zeros to whole blocks.
 
-    `codes`: [blocks, outputs / runs, 64 bytes], or for ROWS [outputs, blocks * block]. `scale`:
-    [groups, outputs], and `zero` likewise, with unchanged values.
+    `codes`: [blocks, outputs / runs, 64 bytes], or for ROWS [outputs, blocks * block]. `scale` and `zero`:
+    [groups, outputs], with unchanged values.
 
-    The 64 bytes of a row are 16 for each of 4 adjacent threads, whose products take the outputs 8u + g
-    of 8 such rows g. The bits of a byte's place in them, and its nibble, determine its input; see `_tiles`.
+    The 64 bytes of a row are 16 bytes for each of 4 adjacent threads; of 8 adjacent rows, row g is for
+    outputs 8u + g. The place of a code's byte within the row, and its nibble, determine the input; see
+    `_tiles`.
     """
 
     kind: Kind
@@ -48,17 +49,17 @@ class PackedWeight:
 
     @property
     def width(self) -> int:
-        """Number of inputs that are multiplied at a time: nibbles are the two halves of a block."""
+        """Number of inputs that are multiplied at a time; for nibbles, half a block."""
         return self.block // 2 if self.kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else self.block
 
     @property
     def groups(self) -> int:
-        """Number of scales of one output."""
+        """Number of scales per output."""
         return self.scale.shape[0]
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of inputs of one output, including padding."""
+        """Number of blocks of inputs per output, including padding."""
         return self.groups * self.blocks_per_group
 
     @property
@@ -68,12 +69,12 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of the tensors in bytes."""
         return sum(x.nbytes for x in (self.codes, self.scale, self.zero, self.order) if x is not None)
 
 
 def kind_of(weight: QuantizedWeight, *, has_fp8: bool) -> Kind:
-    """Return the layout for a weight's format; `has_fp8`: the device multiplies FP8."""
+    """Return the layout for a weight's format; `has_fp8`: whether the device multiplies FP8."""
     inputs = weight.fmt.inputs
     if weight.fmt.code in (WeightCode.INT4, WeightCode.INT3):
         return Kind.SIGNED_NIBBLES if inputs is Inputs.INT8 else Kind.NIBBLES
@@ -83,7 +84,7 @@ def kind_of(weight: QuantizedWeight, *, has_fp8: bool) -> Kind:
 
 
 def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:  # D143
-    """Put the codes into blocks and order them for `kind`."""
+    """Arrange the codes in blocks and in the order for `kind`."""
     codes = weight.codes if weight.fmt.code is WeightCode.FP8 else weight.integers().view(torch.uint8)
     outputs, inputs = codes.shape
     groups = weight.scale.shape[1]
@@ -111,23 +112,23 @@ def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:  # D143
 
 
 def _widest(kind: Kind) -> int:
-    """Return the inputs of a block whose threads have one output each."""
+    """Return the block size, in inputs, at which each thread's bytes belong to one output."""
     return 64 if kind in (Kind.INT8, Kind.FP8) else 128
 
 
 def _block(group: int, kind: Kind) -> int:
-    """Return the widest block size with the least padding of a group; products take 32 INT8 codes."""
+    """Return the largest block size with the least padding per group; products take 32 INT8 codes."""
     widest = _widest(kind)
     fits = (widest, widest // 2) if kind is Kind.SIGNED_NIBBLES else (widest, widest // 2, widest // 4)
     return min(fits, key=lambda block: (-(-group // block) * block, -block))
 
 
 def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
-    """[outputs, blocks, block] -> [blocks, outputs / runs, 64].
+    """Rearrange [outputs, blocks, block] into [blocks, outputs / runs, 64].
 
-    A byte has one code, or two: low nibbles have a block's first half of inputs, high ones the other. Thread
-    t of 4 gets its elements of a tensor core's second factor: of 16 inputs, 2t, 2t + 1, 2t + 8 and 2t + 9 as
-    16-bit floats, 4t to 4t + 3 as INT8. (A compiler with another order moves values between threads first.)
+    A byte has one code or two: low nibbles have the first half of a block's inputs, and high nibbles the
+    second. Thread t of 4 gets its elements of a tensor core's second factor: of 16 inputs, 2t, 2t + 1, 2t + 8
+    and 2t + 9 as 16-bit floats, or 4t to 4t + 3 as INT8. (A compiler with another order moves values first.)
     """
     if kind in (Kind.INT8, Kind.FP8):
         return _placed(codes, runs, (2, 4, 2))
@@ -140,7 +141,7 @@ def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
 
 
 def _placed(codes: Tensor, runs: int, sixteen: tuple[int, int, int]) -> Tensor:
-    """[outputs, blocks, width] -> [blocks, outputs / runs, 64]: 16 inputs are 4 bytes of each thread."""
+    """Rearrange [outputs, blocks, width] into [blocks, outputs / runs, 64], with 4 bytes per thread."""
     outputs, blocks, _ = codes.shape
     # [eight outputs, run, output of 8, block, word, half of a word, thread, byte]
     parts = codes.view(outputs // (8 * runs), runs, 8, blocks, 4 // runs, *sixteen)

@@ -1,1 +1,1 @@
-"""Merge attention over parts of a context by log-sum-exp."""
+"""Merging of attention over parts of a context by log-sum-exp."""

@@ -1,4 +1,4 @@
-"""Reference `merge_partials`: attention over parts of a context, merged exactly."""
+"""Reference `merge_partials`: exact merging of attention over parts of a context."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,9 @@ from torch import Tensor
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge attention outputs over disjoint sets of keys by their log-sum-exp.
 
-    `outs`: [parts, tokens, heads, dim]; `lses`: fp32 [parts, tokens, heads], natural log; an empty
-    part is (0, -inf). `sinks`: fp32 [heads], a logit that joins the softmax once, without a value.
-    Returns out [tokens, heads, dim] fp32 and lse [tokens, heads]; merging only empty parts
-    returns an empty part.
+    `outs`: [parts, tokens, heads, dim]; `lses`: fp32 [parts, tokens, heads], natural log; an empty part is
+    (0, -inf). `sinks`: fp32 [heads], logits that enter the softmax once and have no value. Returns out
+    [tokens, heads, dim] fp32 and lse [tokens, heads]; if all parts are empty, so is the result.
 
     Source: Dao, "FlashAttention-2", 2023, section 3.1; Xiao et al., "StreamingLLM", 2023, for sinks.
     """

@@ -18,7 +18,7 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
 def merge_into(
     results: tuple[Tensor, Tensor], outs: Tensor, lses: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Merge contiguous parts into given tensors, contiguous and fp32.
+    """Merge contiguous parts into the tensors `results`, which are contiguous and fp32.
 
     These may share memory with a part: a program reads its row of all parts before it writes the result.
     """

@@ -1,1 +1,1 @@
-"""The C++ kernels for CPUs: one library, loaded once, and its arguments."""
+"""C++ kernels for CPUs: the library, which is loaded once, and the arguments of its functions."""

@@ -1,6 +1,6 @@
 """Declarations of `abi.h` in ctypes: numbers, structures, and the arguments of each kernel.
 
-Structures that several kernels take are filled from tensors here.
+Structures used by several kernels are filled from tensors here.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _type(declared: str) -> Any:
-    """Return the type of a field or an argument; any pointer is an address."""
+    """Return the ctypes type of a field or argument; every pointer is an address."""
     return ctypes.c_void_p if "*" in declared else _TYPES[declared.split()[0]]
 
 
@@ -50,12 +50,12 @@ for _name, _fields in re.findall(r"struct (\w+) \{(.*?)\};", _TEXT, re.DOTALL):
 
 
 def struct(name: str) -> Any:
-    """Return the ctypes class of a structure; `struct(...)(field=...)` makes one."""
+    """Return the ctypes class of a structure; call `struct(...)(field=...)` to create an instance."""
     return _TYPES[name]
 
 
 def _argument(declared: str) -> Any:
-    """Return an argument's type: a structure is passed as itself, other memory as its address."""
+    """Return the ctypes type of an argument: a structure is passed by reference, other memory by address."""
     pointed = re.search(r"Kvq\w+(?=\*)", declared)
     return ctypes.POINTER(_TYPES[pointed[0]]) if pointed else _type(declared)
 
@@ -75,7 +75,7 @@ DTYPES = {
 
 
 def layer_of(kv: PagedKV) -> Any:
-    """Return the layer's blocks, cached for as long as `kv` lives."""
+    """Return the KvqLayer structure of a layer's blocks, cached for the lifetime of `kv`."""
     if Layer not in kv.kept:
         num_blocks, kv_heads = kv.k.codes.shape[:2]
         dims = kv.formats.k_head_dim, kv.formats.v_head_dim
@@ -97,7 +97,7 @@ def check_shape(name: str, x: Tensor, heads: int, dim: int) -> None:
 
 
 def dense_of(x: Tensor) -> tuple[Any, Tensor]:
-    """Return `x` [tokens, heads, dim] as a KvqDense, and its memory: `x`, or a copy with contiguous rows."""
+    """Return `x` [tokens, heads, dim] as a KvqDense, and its memory: `x` or a contiguous copy."""
     if x.stride(2) != 1 or x.dtype not in DTYPES:
         x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
     size = x.element_size()
@@ -105,12 +105,12 @@ def dense_of(x: Tensor) -> tuple[Any, Tensor]:
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
-    """Return a matrix as kernels take it: its address and the bytes from row to row."""
+    """Return a matrix in the form that kernels take: its address, and the bytes between rows."""
     return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 def checked_rows(x: Tensor, features: int) -> Tensor:
-    """Return `x` [rows, features], or a copy with contiguous rows.
+    """Return `x` [rows, features], or a copy of it with contiguous rows.
 
     Raises:
         ConfigError: the shape or dtype is not supported: compiled code would read past its end.
@@ -123,7 +123,7 @@ def checked_rows(x: Tensor, features: int) -> Tensor:
 
 
 def batch_of(batch: SequenceBatch) -> tuple[Any, Tensor]:
-    """Return the sequences of a step as a KvqBatch, and the tables to whose memory it points."""
+    """Return the sequences of a step as a KvqBatch, and the tables to which it points."""
     lens = batch.kept.get(Batch)
     if lens is None:
         array = c_int32 * len(batch.query_lens)
@@ -137,7 +137,7 @@ def batch_of(batch: SequenceBatch) -> tuple[Any, Tensor]:
 def entries_of(tables: Tensor) -> Tensor:
     """Return `tables` [sequences, blocks] as int32 with contiguous rows, copied only if necessary.
 
-    Numbers that are too large for int32 stay too large for any pool.
+    Numbers too large for int32 are replaced by numbers too large for any pool.
     """
     if tables.dtype is not torch.int32:
         tables = tables.clamp(-1, torch.iinfo(torch.int32).max).int()
@@ -145,7 +145,7 @@ def entries_of(tables: Tensor) -> Tensor:
 
 
 def _number_of(code: Code) -> int:
-    """Return a code's KvqCode."""
+    """Return the KvqCode number of a code."""
     name = code.name if not code.is_grouped else "int4" if code.bits == 4 else "grouped"
     return NUMBERS[f"KVQ_{name.upper()}"]
 
@@ -178,7 +178,7 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float = 1.0, means: An
 
 
 def _means(rows: PagedRows, dim: int) -> Any:
-    """Return block means as KvqRows of blocks of one row."""
+    """Return block means as KvqRows with one row per block."""
     if rows.means is None:
         return None
     fmt = mean_format(dim)

@@ -1,4 +1,4 @@
-"""Library of compiled kernels: search, loading, the variant for this CPU, and the supported formats."""
+"""Library of compiled kernels: search, loading, choice of the variant for this CPU, and supported formats."""
 
 import ctypes
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ class Library:
 
 @lru_cache(maxsize=1)
 def load() -> Library | str:
-    """Return the library in the best variant that this CPU runs, or the reason why there is none."""
+    """Return the library in the best variant for this CPU, or the reason why none is available."""
     found = variants()
     return found if isinstance(found, str) else found[0]
 
 
 @lru_cache(maxsize=1)
 def variants() -> list[Library] | str:
-    """Return every variant that was built and runs on this CPU, the best first, or the reason for none."""
+    """Return every variant that was built and runs on this CPU, best first, or the reason for none."""
     path = _path()
     if path is None:
         note = Path(__file__).with_name("not_built.txt")  # of setup.py
@@ -91,9 +91,9 @@ def run(kernel: str, *arguments: Any) -> None:
     """Call a kernel of the library.
 
     Raises:
-        IndexError: a table, a slot, a lookup or a choice of experts names something that does not exist;
+        IndexError: a table, slot, lookup or choice of experts refers to something that does not exist;
             nothing was written.
-        MemoryError: there is no room for scratch memory.
+        MemoryError: there is not enough memory for scratch buffers.
         UnsupportedKernel: the library is not available.
     """
     if status := loaded().kernels[kernel](*arguments):
@@ -108,20 +108,20 @@ def _path() -> Path | None:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Return yes for every format of `CODES` in CPU memory, if the library is available."""
+    """Return yes for every format in `CODES` in CPU memory, if the library is available."""
     runs = supports_linear(spec, device)
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
-    """Return `supports` for attention over latents: one KV head."""
+    """Return the result of `supports` for attention over latents, which need one KV head."""
     if device.type == "cpu" and spec.kv_heads != 1:
         return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
     return supports(spec, device)
 
 
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
-    """Return `supports` of the device alone: every format and shape fits."""
+    """Like `supports`, but check only the device and the library; any format and shape fits."""
     if device.type != "cpu":
         return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
     library = load()

@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB: with small pages, nearly every read of a step needs a walk of the page tables."""
+"""Memory in pages of 2 MiB; with small pages, nearly every read in a step requires a page-table walk."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,7 @@ _LINE = 64  # bytes; alignment of every tensor
 
 
 def prefer_huge_pages(memory: Tensor) -> None:  # D56: advice only, for the pool
-    """Ask Linux for pages of 2 MiB, if the memory is not in use yet and large enough to have some."""
+    """Ask Linux for 2 MiB pages if the memory is not in use yet and is large enough to contain some."""
     first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     last = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE
     if _ADVICE is not None and first < last:
@@ -28,7 +28,7 @@ def prefer_huge_pages(memory: Tensor) -> None:  # D56: advice only, for the pool
 
 
 class _Pages:
-    """Allocator of tensors of any size in such pages, which are freed with their last tensor."""
+    """Allocator of tensors of any size in 2 MiB pages, which are freed with the last tensor in them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ _pages = _Pages()
 
 
 def _renew() -> None:
-    """Start afresh in a child process, as the parent's threads may have held the lock."""
+    """Start anew in a child process, since a thread of the parent may have held the lock."""
     global _pages
     _pages = _Pages()
 
@@ -71,9 +71,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # D165
-    """Return `torch.empty` on a CPU, with large tensors side by side in pages of 2 MiB.
+    """Return `torch.empty` on a CPU, with large tensors placed next to each other in pages of 2 MiB.
 
-    For tensors that are freed together, such as a model's weights: one tensor keeps all 64 MiB around it.
+    Use this for tensors that are freed together, such as a model's weights: one tensor keeps all 64 MiB.
     """
     count = math.prod(shape)
     if _ADVICE is None or count * dtype.itemsize < _LEAST:

@@ -1,8 +1,8 @@
 """Operators over blocks, with `PagedKV` and `SequenceBatch` split into tensors, numbers and names.
 
-`k_codes`, `k_scales`, `k_static` and the same of V are the tensors of `PagedRows`; `kv` is a format's name or
-a pair, as for `--kv`; head dimensions and the block size follow from the codes. Results are documented in
-`kvq/kernels/*/reference.py`. torch's schemas have no structures, so every tensor is an argument.
+`k_codes`, `k_scales`, `k_static` and their V counterparts are the tensors of `PagedRows`; `kv` is the name of
+a format or pair, as for `--kv`; head dimensions and block size are derived from the codes. Results are
+documented in `kvq/kernels/*/reference.py`. torch's schemas have no structures, so each tensor is an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend from q [tokens, q_heads, dim] over blocks; return out in q's dtype, and lse [tokens, q_heads].
 
-    `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: per sequence, as in SequenceBatch.
+    `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: as in SequenceBatch.
     """
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -100,8 +100,8 @@ def attend_latent(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend from absorbed q [tokens, q_heads, v dim + k dim] over blocks of one head, with latents as V
-    and the rotary parts of keys as K; return latents [tokens, q_heads, v dim] and lse.
+    """Attend from absorbed q [tokens, q_heads, v dim + k dim] over blocks of one head, which store latents as
+    V and the rotary parts of keys as K; return latents [tokens, q_heads, v dim] and lse.
     """
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     batch = _read_batch(tables, query_lens, context_lens)
@@ -128,7 +128,7 @@ def gather_dense(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return K and V at positions [start, end) of tables, fp32 [sequences, kv_heads, end - start, dim]."""
+    """Return K and V for positions [start, end) of `tables`, fp32 [sequences, kv_heads, end - start, dim]."""
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     run = _kernel("gather_dense", paged, k_codes.shape[1], backend)
     k, v = run(paged, tables, start, end, unrotate=unrotate)
@@ -147,7 +147,7 @@ def _(k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any) -> 
 def merge_partials(
     outs: Tensor, lses: Tensor, sinks: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over parts of a context, [parts, tokens, heads, dim]; return out, fp32, and lse."""
+    """Merge attention over parts of a context, [parts, tokens, heads, dim]; return out and lse, both fp32."""
     spec = _spec("fp32", (outs.shape[3], outs.shape[3]), (outs.shape[2], outs.shape[2]), 16)
     out, lse = select("merge_partials", spec, _device(outs.device), backend).run(outs, lses, sinks)
     return out, lse
@@ -170,7 +170,7 @@ def _paged(k: PagedRows, v: PagedRows, kv: str) -> PagedKV:
 
 
 def _read_batch(tables: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]) -> SequenceBatch:
-    """Return a batch of sequences that are only read."""
+    """Return a batch whose sequences are only read."""
     return SequenceBatch(
         query_lens=tuple(query_lens),
         context_lens=tuple(context_lens),
@@ -188,14 +188,14 @@ def _kernel(operation: str, paged: PagedKV, q_heads: int, backend: str) -> Calla
 
 
 def _head_dims(k_codes: Tensor, v_codes: Tensor, kv: str) -> tuple[int, int]:
-    """Return the elements of a K row and of a V row, from the widths of the codes."""
+    """Return the head dimensions of K and V, computed from the widths of the codes."""
     pair = split_pair(kv)
     k_bits, v_bits = (_bits(name) for name in (pair.k, pair.v))
     return k_codes.shape[3] * 8 // k_bits, v_codes.shape[3] * 8 // v_bits
 
 
 def _bits(name: str) -> int:
-    """Return the bits of an element in a byte of codes; 8 if each element has its own item in the tensor."""
+    """Return the bits per element within a byte of codes, or 8 if each element is a separate tensor item."""
     code = CODES[name.partition("_")[0]]
     return code.bits if code.is_grouped else 8
 

@@ -1,4 +1,4 @@
-"""Operators for Linear layers: on a weight's own tensors, or on a weight that a kernel has packed."""
+"""Operators for Linear layers, which take either a weight's tensors or a weight that a kernel has packed."""
 
 from collections.abc import Callable
 from itertools import count
@@ -24,7 +24,7 @@ _packed: Any = WeakTensorKeyDictionary()  # codes -> (what it was packed for, ke
 
 
 def keep(kernel: Callable[[Tensor], Tensor]) -> int:
-    """Return a number by which `packed_linear` finds the kernel while references to it exist."""
+    """Return a number with which `packed_linear` finds the kernel for as long as references to it exist."""
     number = next(_numbers)
     _kept[number] = kernel
     return number
@@ -32,10 +32,10 @@ def keep(kernel: Callable[[Tensor], Tensor]) -> int:
 
 @custom_op("kvq::packed_linear", mutates_args=())
 def packed_linear(x: Tensor, kernel: int, out_features: int) -> Tensor:  # D226
-    """[rows, in] -> [rows, out_features] by the kernel that `keep` gave this number.
+    """Multiply [rows, in] -> [rows, out_features] with the kernel to which `keep` assigned this number.
 
     Raises:
-        ModelError: the layer that held the kernel is gone, or lives in another process.
+        ModelError: the layer with the kernel no longer exists, or is in another process.
     """
     return _found(kernel)(x)
 
@@ -57,7 +57,7 @@ def _(x: Tensor, kernel: int, out_features: int) -> Tensor:
 
 @custom_op("kvq::looked_up_rows", mutates_args=())
 def looked_up_rows(rows: Tensor, kernel: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """int64 [...] -> [..., in_features] of `dtype`, from the weight of a kernel that `keep` gave this number.
+    """Look up int64 [...] -> [..., in_features] in `dtype`, in the weight of a kernel that `keep` registered.
 
     Raises:
         ModelError: as for `packed_linear`.
@@ -81,10 +81,10 @@ def linear(
     fmt: str,
     backend: str = "auto",
 ) -> Tensor:
-    """[rows, in] -> [rows, out] by the tensors of a `QuantizedWeight` of format `fmt`.
+    """Multiply [rows, in] -> [rows, out] with the tensors of a `QuantizedWeight` in format `fmt`.
 
-    The first call packs the weight. The packed weight lives as long as `codes`, and is packed again after
-    codes or scales were written to.
+    The first call packs the weight. The packed weight is kept as long as `codes` exists; after a write to the
+    codes or scales, the weight is packed again.
     """
     weight = QuantizedWeight(fmt=parse_weight_format(fmt), codes=codes, scale=scale, zero=zero, order=order)
     spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
@@ -99,7 +99,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """Return the number of writes to a tensor; 0 if made in inference mode, in which they aren't counted."""
+    """Return the number of writes to a tensor; 0 if made in inference mode, which doesn't count them."""
     return 0 if x.is_inference() else x._version
 
 

@@ -9,9 +9,9 @@ from kvq.kernels.native.library import run
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Do what the reference does; a row's result doesn't depend on the others, bit for bit.
+    """Do what the reference does; a row's result is bit-identical regardless of the other rows.
 
-    x: [..., dim] of fp32, bf16 or fp16; weight: [dim], of fp32 or x's dtype.
+    x: [..., dim], fp32, bf16 or fp16; weight: [dim], fp32 or x's dtype.
 
     Raises:
         ConfigError: the shape or dtype is not supported: compiled code would read past its end.

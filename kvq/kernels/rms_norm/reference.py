@@ -17,7 +17,7 @@ class NormWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight in fp32, rounded once: [rows, dim] -> the same, of x's dtype.
+    """Return x / sqrt(mean(x^2) + eps) * weight, computed in fp32 and rounded once to x's dtype: [rows, dim].
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, section 4.
     """
@@ -36,8 +36,8 @@ def add_norm(
     """Add the output of half a layer to the residual, in place, and normalize the sum for the next half.
 
     y = scale * rms_norm(x, post), or scale * x without `post`; residual += y, in fp32 and rounded once;
-    returns rms_norm(residual, norm) of x's dtype, [rows, dim]. x: [rows, dim]; residual: the same shape, of
-    fp32, bf16 or fp16. Without a residual, y itself is normalized; without a norm, the residual is returned.
+    returns rms_norm(residual, norm) in x's dtype, [rows, dim]. x: [rows, dim]; residual: same shape, fp32,
+    bf16 or fp16. Without a residual, y itself is normalized; without a norm, the residual is returned.
 
     Raises:
         ConfigError: there is neither a residual nor a norm, or shapes differ.

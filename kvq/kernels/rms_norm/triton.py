@@ -1,4 +1,4 @@
-"""`add_norm` in Triton: one program per row, which stays in registers from the sum to the norm."""
+"""`add_norm` in Triton: one program per row, which keeps the row in registers from the sum to the norm."""
 
 from collections.abc import Hashable
 
@@ -16,7 +16,7 @@ _MOST_WARPS = 32
 
 
 class AddNorm:
-    """The reference's `add_norm` with fixed weights, on the current device."""
+    """`add_norm` of the reference with fixed weights, on the current device."""
 
     def __init__(
         self, norm: NormWeight | None, *, post: NormWeight | None = None, scale: float = 1.0
@@ -27,7 +27,7 @@ class AddNorm:
         self._launches: dict[Hashable, Bound] = {}
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Add x [rows, dim] to the residual, in place, and normalize the sum, as in the reference."""
+        """Add x [rows, dim] to the residual in place, and normalize the sum, as the reference does."""
         norm, post = self._norm, self._post
         if not x.is_contiguous():
             x = x.contiguous()
@@ -67,7 +67,7 @@ class AddNorm:
 
 @triton.jit
 def _normed(y, weight, eps, DIM: tl.constexpr):
-    """Divide a row, fp32 [columns], zero past its end, by its root mean square; multiply it by the weight."""
+    """Divide a row, fp32 [columns], zero past its end, by its root mean square; multiply by the weight."""
     return y * tl.rsqrt(tl.sum(y * y, axis=0) / DIM + eps) * weight
 
 
@@ -76,7 +76,7 @@ def _add_norm_kernel(
     x_ptr, residual_ptr, post_ptr, norm_ptr, out_ptr, x_row, residual_row, post_eps, eps, scale,
     DIM: tl.constexpr, PAD: tl.constexpr, POST: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows. All loads come first, so that they are in flight together."""
+    """Add and normalize. Grid: rows. All loads come first, so that they are in flight together."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, PAD)
     inside = col < DIM

@@ -11,9 +11,9 @@ MOST_DIM = 1024  # elements of a head that rope.cpp has room for
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Do what the reference does; a row's result doesn't depend on the others, bit for bit.
+    """Do what the reference does; a row's result is bit-identical regardless of the other rows.
 
-    x: [rows, heads, dim] of fp32, bf16 or fp16 with heads side by side, in place; cos, sin: [rows, dim].
+    x: [rows, heads, dim], fp32, bf16 or fp16, with adjacent heads, changed in place; cos, sin: [rows, dim].
 
     Raises:
         ConfigError: the shape or dtype is not supported: compiled code would read past its end.

@@ -1,1 +1,1 @@
-"""Norm, RoPE and storage of heads: the steps between the QKV product and attention."""
+"""Norm, RoPE and storage of heads: all steps between the QKV product and attention."""

@@ -16,7 +16,7 @@ Angles = tuple[Tensor, Tensor]  # cos, sin: [rows, columns], of the heads' dtype
 
 
 class Pairs(IntEnum):  # D145: three rules of pairs; one bool would misread GLM
-    """Pairs of a head's elements that RoPE rotates together, and the columns of their angles."""
+    """Rules for the pairs of a head's elements that RoPE rotates, and for the columns of their angles."""
 
     HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama and most, GPT-OSS
     NEIGHBOURS = 1  # 2 i and 2 i + 1, by column i: GLM
@@ -25,10 +25,10 @@ class Pairs(IntEnum):  # D145: three rules of pairs; one bool would misread GLM
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerHeads:
-    """A layer's heads side by side: queries, keys, values; one object for all steps.
+    """Adjacent heads of a layer (queries, keys, values); one object is used for all steps.
 
-    `norms`: norms of queries and keys, before RoPE. A weight [k_dim] normalizes each head, a weight
-    [heads * k_dim] all heads at once (OLMo 2).
+    `norms`: norms of queries and keys, before RoPE. A weight [k_dim] normalizes each head separately, a
+    weight [heads * k_dim] all heads together (OLMo 2).
     """
 
     q_heads: int
@@ -45,11 +45,11 @@ class LayerHeads:
 
     @property
     def counts(self) -> list[int]:
-        """Heads of queries, keys and values."""
+        """Number of heads of queries, keys and values."""
         return [self.q_heads, self.kv_heads, self.kv_heads]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError unless all sizes match: kernels would read past their ends."""
+        """Raise ConfigError unless all sizes match; otherwise, kernels would read out of bounds."""
         # kernels are launched often, so these are computed once
         object.__setattr__(
             self, "width", self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
@@ -74,10 +74,10 @@ def rope_write(
 ) -> None:
     """Apply norms and RoPE to queries, in place, and to keys; store keys and values in the blocks.
 
-    `heads`: [rows, layer.width], contiguous rows, as the QKV product returns them. `angles`: angles of every
-    row, or None without RoPE; `slots`: int64 [tokens], all different. Rows from `tokens` on are padding:
-    neither read nor written. `bad`: bool [rows], set to True where K or V before encoding contained a NaN or
-    an infinity, which is stored as zero. Keys and values in `heads` are not changed.
+    `heads`: [rows, layer.width], with contiguous rows, as returned by the QKV product. `angles`: angles of
+    every row, or None without RoPE; `slots`: int64 [tokens], all different. Rows from `tokens` on are
+    padding, which is neither read nor written. `bad`: bool [rows], set to True where K or V before encoding
+    contained a NaN or an infinity, which is stored as zero. Keys and values in `heads` are not changed.
 
     The sum with the bias, the norm, RoPE, and K and V minus their centers are each computed in fp32 and
     rounded to the heads' dtype.
@@ -97,7 +97,7 @@ def rope_write(
 
 
 def turned_heads(heads: Tensor, angles: Angles | None, layer: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values after norms and RoPE: [tokens, heads, dim] each, copies or views."""
+    """Return queries, keys and values after norms and RoPE, each [tokens, heads, dim], as copies or views."""
     rows = heads if layer.bias is None else heads + layer.bias
     dims = (layer.k_dim, layer.k_dim, layer.v_dim)
     parts = rows.split([count * dim for count, dim in zip(layer.counts, dims, strict=True)], 1)
@@ -129,14 +129,14 @@ def check_rope_write(
 
 
 def _normed(x: Tensor, norm: NormWeight) -> Tensor:
-    """Normalize each head of [tokens, heads, dim], or all heads of a token at once."""
+    """Normalize each head of [tokens, heads, dim], or all heads of a token together."""
     if norm.weight.shape == x.shape[-1:]:
         return rms_norm(x, norm.weight, norm.eps)
     return rms_norm(x.flatten(1), norm.weight, norm.eps).view(x.shape)
 
 
 def _turned(x: Tensor, angles: Angles, layer: LayerHeads) -> Tensor:
-    """Return heads [tokens, heads, dim] after RoPE, fp32."""
+    """Return heads [tokens, heads, dim] after RoPE, in fp32."""
     x, half = x.float(), layer.rotary_dim // 2
     part = x[..., : layer.rotary_dim]
     step = 2 if layer.pairs is Pairs.NEIGHBOURS_TWICE else 1

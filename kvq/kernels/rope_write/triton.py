@@ -24,7 +24,7 @@ _ROWS = "heads_row", "cos_row", "sin_row"
 
 
 class _Norm(NamedTuple):
-    """An RMS norm of heads, as the kernel takes it."""
+    """An RMS norm of heads, as a kernel argument."""
 
     weight: Tensor
     eps: float
@@ -37,7 +37,7 @@ def rope_write(  # D144: keys turned on the way; `write_kv` stays
     """Do what the reference does, with the same bytes except for the last bits of norms; see reference.py.
 
     Runs on the current device. Slots are not checked. Steps of up to 64 tokens may round a norm differently
-    from longer ones; nothing depends on the other tokens of a step.
+    from longer steps; otherwise, a token's results don't depend on the other tokens of a step.
     """
     tokens = slots.shape[0]
     name = rope_write, layer, angles is None, tokens <= _FEW_TOKENS, heads.dtype
@@ -55,7 +55,7 @@ def rope_write(  # D144: keys turned on the way; `write_kv` stays
 
 
 def _bound(kv: PagedKV, layer: LayerHeads, is_turned: bool, tokens: int) -> tuple[int, Bound]:
-    """Return a token's programs, and the launch without the arguments that change from step to step."""
+    """Return the number of programs per token, and the launch without per-step arguments."""
     elements = _FEW_ELEMENTS if tokens <= _FEW_TOKENS else _ELEMENTS
     programs, own = _constants(kv, layer, is_turned, elements)
     return programs, Bound(rope_write_kernel, _TENSORS, _ROWS, own)
@@ -101,9 +101,9 @@ def _norm(norm: NormWeight | None, dim: int) -> _Norm | None:
 def _tiles(
     layer: LayerHeads, together: Sequence[bool], columns: Sequence[int], elements: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the heads of queries, of K and of V per program, and its warps.
+    """Return the numbers of query, K and V heads per program, and the number of warps.
 
-    Heads that are normalized together are in one program: another would overwrite some of them meanwhile.
+    Heads that are normalized together are in one program, since another program could overwrite some of them.
     """
     heads = [triton.next_power_of_2(count) for count in layer.counts]
     rows = list(zip(heads, columns, together, strict=True))

@@ -1,4 +1,4 @@
-"""Device code of `rope_write`: norm, RoPE and storage of some heads of a token."""
+"""Device code of `rope_write`: norm, RoPE and storage for some of a token's heads."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def _some_heads(
     heads_ptr, bias_ptr, norm, start, head, inside, col,
     HEADS: tl.constexpr, DIM: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return heads fp32 [heads, columns] with bias and norm; `start`: elements of a row before the first."""
+    """Return heads, fp32 [heads, columns], with bias and norm; `start`: elements before the first."""
     at = head[:, None] * DIM + col[None, :]
     mask = inside[:, None] & (col < DIM)[None, :]
     x = tl.load(heads_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def _some_heads(
 
 @triton.jit
 def _turned(x, cos_ptr, sin_ptr, col, ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
-    """Apply RoPE to the first ROTARY elements of heads, fp32 [heads, columns]; see Pairs."""
+    """Apply RoPE to the first ROTARY elements of each head, fp32 [heads, columns]; see Pairs."""
     if ROTARY > 0:
         HALF: tl.constexpr = ROTARY // 2
         if PAIRS == _HALVES:
@@ -63,7 +63,7 @@ def _stored(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store some heads of K or V of a token's row in its slot."""
+    """Store some of a token's K or V heads in the token's slot."""
     slot = tl.load(slot_ptr).to(tl.int64)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head, col = first + tl.arange(0, TILE), tl.arange(0, rows.pad)
@@ -85,7 +85,7 @@ def _turn_queries(
     DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Apply norm and RoPE to some heads of a token's queries, in place."""
+    """Apply norm and RoPE to some of a token's query heads, in place."""
     head, col = first + tl.arange(0, TILE), tl.arange(0, PAD)
     inside = head < HEADS
     x = _some_heads(heads_ptr, bias_ptr, norm, 0, head, inside, col, HEADS, DIM, BIAS, DTYPE)
@@ -102,7 +102,7 @@ def rope_write_kernel(
     V_TILE: tl.constexpr, K_TILES: tl.constexpr, V_TILES: tl.constexpr, BIAS: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, tiles of heads: of K, then V, then queries)."""
+    """Apply norm and RoPE, and store K and V. Grid: (tokens, tiles of heads: of K, then V, then queries)."""
     if INTERPRETED:
         k, v, q_norm, k_norm = opened(k), opened(v), opened(q_norm), opened(k_norm)
     DTYPE: tl.constexpr = heads_ptr.dtype.element_ty

@@ -1,1 +1,1 @@
-"""Quantize the blocks of a staged sequence that have become old enough."""
+"""Quantization of a staged sequence's blocks that have become old enough."""

@@ -16,7 +16,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     """Do what the reference does, with the same bytes; see reference.py.
 
     Raises:
-        IndexError: a table names a block outside its pool, or is too short; nothing was written.
+        IndexError: a table is too short or names a block outside its pool; nothing was written.
     """
     moves, count = moves_of(kv, batch)
     if count:
@@ -26,7 +26,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
 
 
 def moves_of(kv: StagedKV, batch: StagedBatch) -> tuple[Any, int]:
-    """Return the blocks that a step seals, in the kernel's form int64 [count, 3], and their number.
+    """Return the blocks that a step seals, as the kernel's int64 [count, 3] array, and their number.
 
     Raises:
         IndexError: a table is too short.
@@ -41,7 +41,7 @@ def moves_of(kv: StagedKV, batch: StagedBatch) -> tuple[Any, int]:
 
 
 def _moves(kv: StagedKV, batch: StagedBatch) -> Iterator[tuple[int, int, bool]]:
-    """Yield source, target, and True if the target is a block of sinks, for all blocks to be sealed."""
+    """Yield source, target, and whether the target is a block of sinks, for every block to be sealed."""
     size = kv.sealed.block_size
     sinks = kv.exact.sinks // size  # blocks
     for i, found in enumerate(batch.recent.sealing(kv.exact.recent, size)):

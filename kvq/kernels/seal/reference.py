@@ -9,10 +9,10 @@ from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Quantize each block that is now full and followed by `recent` tokens; copy blocks of sinks unchanged.
+    """Quantize each block that is now full and followed by `recent` tokens; copy sink blocks unchanged.
 
-    The new tokens' K and V must already be written to the recent blocks. A block's bytes depend only on its
-    own tokens, so sealing it twice, for sequences that share it, yields the same bytes.
+    The new tokens' K and V must already be written to the recent blocks. The sealed bytes depend only on a
+    block's own tokens, so sealing a block twice, for sequences that share it, yields the same bytes.
     """
     size, formats, recent, sinks = kv.sealed.block_size, kv.sealed.formats, kv.recent, kv.sinks
     for i, found in enumerate(batch.recent.sealing(kv.exact.recent, size)):
@@ -32,7 +32,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
 
 
 def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, blocks: list[int]) -> None:
-    """Encode and store `x` [blocks, kv_heads, block_size, dim]."""
+    """Encode `x` [blocks, kv_heads, block_size, dim] and store it in `blocks`."""
     static = None if rows.static_scale is None else rows.static_scale[:, None, None]
     codes, scales, means = encode_block(x, fmt, static, clip=clip)
     rows.codes[blocks] = codes

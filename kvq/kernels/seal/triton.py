@@ -1,4 +1,4 @@
-"""`seal` in Triton: one launch each for K and V quantizes the blocks that have become old enough."""
+"""`seal` in Triton: one launch for K and one for V quantize the blocks that have become old enough."""
 
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     """Do what the reference does, with the same bytes; see reference.py. Tables are not checked.
 
     The blocks are determined from the lengths on the device, so that a graph may contain the launch; if the
-    host knows that there are none, nothing is launched.
+    host knows that there are no such blocks, nothing is launched.
     """
     own, size = batch.recent, kv.sealed.block_size
     if not own.is_captured and not any(own.sealing(kv.exact.recent, size)):
@@ -57,7 +57,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
 
 
 def _arguments(part: Literal["k", "v"], kv: StagedKV) -> dict[str, Any]:
-    """Return the arguments for K or V that are the same in all steps."""
+    """Return the arguments for K or V that are the same at every step."""
     recent: PagedRows = getattr(kv.recent, part)
     sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, part)
     return {
@@ -76,7 +76,7 @@ def _arguments(part: Literal["k", "v"], kv: StagedKV) -> dict[str, Any]:
 
 @triton.jit
 def _rows(x_ptr, stride, slot, slots, col, rows):
-    """Return rows of a block ready to be encoded, fp32 [slots, columns]; rows from `slots` on are 0."""
+    """Return rows of a block for encoding, fp32 [slots, columns]; rows from `slots` on are 0."""
     mask = (slot < slots)[:, None] & (col < rows.dim)[None, :]
     x, _ = finite_rows(
         tl.load(x_ptr + slot[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def _rows(x_ptr, stride, slot, slots, col, rows):
 
 @triton.jit
 def _added_one_by_one(total, x, ROWS: tl.constexpr):  # D141
-    """Add to `total` [PAD] the rows of x [ROWS, PAD], ROWS a power of two, from the first to the last."""
+    """Add the rows of x [ROWS, PAD] to `total` [PAD], from first to last; ROWS is a power of two."""
     if ROWS == 1:
         total += tl.reshape(x, (x.shape[1],))
     else:
@@ -97,7 +97,7 @@ def _added_one_by_one(total, x, ROWS: tl.constexpr):  # D141
 
 @triton.jit
 def _mean(x_ptr, x_slot, to, is_stored, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the decoded mean of a block's rows, fp32 [1, columns]; one program stores the mean."""
+    """Return the decoded mean of a block's rows, fp32 [1, columns]; one program per block stores the mean."""
     total = tl.zeros((rows.pad,), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
         x = _rows(x_ptr, x_slot, first + tl.arange(0, TOKENS), BLOCK_SIZE, col, rows)
@@ -115,7 +115,7 @@ def _mean(x_ptr, x_slot, to, is_stored, col, rows, BLOCK_SIZE: tl.constexpr, TOK
 
 @triton.jit
 def _range(x_ptr, x_slot, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the minimum and the maximum of every channel of a block, fp32 [1, columns]."""
+    """Return each channel's minimum and maximum in a block, fp32 [1, columns]."""
     low = tl.full((rows.pad,), float("inf"), tl.float32)
     high = tl.full((rows.pad,), float("-inf"), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
@@ -132,7 +132,7 @@ def _write_channels(
     x, low, high, codes, scales, at, is_stored, inside, col,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store rows of a block whose channels lie between `low` and `high`; one of its programs
+    """Store a block's rows, given the range `low` to `high` of each channel; one of the block's programs
     stores scales and offsets. See codec/channel.py."""
     mask = inside[:, None] & (col < DIM)[None, :]
     to, once = scales + col[None, :], ((col < DIM) & is_stored)[None, :]
@@ -172,9 +172,9 @@ def _seal_kernel(
     from_ptr, x, to_ptr, y, rows, recent,
     SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pieces of blocks that a sequence's new tokens may make old enough, sequences, KV heads).
+    """Seal blocks. Grid: (pieces of blocks that new tokens may make old enough, sequences, KV heads).
 
-    `x`, `y`: strides of the blocks that are read, and of those that sinks are moved to.
+    `x`, `y`: strides of the blocks that are read, and of the blocks to which sinks are moved.
     """
     if INTERPRETED:
         rows = opened(rows)

@@ -1,1 +1,1 @@
-"""Quantize new K and V rows and scatter them into their slots."""
+"""Quantization of new K and V rows, which are scattered into their slots."""

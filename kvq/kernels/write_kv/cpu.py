@@ -14,7 +14,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
     Raises:
         IndexError: a slot lies outside the pool; nothing was written.
-        ConfigError: shapes don't fit the blocks, or a format needs whole blocks.
+        ConfigError: shapes don't fit the blocks, or a format needs complete blocks.
     """
     if kv.formats.need_whole_blocks:
         raise ConfigError(

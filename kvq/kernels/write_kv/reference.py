@@ -1,4 +1,4 @@
-"""Reference `write_kv`: quantize new token rows and put them into their slots."""
+"""Reference `write_kv`: quantize rows of new tokens and store them in their slots."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from kvq.kernels.paged import PagedKV, PagedRows
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:  # D16
-    """Quantize K and V rows of new tokens, once, and store them.
+    """Quantize the K and V rows of new tokens once, and store them.
 
     `k`: [tokens, kv_heads, k_head_dim], `v`: [tokens, kv_heads, v_head_dim], any strides, after
     RoPE. `slots`: int64 [tokens], all different. Returns bool [tokens]: True where K or V contains a

@@ -37,7 +37,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
 @triton.jit
 def _write(x_ptr, x_head, x_dim, rows, block, offset, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr):
-    """Store all heads of a token's K or V; return 1 if anything was not finite."""
+    """Store all heads of a token's K or V; return 1 if any value was not finite."""
     head, col = tl.arange(0, HEADS_PAD), tl.arange(0, rows.pad)
     inside = head < HEADS
     at = head.to(tl.int64)[:, None] * x_head + col[None, :] * x_dim
@@ -52,7 +52,7 @@ def _write_kernel(
     k_ptr, v_ptr, slots_ptr, bad_ptr, k_token, k_head, k_dim, v_token, v_head, v_dim, k_rows, v_rows,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: all heads of K, then of V. A token with a slot below 0 is padding."""
+    """Store one token's K and V. Grid: tokens. A token with a slot below 0 is padding."""
     if INTERPRETED:
         k_rows, v_rows = opened(k_rows), opened(v_rows)
     token = tl.program_id(0).to(tl.int64)

@@ -28,10 +28,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see reference.py. Tables are not checked.
 
-    Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32. With
+    Fp16 and bf16 queries are multiplied in 16 bits and summed in fp32; fp32 queries use fp32 throughout. With
     `rounded`, queries for K in FP8 or INT8 are rounded to 8 bits and multiplied directly by its codes.
-    Nothing here waits for the device or, for a captured batch, reads the length of a context, so that all of
-    it can be captured in a graph.
+    Nothing here waits for the device or, in a captured batch, reads context lengths, so all launches can be
+    captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, rounded=rounded)
@@ -70,8 +70,9 @@ _planned_rounded = partial(_planned, rounded=True)
 
 
 def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> Rows:
-    """Return K or V as the kernel takes it: codes as two-byte words and scales by pairs of tokens if their
-    layout allows it, and the dtype of products. `apart`: means, if any, are added outside the loop."""
+    """Return K or V as a kernel argument: codes as two-byte words and scales by pairs of tokens if the layout
+    allows this, and the dtype of products. `apart`: means, if any, are added outside the loop.
+    """
     rows = kernel_rows(part, kv)
     paged, fmt = getattr(kv, part), getattr(kv.formats, part)
     run = run_bytes(fmt, rows.dim)
@@ -112,7 +113,7 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if all blocks' means, or K's offsets, are added before and after the loop over keys."""
+    """Return True if the means of all blocks, or K's offsets, are added outside the loop over keys."""
     if kv.formats.k.is_per_channel and not kv.formats.v.mean:
         return _has_channel_words(kv, shape)
     tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
@@ -121,13 +122,13 @@ def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if K's rows with scales per channel are read as words."""
+    """Return True if K's rows with per-channel scales are read as words."""
     run = run_bytes(kv.formats.k, kv.formats.k_head_dim)
     return run > 0 and kv.block_size % shape.keys == 0 and _as_pairs(kv.k.codes)
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if a tile's only mean is read in its rows' runs, with two of its narrow scales at once."""
+    """Return True if a tile has a single mean, read in its rows' runs with two narrow scales at once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"
@@ -137,10 +138,10 @@ def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
-    """Return True if a tile's codes of K are multiplied directly.
+    """Return True if the codes in a tile of K are multiplied directly.
 
-    On GPUs with products of 64 rows, Triton turns smaller FP8 products into fp16 products; then words and
-    queries in 16 bits are less work.
+    On GPUs with products of 64 rows, Triton turns smaller FP8 products into fp16 products; reading words and
+    multiplying 16-bit queries is then less work.
     """
     has_large = target(q).startswith(("sm9", "sm10"))
     return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
@@ -155,13 +156,13 @@ def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
 
 
 def _spread(shape: TileShape) -> int:
-    """Return the rows of a tile of words with an element for every thread; 1 if there are enough keys."""
+    """Return the number of rows with which a tile of words has an element for every thread, at least 1."""
     threads = 32 * shape.warps
     return 2 * threads // shape.keys if threads > shape.keys else 1
 
 
 def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
-    """Return K for rounded queries: its bytes are read in the form in which they are multiplied."""
+    """Return K for rounded queries, with its codes in the form in which they are multiplied."""
     codes = kv.k.codes
     if kv.formats.k.code is Code.FP8 and q.device.type != "cpu":  # the interpreter has no such numbers
         codes = codes.view(torch.float8_e4m3fn)
@@ -171,19 +172,20 @@ def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
 
 
 def _as_pairs(x: Tensor) -> bool:
-    """Return True if pairs in the last dimension can be viewed as one element of twice the size."""
+    """Return True if each pair of elements in the last dimension can be viewed as one wider element."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
 def _narrow_words(scales: Tensor | None) -> Tensor:
-    """Return 8-bit scales and minimums, or means, which end with them, as words of two groups, or of one."""
+    """Return 8-bit scales and minimums (or means, which end with them) as words of two groups each if the
+    layout allows this, otherwise of one group."""
     assert scales is not None, "narrow scales are stored"
     pairs = scales.view(torch.uint16)
     return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
-    """Return the dtype of products with codes; `words`: codes are read as words, which fp16 can hold."""
+    """Return the dtype of products with codes. `words`: codes are read as words, which are exact in fp16."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

@@ -1,9 +1,9 @@
 """Attention scores in Triton for K with per-channel scales, for tiles that lie within one block.
 
-Scales are folded into the queries once per tile, and minimums into one number per query row, so codes are
-multiplied without scaling. Two channels that share bits form one code of twice the width, read as two-byte
-words (see gpu/words.py). Masks split it into its low bits and its high bits; the high bits are not shifted,
-so their value is too large by a power of two.
+Scales are folded into the queries once per tile, and minimums into one number per query row, so codes need no
+scaling. Two channels that share bits form one code of twice the width, read as two-byte words (see
+gpu/words.py). Masks split it into its low bits and its high bits; the high bits are not shifted, so their
+value is too large by a power of two.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def is_paired(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def word_kind(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the kind of codes in words, where a pair is one code; CHANNEL: 8 bits, unsigned."""
+    """Return the kind of the codes in words, with a pair as one code; CHANNEL stands for 8 unsigned bits."""
     if plain(kind) == CHANNEL_INT8.value:
         return INT8
     width = plain(bits) * (2 if is_paired(kind, bits).value else 1)
@@ -46,8 +46,8 @@ for _function in (is_paired, word_kind, channel_unit):  # device code calls them
 
 @triton.jit
 def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
-    """Return the words of a row from `first` on, then from its first one: FORWARDS of them in order, the
-    others backwards from the end; and a mask of the words in order."""
+    """Return a row's word indices, starting at `first` and wrapping around, and a mask of those in forward
+    order: the first FORWARDS are in order, the others in reverse from the end."""
     word = (tl.arange(0, COUNT) + first) % COUNT
     is_before = word < FORWARDS
     return tl.where(is_before, word, COUNT + FORWARDS - 1 - word), is_before
@@ -55,8 +55,8 @@ def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
 
 @triton.jit
 def _scale_bytes(words, first, DIM: tl.constexpr, N: tl.constexpr):
-    """Return scale bytes, int32 [DIM], in the order of `channel_queries`: of even elements, then of odd ones;
-    of each, the first N / 2, then their partners. `first`: N / 4 exchanges these."""
+    """Return scale bytes, int32 [DIM], in the order of `channel_queries`: even elements, then odd ones; in
+    each half, the first N / 2 channels, then their partners. With `first` = N / 4, the two are swapped."""
     word, is_before = _in_order(first, DIM // 4, N // 4)
     x = tl.load(words + word)
     backwards = (x << 24) | ((x & 0xFF00) << 8) | ((x >> 8) & 0xFF00) | ((x >> 24) & 0xFF)
@@ -67,8 +67,8 @@ def _scale_bytes(words, first, DIM: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _offsets(words, at, inside, KIND: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr):
-    """Return offsets of blocks whose scales begin `at` words int32, [blocks, DIM]: the first N in order, then
-    the others backwards; for INT8, divided by 4 * CENTER_STEP, so that they fit in fp16."""
+    """Return the offsets of blocks whose scales begin at word `at`, [blocks, DIM]: the first N in order, then
+    the others in reverse. INT8 offsets are divided by 4 * CENTER_STEP to fit in fp16."""
     rows, mask = words + at[:, None], inside[:, None]
     if KIND == CHANNEL_INT8:
         word, below = tl.arange(0, DIM // 4)[None, :], 8 * tl.arange(0, 4)[None, None, :]
@@ -86,14 +86,14 @@ def _offsets(words, at, inside, KIND: tl.constexpr, DIM: tl.constexpr, N: tl.con
 
 @triton.jit
 def _times_offsets(q, offsets, KIND: tl.constexpr):
-    """Return q . offset of blocks [blocks, DIM], fp32 [rows, blocks]."""
+    """Return q . offset for the offsets of several blocks, [blocks, DIM]: fp32 [rows, blocks]."""
     scores = dot(q, tl.trans(offsets.to(q.dtype)))
     return scores * (4.0 * CENTER_STEP) if KIND == CHANNEL_INT8 else scores
 
 
 @triton.jit
 def score_offsets(q, k, room, rows_at, valid, table, first, last, scales):
-    """Store q . offset of the blocks [first, last) in `room`, from each row's `rows_at` on."""
+    """Store q . offset for the blocks [first, last) in `room`, starting at each row's `rows_at`."""
     N: tl.constexpr = k.dim // 2 if is_paired(k.kind, k.bits) else k.dim
     words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
@@ -105,7 +105,7 @@ def score_offsets(q, k, room, rows_at, valid, table, first, last, scales):
 
 @triton.jit
 def added_offsets(q, k, scales):
-    """Return q . offset of one block, fp32 [rows]."""
+    """Return q . offset for one block, fp32 [rows]."""
     words, own = scales.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 1)
     N: tl.constexpr = k.dim // 2 if is_paired(k.kind, k.bits) else k.dim
     columns = tl.broadcast_to(_offsets(words, own, own == 0, k.kind, k.dim, N), (LEAST_COLUMNS, k.dim))
@@ -114,9 +114,10 @@ def added_offsets(q, k, scales):
 
 @triton.jit
 def channel_queries(q, k):  # D131: channel scales multiply queries, once per tile
-    """Split queries [ROWS, dim], with pairs the second half backwards, into the parts of runs of words.
+    """Split queries [ROWS, dim] into the parts that match runs of words; if paired, the second half is
+    reversed.
 
-    Products bring them into the layout of results, in which they can be scaled and multiplied directly.
+    A product with the identity matrix gives the parts the layout of results, ready for direct multiplication.
     """
     PER: tl.constexpr = codes_a_byte(word_kind(k.kind, k.bits))
     cut = even_and_odd(q, PER, k.dim // PER // k.read.run, k.read.run, k.read.width)
@@ -129,14 +130,14 @@ def channel_queries(q, k):  # D131: channel scales multiply queries, once per ti
 
 @triton.jit
 def _once(x):
-    """Return x, computed once: the compiler recomputes cheap values in every layout that needs them and in
-    all threads with a copy, except sums, whose order it keeps."""
+    """Return x, computed only once: the compiler recomputes cheap values for every layout that needs them,
+    but not sums, whose order it preserves."""
     return tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, x, 0.0), axis=0)
 
 
 @triton.jit
 def _over(x, y):
-    """Return x / y for numbers that are neither large nor small, without the instructions that check this."""
+    """Return x / y for numbers of moderate magnitude, without the checks for extreme ones."""
     if takes_ptx():
         x = tl.inline_asm_elementwise(
             "div.approx.ftz.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -149,8 +150,8 @@ def _over(x, y):
 @triton.jit
 def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr,
     HIGHER: tl.constexpr, PER: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
-    """Return every channel's mask in a word's code, int16 [DIM], and the factor of its numbers, COMPUTE.
-    HIGHER: bits by which codes are shifted from one place of their bytes to the next."""
+    """Return each channel's mask within the code in a word, int16 [DIM], and the factor of its numbers,
+    COMPUTE. HIGHER: number of bits between successive places of codes in a byte."""
     byte = _scale_bytes(words, 0, DIM, N)
     own = byte * 0 + BITS
     at = tl.arange(0, DIM) % (DIM // 2)
@@ -169,7 +170,7 @@ def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N:
 
 @triton.jit
 def _cut_in_two(part, field, COMPUTE: tl.constexpr):
-    """Split numbers of codes into those of the bits in a field, int16, and of the other bits."""
+    """Split codes, as numbers, into the bits selected by the mask `field`, int16, and all other bits."""
     if COMPUTE == tl.float32 or not takes_ptx():
         code = part.to(tl.int32)
         low = code & field.to(tl.int32)
@@ -184,8 +185,8 @@ def _cut_in_two(part, field, COMPUTE: tl.constexpr):
 
 @triton.jit
 def channel_scores(q, k, tile):
-    """Return q . k of one tile without offsets, fp32 [rows, keys], and without the factor `channel_unit`;
-    `q`: from `channel_queries`."""
+    """Return q . k for one tile, fp32 [rows, keys], without offsets and without the factor `channel_unit`.
+    `q`: the queries from `channel_queries`."""
     KIND: tl.constexpr = k.kind
     BITS: tl.constexpr = k.bits
     DIM: tl.constexpr = k.dim

@@ -1,7 +1,7 @@
-"""The kernel of Triton attention over blocks: one for decode and extend.
+"""The Triton kernel for attention over blocks, used for both decode and extend.
 
-A program handles one tile of query rows (new token, query head of the KV head) of one sequence and one
-KV head, and some or all of the keys, as stated in the work list. Codes are never scaled: K's scale and
+A program handles one tile of query rows (new token, query head of the KV head) of one sequence and one KV
+head, and some or all of the keys, as specified in the work list. Codes are never scaled: K's scale and
 minimum are applied to the scores, V's scale and minimum to the probabilities.
 
 Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding", 2023, for splits.
@@ -42,13 +42,14 @@ def attend_kernel(
     LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
+    """Compute attention. Grid: items x KV heads (adjacent for an item). `SHARE`: query heads per KV head.
 
-    FOLDED: sums over keys that stay separate until the end, so that no loop adds over threads. LOWER: whether
-    a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: of the part of the keys that is seen.
+    FOLDED: number of partial sums over keys, added at the end, so that the loop needs no sums across threads.
+    LOWER: whether a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: age and block size of the
+    visible part.
 
-    An item with a part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, v.pad],
-    still rotated, and to `part_lses_ptr`; an item with all keys stores the results.
+    An item with a part of a tile's keys stores partial results, still rotated, to `parts_ptr`, fp32 [parts,
+    KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores final results.
 
     APART: means are added before and after the loop over keys, through `room_ptr`, fp32 [tokens, query heads,
     1 + tiles of a block, table_stride], with the scores of all blocks' means, then the sums of all tiles'

@@ -1,7 +1,7 @@
 """The kernel that builds the work list of a step; see work.py.
 
-The tiles of a step have slots, which need no prefix sum: those of sequence i begin at slot (query rows
-before it) // ROWS + i. No two tiles share a slot, and a search in the first tokens finds a slot's sequence.
+Tiles are assigned slots without a prefix sum: the tiles of sequence i begin at slot (query rows of earlier
+sequences) // ROWS + i. No two tiles share a slot, and searching the first tokens finds a slot's sequence.
 """
 
 import triton
@@ -17,7 +17,7 @@ OLD, YOUNG = tl.constexpr(1), tl.constexpr(2)  # keys that are seen, of a part; 
 
 @triton.jit
 def edge(position, recent, AGE_BLOCK: tl.constexpr):
-    """Return the first key that is young for a query at a position; see Part."""
+    """Return the first key that is young for a query at `position`; see Part."""
     return tl.maximum(position + 1 - recent, 0) // AGE_BLOCK * AGE_BLOCK
 
 
@@ -26,7 +26,7 @@ def lowest_key(  # D137: bounds from positions on the device: graphs hold
     position, window, recent, part_first, WINDOW: tl.constexpr, CHUNK: tl.constexpr, AGE: tl.constexpr,
     AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the first key that a query at a position sees."""
+    """Return the first key that a query at `position` sees."""
     lowest = position * 0
     if WINDOW:
         lowest = tl.maximum(position - window + 1, 0)
@@ -41,7 +41,7 @@ def lowest_key(  # D137: bounds from positions on the device: graphs hold
 
 @triton.jit
 def highest_key(position, recent, part_last, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr):
-    """Return the last key that a query at a position sees; -1: none."""
+    """Return the last key that a query at `position` sees, or -1 if there is none."""
     highest = position
     if AGE == OLD:
         highest = tl.minimum(edge(position, recent, AGE_BLOCK), part_last) - 1
@@ -54,8 +54,7 @@ def _tiles(
     CHUNK: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys,
-    end, tiles of keys; the last is -1 if a slot has no tile.
-    """
+    end of the keys, and number of tiles of keys, which is -1 if a slot has no tile."""
     lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last = step
     sequence = slot * 0
     for i in range(0, search_bits):
@@ -82,11 +81,11 @@ def _tiles(
 
 @triton.jit
 def _pieces(keys, before, total, pieces):
-    """Return the number of parts of tiles, 0 without a tile; and, bool and int32 [slots, _CLASSES], the class
-    of their size, largest first, and the number of parts in each class.
+    """Return the number of parts of each tile, 0 for a slot without one; the size class of its parts, largest
+    first (bool [slots, _CLASSES]); and the number of parts in each class (int32 [slots, _CLASSES]).
 
     `pieces` are distributed over tiles by their share of all keys, `total`; tiles in earlier slots have
-    `before` keys. Rounding remainders carry over to the next tile, so together no more parts are made.
+    `before` keys. Rounding remainders carry over to the next tile, so there are no more parts in total.
     """
     whole = tl.maximum(keys, 0)
     upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
@@ -102,7 +101,7 @@ def _pieces(keys, before, total, pieces):
 def _store_items(
     items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS: tl.constexpr
 ):
-    """Store the items of some tiles, whose keys are divided evenly, in whole tiles."""
+    """Store the items of several tiles, whose keys are divided evenly into parts of complete key tiles."""
     for part in range(0, tl.max(parts, axis=0)):
         there = part < parts
         item = items + (at + part) * ITEM_WORDS
@@ -116,7 +115,7 @@ def _store_items(
 
 @triton.jit
 def _fill(words, begin, end, value, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Mark the records from `begin` to `end` as empty."""
+    """Mark the records [begin, end) as empty."""
     for done in range(begin, end, BLOCK):
         at = done + tl.arange(0, BLOCK)
         tl.store(words + at * WORDS, tl.zeros((BLOCK,), tl.int32) + value, mask=at < end)
@@ -136,9 +135,9 @@ def list_kernel(
     SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Split the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, with one for each smaller
-    tile. Grid: one program, as the lists are short, and every place in them depends on earlier ones.
-    """
+    """Split the keys of all tiles into `pieces`, or into fewer pieces of at least `least` key tiles each; a
+    smaller tile is one piece. Grid: one program, as lists are short and each entry depends on earlier
+    ones."""
     step = (
         lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Attention over block means in Triton; means are read in the same way as INT4 rows.
 
-A block's mean is one more key, whose score is added to all keys of its tile, and one more value, weighted by
-the sum of the weights. For tiles with few rows, the means of all blocks of a program form separate tiles:
-their scores are written to memory before the loop over keys, and the loop writes the sums of weights, which
-are used after it. This way, rows of any code are read as words, without more registers than without means.
+A block's mean acts as one more key, whose score is added to those of all keys in the tile, and as one more
+value, weighted by the sum of the weights. For tiles with few rows, the means of all blocks of a program form
+separate tiles: their scores are written to memory before the loop over keys; the loop writes the sums of
+weights, which are used after it. Rows of any code are thus read as words without additional registers.
 """
 
 import triton
@@ -26,7 +26,7 @@ MEANS_TOGETHER = tl.constexpr(32)  # means per tile
 
 @triton.jit
 def means_at(table, first, last, m_block):
-    """Return `MEANS_TOGETHER` blocks from `first` on, a mask of those before `last`, and means' offsets."""
+    """Return blocks from `first` on (`MEANS_TOGETHER`), a mask of those before `last`, and means' offsets."""
     block = first + tl.arange(0, MEANS_TOGETHER)
     inside = block < last
     return block, inside, tl.load(table + block, mask=inside, other=0).to(tl.int64) * m_block
@@ -34,14 +34,14 @@ def means_at(table, first, last, m_block):
 
 @triton.jit
 def words_of_means(means, DIM: tl.constexpr):
-    """Return pointers to codes and scales of means, and the two-byte words per element of `means`."""
+    """Return pointers to the means' codes and scales, and the two-byte words per element of `means`."""
     WORDS: tl.constexpr = means.dtype.element_ty.primitive_bitwidth // 16
     return means.to(tl.pointer_type(tl.int16), bitcast=True), means + DIM // (4 * WORDS), WORDS
 
 
 @triton.jit
 def score_means(q, k, room, rows_at, valid, table, first, last, means):  # D130: around the loop
-    """Store q . mean of the blocks [first, last) in `room`, from each row's `rows_at` on."""
+    """Store q . mean for the blocks [first, last) in `room`, starting at each row's `rows_at`."""
     RUN: tl.constexpr = min(k.mean_group, k.dim // 2)  # bytes
     WIDTH: tl.constexpr = RUN // 2
     runs, sums = word_queries(q, INT4, k.dim, k.mean_group, RUN, WIDTH, LEAST_COLUMNS, 1)
@@ -59,7 +59,7 @@ def score_means(q, k, room, rows_at, valid, table, first, last, means):  # D130:
 
 @triton.jit
 def mean_scores(q, sums, k, at, KEYS: tl.constexpr, GROUP: tl.constexpr):
-    """Return q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: offset in words."""
+    """Return q . mean for a tile's block, fp32 [rows, KEYS], equal for all keys; `at`: offset in words."""
     none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
     codes = k.means.to(tl.pointer_type(tl.int16), bitcast=True)
     scores = packed_scores(
@@ -72,7 +72,7 @@ def mean_scores(q, sums, k, at, KEYS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _rows(x):
-    """Repeat the only row of x LEAST_KEYS times, as many as products sum over."""
+    """Repeat the only row of x LEAST_KEYS times, the smallest number of rows over which a product can sum."""
     return tl.broadcast_to(x, (LEAST_KEYS, x.shape[1]))
 
 
@@ -80,8 +80,8 @@ def _rows(x):
 def mean_of_values(
     p, means, at, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """Return sums of weights p, fp32 [rows, keys], over every LEAST_KEYS-th key, a mean's minimums in the
-    second half of the columns of minimums, and words of its scales; an empty tuple without means."""
+    """Return the inputs of `mean_run`, empty without means: sums of weights p, fp32 [rows, keys], over every
+    LEAST_KEYS-th key; a mean's minimums, in the second half of the columns; and words of its scales."""
     mean = ()
     if GROUP > 0:
         weights = folded(p, LEAST_KEYS).to(COMPUTE)
@@ -97,7 +97,7 @@ def mean_run(
     mean, means, at, J: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of one run of a mean, as for INT4 rows."""
+    """Return the products of weights with one run of a mean, in the same order as for INT4 rows."""
     codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
     inside = tl.arange(0, 1) == 0
     parts = run_parts(codes, 2 * at, inside, INT4, J * RUN, DIM, RUN, WIDTH, COMPUTE)

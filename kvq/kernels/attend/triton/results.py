@@ -1,5 +1,6 @@
-"""Results of a tile in Triton attention: their offsets, how they are stored, and the kernel that merges the
-parts of a tile's keys by their log-sum-exp."""
+"""Results of a tile in Triton attention: row offsets, storage, and the kernel that merges the parts of a
+tile's keys by their log-sum-exp.
+"""
 
 import triton
 import triton.language as tl
@@ -16,7 +17,7 @@ def store_rows(
     out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Add the sink, divide, undo V's rotation, and store; `top` is an exponent of two."""
+    """Add the sink, divide, undo V's rotation, and store the rows; `top` is a power-of-two exponent."""
     if SINKS:
         sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)
@@ -38,7 +39,7 @@ def store_rows(
 
 @triton.jit
 def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
-    """Return, for each row of an item, whether it exists, its position, token and query head."""
+    """Return, for each row of an item, whether it exists, and its position, token and query head."""
     row = tl.load(item + 1, volatile=True) + own
     new = tl.load(item + 3, volatile=True)
     position = tl.load(item + 4, volatile=True) - new + row // SHARE
@@ -52,9 +53,9 @@ def store_results(  # D123: inverses: units are powers of two
     ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Store an item's results, or a part that is merged with others.
+    """Store an item's final results, or its partial results, which are merged with those of other items.
 
-    The places of its rows are read again, so that the loop before needs no registers for them.
+    Row positions are recomputed here, so the loop over keys needs no registers for them.
     """
     own = tl.arange(0, ROWS)
     valid, _, token, head = tile_rows(item, own, kv_head, SHARE)
@@ -79,7 +80,7 @@ def merge_kernel(
     V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr, Q_HEADS: tl.constexpr,
     SHARE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS rows of a tile, AT_ONCE parts at a time, in their order. Grid: (tiles, KV heads, rows)."""
+    """Merge ROWS rows of a tile, AT_ONCE parts at a time, in order. Grid: (tiles, KV heads, rows)."""
     record = merged_ptr + tl.program_id(0) * MERGE_WORDS
     parts = tl.load(record)
     if parts == 0:

@@ -1,9 +1,9 @@
 """Scales of quantized rows in Triton, as factors of scores and weights.
 
 Only elements of at least four bytes are copied asynchronously, so scales are read as words. If a tensor has
-fewer elements than a program has threads, the compiler lets each thread copy all elements that it needs: 32
-copies per thread for 64 keys, where one would do. Small tensors are therefore read as the first row, or the
-first columns, of a tile with an element for every thread.
+fewer elements than a program has threads, the compiler makes each thread copy every element that it needs: 32
+copies per thread for 64 keys, where one would suffice. Small tensors are therefore read as the first row, or
+the first columns, of a tile with an element for every thread.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _HIGH_SCALES = tl.constexpr(_NARROW_SCALES.value.format(bytes="0x7632"))
 
 
 def wide_assembly(place: Any, exponent: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return assembly for a word's first or third byte as an fp32 scale times a power of two."""
+    """Return assembly that converts a word's first or third byte to an fp32 scale times a power of two."""
     mask, factor = (("0xff", 1 << 20), ("0xff0000", 16))[plain(place)]
     added = (107 + plain(exponent)) << 23
     return tl.constexpr(f"""
@@ -41,7 +41,7 @@ mad.lo.u32 $0, byte, {factor}, {added};
 
 
 def minimums_assembly(bits: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return assembly for two of a token's two-byte words as the exact minimums of two groups in fp16.
+    """Return assembly that converts two of a token's two-byte words to the exact fp16 minimums of two groups.
 
     It computes (1024 + 128 + the signed byte - 1152) * 2^(bits - 12) * the scale, which is 32 times too
     large; `bits`: bits of a code.
@@ -63,8 +63,8 @@ mul.rn.f16x2 $0, $0, scale;
 
 
 def is_narrow(scales: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return True if a pointer's words contain pairs of bytes; they are then unsigned, of two groups or, if
-    rows have an odd number of groups, of one."""
+    """Return True if the words at a pointer contain pairs of bytes; such words are unsigned and have the
+    pairs of two groups or, if rows have an odd number of groups, of one."""
     return tl.constexpr(scales.dtype.element_ty.is_int_unsigned())
 
 
@@ -74,9 +74,9 @@ for _function in (wide_assembly, minimums_assembly, is_narrow):  # device code c
 
 @triton.jit
 def row_scales(rows, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the scales of a tile's codes, fp16 [keys]; 0 for tokens that are not `inside`.
+    """Return the scales of a tile's codes, fp16 [keys]; 0 for tokens outside the mask `inside`.
 
-    SPREAD: rows of words with an element for every thread, of which one is read; 1 if there are enough keys.
+    SPREAD: number of rows of words that provides an element for every thread; 1 if there are enough keys.
     """
     scales, at, inside = tile.scales, tile.scales_at, tile.inside
     if rows.read.paired and SPREAD > 1:
@@ -104,7 +104,7 @@ def row_scales(rows, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _first_row(x, ROWS: tl.constexpr):
-    """Return the first of ROWS rows of x; ROWS is a power of two."""
+    """Return the first of x's ROWS rows; ROWS is a power of two."""
     if ROWS == 1:
         first = tl.reshape(x, (x.shape[1],))
     else:
@@ -115,7 +115,7 @@ def _first_row(x, ROWS: tl.constexpr):
 
 @triton.jit
 def side_by_side(low, high):
-    """Return the columns of two tensors side by side."""
+    """Concatenate the columns of two tensors."""
     both = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
 
@@ -136,8 +136,8 @@ def runs_of(x, COUNT: tl.constexpr):
 def group_minimums(  # D126: minimums: one product with the queries' sums
     scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BITS: tl.constexpr
 ):
-    """Return the minimums of all groups of some tokens, COMPUTE [keys, PAIRS]: narrow ones in each column,
-    others in every second column, with scales between them; zeros follow.
+    """Return the minimums of all groups of some tokens, COMPUTE [keys, PAIRS], padded with zeros: narrow
+    minimums in every column, others in every second column, with scales between them.
     """
     col = tl.arange(0, PAIRS)
     if is_narrow(scales):
@@ -161,11 +161,12 @@ def group_minimums(  # D126: minimums: one product with the queries' sums
 
 @triton.jit
 def group_words(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
-    """Return 32-bit words with the scales of all groups of some tokens, [keys] each: two per word if narrow.
+    """Return 32-bit words with the scales of all groups of some tokens, [keys] each; narrow scales are two
+    per word.
     SPREAD: as for `row_scales`.
 
-    A few words are read as one tile; more would take registers. So do they with Triton 3.7.1 if they are
-    read before the product of the minimums.
+    A few words are read as one tile; more would take too many registers, as would, with Triton 3.7.1, words
+    that are read before the product of the minimums.
     """
     parts = ()
     WORDS: tl.constexpr = GROUPS // 2 if scales.dtype.element_ty == tl.uint32 else GROUPS
@@ -188,7 +189,7 @@ def group_words(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def wide_scale(words, GROUP: tl.constexpr, EXPONENT: tl.constexpr):
-    """Return a group's scale from its words, fp32 [keys], times 2**EXPONENT."""
+    """Return a group's scale from the tokens' words, fp32 [keys], times 2**EXPONENT."""
     if words[0].dtype == tl.int32:
         scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 2.0**EXPONENT
     else:

@@ -1,7 +1,7 @@
 """Attention launches of one step: splitting the work, buffers for partial results, and the merge.
 
-The plan, made once for a layer's blocks, is kept from step to step. Per-step data is made once for all layers
-with the same split.
+The plan is created once for a layer's blocks and reused in every step. Per-step data is created once for all
+layers with the same split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,8 +59,8 @@ class Plan:
         most_decode: int,
         may_gather: bool,
     ) -> "Plan":
-        """`kernel` begins with the arguments that all kernels have; `fixed`: its other arguments and the
-        merge's, without tile sizes, for decode and for extend."""
+        """Make a plan. `kernel`: starts with the arguments that all kernels have; `fixed`: other arguments of
+        the kernel and the merge, without tile sizes, for decode and for extend."""
         attends = (
             {x: _argument(value) for x, value in own.items() if x in kernel.arg_names}
             | {"ROWS": shape.rows, "KEYS": shape.keys, "FOLDED": folded_keys(shape), **shape.options()}
@@ -101,7 +101,7 @@ def _argument(value: Any) -> Any:
 
 
 def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:
-    """Return the kernels' arguments that follow from a layer's options and heads."""
+    """Return the kernel arguments that are determined by a layer's options and heads."""
     return {
         "Q_HEADS": q_heads,
         "SHARE": q_heads // kv_heads,
@@ -120,7 +120,7 @@ _Planned = Callable[[Tensor, PagedKV, AttentionOptions], Plan]
 
 
 def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
-    """Return the plan that `planned` makes, once for a layer's blocks, and cache it with them."""
+    """Return the plan that `planned` makes, computed once for a layer's blocks and cached with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
         *(options.scale, options.window, options.softcap, options.sinks is None, options.part, options.chunk),
@@ -134,7 +134,7 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
 def launched(
     plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-    """Launch a step's work; return the results, out and lse, and the sequences left to `attend_gathered`."""
+    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
@@ -146,7 +146,7 @@ def launched(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A step's tiles of one height, and buffers for the parts of split tiles."""
+    """Tiles of a step that have the same height, and buffers for the parts of split tiles."""
 
     items: WorkList
     is_extend: bool
@@ -158,7 +158,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """Sequences of a step, by the kernel that handles them."""
+    """Sequences of a step, grouped by the kernel that handles them."""
 
     works: list[_Work]
     gathered: list[int]
@@ -214,7 +214,7 @@ def _with_room(batch: SequenceBatch, items: WorkList, plan: Plan, *, is_extend: 
 
 
 def _room(batch: SequenceBatch, numbers: int) -> Tensor:
-    """Return a buffer of `numbers` numbers for every block of a sequence, shared by all layers."""
+    """Return a buffer with room for `numbers` numbers per block of a sequence, shared by all layers."""
     name = _room, numbers
     if name not in batch.kept:
         stride = batch.tables.stride(0)

@@ -1,4 +1,4 @@
-"""One tile of keys in Triton attention: offsets of its rows, their scores, and their share of the output."""
+"""One tile of keys in Triton attention: row offsets, scores, and contribution to the output."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from kvq.kernels.gpu.stored import mean_rows, stored_rows
 
 
 class _Tile(NamedTuple):
-    """A tile's rows of K or V: pointers, offsets [keys] from them, and a mask of keys that exist."""
+    """K or V rows of one tile: a pointer, the rows' offsets [keys] from it, and a mask of existing keys."""
 
     codes: Any
     codes_at: Any
@@ -39,9 +39,9 @@ class _Tile(NamedTuple):
 def rows_at(
     start, block, first, slot, stride, STEP: tl.constexpr, PER: tl.constexpr, IN_ONE_BLOCK: tl.constexpr
 ):
-    """Return a pointer to a tile's rows and offsets [keys] from it; PER: adjacent tokens of an element.
+    """Return a pointer to a tile's rows and their offsets [keys]; PER: number of adjacent tokens per element.
 
-    In one block, `block` is a number and `slot` counts from its token `first`; else both are per key.
+    IN_ONE_BLOCK: `block` is one number and `slot` counts from token `first`; otherwise both are per key.
     """
     if IN_ONE_BLOCK:
         start += block * stride + first // PER * STEP
@@ -53,7 +53,7 @@ def rows_at(
 
 @triton.jit
 def tile_of(rows, codes, scales, means_at, block, first, slot, kv_head, inside, IN_ONE_BLOCK: tl.constexpr):
-    """Return the tile of K or V in the given blocks; `codes`, `scales`: pointers for the KV head."""
+    """Return a tile of K or V in the given blocks; `codes`, `scales`: pointers for the KV head."""
     PER: tl.constexpr = 1 + rows.read.paired
     codes, codes_at = rows_at(
         codes, block, first, slot, rows.code_strides.block, rows.code_strides.slot, 1, IN_ONE_BLOCK
@@ -66,7 +66,7 @@ def tile_of(rows, codes, scales, means_at, block, first, slot, kv_head, inside, 
 
 @triton.jit
 def dense_rows(rows, tile, col):
-    """Return rows that are not read as words, [keys, columns] in the dtype of products."""
+    """Return a tile's rows, not read as words, as [keys, columns] in the dtype of products."""
     if rows.kind == FLOAT:
         mask = tile.inside[:, None] & (col < rows.dim)[None, :]
         x = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0)
@@ -89,8 +89,8 @@ def _with_means(x, rows, tile, col):
 
 @triton.jit
 def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr, MEAN_GROUP: tl.constexpr):
-    """Return q . k of one tile, fp32 [rows, keys], without the factors of all keys; `runs`, `sums`: queries
-    in the form for words of codes. MEAN_GROUP: 0 if means are added elsewhere."""
+    """Return q . k for one tile, fp32 [rows, keys], without the factors shared by all keys. `runs`, `sums`:
+    queries in the form for words of codes. MEAN_GROUP: 0 if means are added elsewhere."""
     if k.read.words and k.kind >= INT4:
         before = tl.zeros((q.shape[0], tile.inside.shape[0]), tl.float32)
         if MEAN_GROUP > 0:
@@ -118,7 +118,7 @@ def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constex
 def with_values(
     outs, p, decay, v, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr, MEAN_GROUP: tl.constexpr
 ):
-    """Return the parts of the output plus one tile. MEAN_GROUP: 0 if means are added elsewhere."""
+    """Return the parts of the output after adding one tile. MEAN_GROUP: 0 if means are added elsewhere."""
     if v.read.words and v.kind >= INT4:
         new = add_packed_values(
             outs, p, decay, tile.codes, tile.scales, tile.codes_at, tile.scales_at, tile.inside, v.kind,
@@ -140,8 +140,9 @@ def with_values(
 
 @triton.jit
 def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr):
-    """Return scores, capped ones as exponents of two, with -inf where a row must not see a key: it sees keys
-    up to `last` and, in a window, only keys after `before`.
+    """Return scores with -inf for hidden keys; capped scores are converted to exponents of two.
+
+    A row sees keys up to `last` and, with a window, only keys after `before`.
     """
     if SOFTCAP:
         grown = tl.exp2(scores * (2.0 / softcap * LOG2_E))
@@ -160,8 +161,8 @@ def weighed(
 ):  # fmt: skip
     """Return one tile's weights and their sums, the factor for earlier tiles, and the new maxima.
 
-    `row_scale`: factor of scores, which also makes uncapped ones exponents of two; `added`: added to all
-    scaled scores of a row, if ADDED. ENLARGED: added to exponents of weights.
+    `row_scale`: factor of the scores, which also converts uncapped scores to exponents of two; `added`:
+    number added to all scaled scores of a row, if ADDED. ENLARGED: number added to the exponents of weights.
     """
     if SOFTCAP:
         scores = scores * row_scale[:, None]
@@ -186,7 +187,7 @@ def weighed(
 
 @triton.jit
 def logarithm(x):
-    """Return log2 of nonnegative numbers, in one instruction if there is one; tl.log2 takes thirty."""
+    """Return log2 of nonnegative numbers, in one instruction where the GPU has one; tl.log2 takes thirty."""
     if takes_ptx():
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -198,7 +199,7 @@ def logarithm(x):
 
 @triton.jit
 def power_of_two(top):
-    """Return the least power of two not below `top`, and its inverse, both clamped to fp32 range."""
+    """Return the smallest power of two that is >= `top`, and its inverse, both clamped to fp32 range."""
     exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
     exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
     return tl.exp2(exponent), tl.exp2(-exponent)
@@ -206,10 +207,9 @@ def power_of_two(top):
 
 @triton.jit
 def read_queries(q_ptr, at, mask, k, ROWS: tl.constexpr):
-    """Return queries [ROWS, k.pad] in the dtype of products, or rounded to K's codes, and each row's factor
-    for scores.
+    """Return queries [ROWS, k.pad] in the dtype of products or rounded to K's codes, and rows' score factors.
 
-    fp16 can't represent every bf16 number, nor sums of large ones, so rows are divided by a power of two.
+    fp16 can't represent all bf16 numbers, or sums of large ones, so rows are divided by a power of two.
     """
     COMPUTE: tl.constexpr = k.read.compute
     x = tl.load(q_ptr + at, mask=mask, other=0.0)

@@ -1,7 +1,7 @@
 """Attention over values in FP8, INT8 and packed rows in Triton, read as two-byte words.
 
-The parts of a run (see words.py) are columns of the output that stay separate until the end. Codes are
-never scaled, but probabilities are.
+The parts of a run (see words.py) are columns of the output that stay separate until the end. Probabilities
+are scaled; codes never are.
 """
 
 import triton
@@ -25,8 +25,9 @@ def word_outputs(
     ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Return the parts of an output, zeros [ROWS, WIDTH] each; for packed codes, a part [ROWS, PAIRS] for
-    products with minimums, in the columns of the minimums, precedes them.
+    """Return the parts of an output, zeros [ROWS, WIDTH] each.
+
+    For packed codes, they are preceded by a part [ROWS, PAIRS] for the products with minimums.
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
     outs = (run, run)
@@ -39,11 +40,11 @@ def word_outputs(
 
 @triton.jit
 def _taken_in(out, decay, weights, values, more):  # D118: INT4 sums are added to nearest: Hopper truncates
-    """Return `out` times `decay` plus `more` and the products of one tile, rounded to nearest.
+    """Return `out` times `decay`, plus `more`, plus the products of one tile, rounded to nearest.
 
-    Tensor cores truncate when they add to a sum. Packed codes are never negative, so a product that also
-    added the sum would be too small by the same amount in every column: over 34,816 keys by 1.5% of a result,
-    all of it in one column if V was rotated.
+    Tensor cores truncate when they add to a sum. Packed codes are never negative, so adding to `out` within
+    the product would make every column too small by the same amount: by 1.5% of a result for 34,816 keys, all
+    of it in one column if V was rotated.
     """
     return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), added_dot(weights, values, more))
 
@@ -55,7 +56,7 @@ def add_packed_values(
     PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at,
     MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of packed rows to the parts of the output and, with means, the mean of their block."""
+    """Add one tile of packed rows and, with means, the mean of its block, to the parts of the output."""
     PER: tl.constexpr = codes_a_byte(KIND)
     pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, code_bits(KIND))
     weights = p.to(COMPUTE)
@@ -99,7 +100,7 @@ def _column(x, COLUMN: tl.constexpr):
 
 @triton.jit
 def _minimum(x, AT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr):
-    """Return the products with minimums, of rows and of means, for the run that begins AT, [ROWS, 1]."""
+    """Return the products of a run that begins at AT with the minimums of rows and means, [ROWS, 1]."""
     added = _column(x, STEP * (AT // GROUP) + STEP - 1)
     if MEAN_GROUP > 0:
         added += _column(x, x.shape[1] // 2 + AT // MEAN_GROUP)
@@ -111,7 +112,7 @@ def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return the output [ROWS, PAD] from its parts. MEAN_GROUP: group size of means; 0: no means."""
+    """Return the output [ROWS, PAD], assembled from its parts. MEAN_GROUP: group size of means, or 0."""
     SHARE: tl.constexpr = 1 / 32 if KIND >= INT4 and STEP == 1 else 1.0
     PER: tl.constexpr = codes_a_byte(KIND)
     RUNS: tl.constexpr = DIM // PER // RUN
@@ -130,7 +131,7 @@ def joined(
 
 @triton.jit
 def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr):
-    """Return the first RUN columns of COUNT runs as [ROWS, PAD]."""
+    """Concatenate the first RUN columns of each of COUNT runs: [ROWS, PAD]."""
     ROWS: tl.constexpr = runs[0].shape[0]
     if runs[0].shape[1] == RUN and COUNT * RUN == PAD:
         out = all_side_by_side(runs, 0, COUNT)
@@ -146,7 +147,7 @@ def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constex
 
 @triton.jit
 def all_side_by_side(runs, START: tl.constexpr, COUNT: tl.constexpr):
-    """Return the columns of COUNT runs side by side; COUNT is a power of two."""
+    """Concatenate the columns of COUNT runs; COUNT is a power of two."""
     if COUNT == 1:
         out = runs[START]
     else:
@@ -160,9 +161,9 @@ def values_of_means(
     v, room, rows_at, top, table, begin, end, means,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return block means of keys [begin, end) times the sums of their weights, fp32 [ROWS, v.pad].
+    """Return the block means for keys [begin, end), weighted by the sums of weights, fp32 [ROWS, v.pad].
 
-    `room`: from each row's `rows_at` on, log2 of every tile's sum, from which `top` is subtracted.
+    `room`: contains, from each row's `rows_at` on, log2 of every tile's sum, from which `top` is subtracted.
     """
     DIM: tl.constexpr = v.dim
     GROUP: tl.constexpr = v.mean_group

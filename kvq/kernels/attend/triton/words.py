@@ -1,8 +1,9 @@
 """Attention scores in Triton for FP8, INT8 and packed rows, read as two-byte words (see gpu/words.py).
 
-A row is read in runs: FP8 and INT8 rows in one run; of packed rows' first plane, bytes of one group in each
-half or, with pairs of bits, in each quarter. A run has two parts, or four of nibbles and eight of bit pairs,
-each with its own product; values.py does the same for V. Codes are never scaled, but scores are.
+A row is read in runs. FP8 and INT8 rows are one run. In the first plane of packed rows, a run has the bytes
+of one group in each half or, with pairs of bits, in each quarter. A run has two parts (four for nibbles,
+eight for bit pairs), each with its own product; values.py does the same for V. Scores are scaled; codes never
+are.
 
 FP8 and INT8 rows can also be multiplied directly, with queries rounded to the same code: each query row has
 one scale, its largest element divided by the largest code. INT8 products are summed exactly, FP8 products in
@@ -42,7 +43,7 @@ _TO_WHOLE = tl.constexpr(12582912.0)  # added to a small number, leaves it round
 
 @triton.jit
 def folded(x, FOLDED: tl.constexpr):
-    """Sum x, fp32 [rows, keys], over every FOLDED-th key: fp32 [rows, FOLDED]; each thread adds its own."""
+    """Sum x, fp32 [rows, keys], over every FOLDED-th key, each thread its own keys: fp32 [rows, FOLDED]."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // FOLDED, FOLDED)), axis=1)
 
 
@@ -58,7 +59,7 @@ def added_dot(a, b, c):
 
 @triton.jit
 def _every_other(x, START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return COUNT columns START, START + 2, ... of x [ROWS, PAD], padded with zeros to [ROWS, WIDTH]."""
+    """Return COUNT columns of x [ROWS, PAD], START, START + 2, ..., padded with zeros to [ROWS, WIDTH]."""
     col = tl.arange(0, WIDTH)[None, :] + tl.zeros((x.shape[0], 1), tl.int32)
     picked = tl.gather(x, tl.minimum(START + 2 * col, x.shape[1] - 1), axis=1)
     return tl.where(col < COUNT, picked, 0.0)
@@ -73,8 +74,9 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 # D124: words of 16 bits: even and odd bytes apart
 @triton.jit
 def even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
-    """Split queries [ROWS, PAD] like words: into the even columns of each of HALVES * RUNS runs, then the odd
-    ones, [ROWS, WIDTH] each, padded with zeros."""
+    """Split queries [ROWS, PAD] to match words: the even columns of each of HALVES * RUNS runs, then the odd
+    columns, each [ROWS, WIDTH], padded with zeros.
+    """
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
         cut = runs_of(even, HALVES * RUNS) + runs_of(odd, HALVES * RUNS)
@@ -94,8 +96,8 @@ def word_queries(
     q, KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return queries [ROWS, PAD] as the parts of K's runs and, for packed codes, the factors of minimums;
-    STEP: columns of a group in `group_minimums`, the last of which is its minimum."""
+    """Return queries [ROWS, PAD] as the parts of K's runs and, for packed codes, the factors of minimums.
+    STEP: number of columns per group in `group_minimums`; the last one is the group's minimum."""
     parts = ()
     sums = ()
     if KIND >= INT4:
@@ -130,9 +132,9 @@ def run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WIDT
 def _high_words(
     codes, at, inside, START: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Load the second plane's words for runs of the first plane: SIZE bytes from START on, repeatedly.
+    """Load the second plane's words for runs of the first plane: SIZE bytes from START on, repeated.
 
-    Each repetition is a separate tile, int16 [keys, WIDTH], with zeros in the columns of the others.
+    Each repetition is a separate tile, int16 [keys, WIDTH], with zeros in the columns of the other tiles.
     """
     col = tl.arange(0, WIDTH)
     words = codes + (at[:, None] + (col % (SIZE // 2) + START // 2)[None, :])
@@ -148,7 +150,7 @@ def run_parts(
     codes, at, inside, KIND: tl.constexpr, START: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr,
     WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Return the parts of bytes [START, START + RUN) of packed rows' first plane, [keys, WIDTH] each."""
+    """Return the parts of bytes [START, START + RUN) in packed rows' first plane, [keys, WIDTH] each."""
     high = ()
     if high_bits(KIND) > 0:
         SIZE: tl.constexpr = min(RUN, high_bytes(KIND, DIM))
@@ -159,7 +161,7 @@ def run_parts(
 
 @triton.jit
 def _columns(x):
-    """Return keys [keys, elements] as columns."""
+    """Return keys [keys, elements] as columns; a single key is repeated."""
     if x.shape[0] == 1:
         x = tl.broadcast_to(x, (LEAST_COLUMNS, x.shape[1]))
     return tl.trans(x)
@@ -171,10 +173,9 @@ def packed_scores(
     KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Return q . k of one tile, fp32 [rows, keys], plus `before`: each group's partial products times its
-    scale, and one product of the queries' sums with all minimums. Sums are split into two numbers, so that
-    nothing is rounded. A single key is repeated in LEAST_COLUMNS columns.
-    """
+    """Return q . k for one tile, fp32 [rows, keys], plus `before`: the sum of each group's partial products
+    times its scale, and of one product of the queries' sums with all minimums. Queries' sums are split into
+    two numbers, so that nothing is rounded. A single key is repeated in LEAST_COLUMNS columns."""
     PER: tl.constexpr = codes_a_byte(KIND)
     RUNS: tl.constexpr = DIM // PER // RUN
     pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, code_bits(KIND))
@@ -207,7 +208,7 @@ def packed_scores(
 
 @triton.jit
 def byte_parts(rows, tile):
-    """Return the parts of FP8 or INT8 rows: their even bytes and their odd bytes."""
+    """Return FP8 or INT8 rows as two parts: the even bytes and the odd bytes."""
     words = run_of_words(tile.codes, tile.codes_at, tile.inside, 0, rows.dim, rows.read.width)
     KIND: tl.constexpr = FP8 if rows.kind == FP8 else INT8  # or CHANNEL_INT8
     return word_parts(words, (), KIND, rows.read.compute, 0)
@@ -215,14 +216,14 @@ def byte_parts(rows, tile):
 
 @triton.jit
 def byte_scores(q, k, tile):
-    """Return q . k of a tile of FP8 or INT8 rows, fp32 [rows, keys], without factors scale and `low_unit`."""
+    """Return q . k for a tile of FP8 or INT8 rows, fp32 [rows, keys], without the scales and `low_unit`."""
     parts = byte_parts(k, tile)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
 
 
 @triton.jit
 def rounded_queries(y, KIND: tl.constexpr):
-    """fp32 [rows, columns] -> codes of K's kind and a scale for each row, fp32 [rows]; NaN stays NaN."""
+    """Round fp32 [rows, columns] to codes of K's kind, with one scale per row, fp32 [rows]; NaN stays NaN."""
     LIMIT: tl.constexpr = 127.0 if KIND == INT8 else 448.0
     top = tl.maximum(tl.max(tl.abs(y), axis=1), _LEAST)
     scale = top / LIMIT
@@ -240,7 +241,7 @@ def rounded_queries(y, KIND: tl.constexpr):
 
 @triton.jit
 def rounded_scores(q, k, tile):
-    """Return q . k of one tile, fp32 [rows, keys], without both scales; `q`: from `rounded_queries`."""
+    """Return q . k for one tile, fp32 [rows, keys], without either scale; `q`: from `rounded_queries`."""
     col = tl.arange(0, q.shape[1])
     mask = tile.inside[:, None] & (col < k.dim)[None, :]
     codes = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0.0)

@@ -1,9 +1,9 @@
-"""Work list of Triton attention: the keys of each program, listed on the device from actual lengths.
+"""Work list of Triton attention: the keys of each program, computed on the device from actual lengths.
 
 The host knows the number of new tokens in a step, but not the lengths of contexts: a captured graph repeats
-the same launches while they grow. The grid therefore follows from the numbers of tiles and multiprocessors,
-and one small kernel splits the keys into pieces of about equal size, largest first. Programs past the list's
-end return at once.
+the same launches while they grow. The grid therefore depends only on the numbers of tiles and
+multiprocessors, and one small kernel splits the keys into pieces of about equal size, largest first. Programs
+past the end of the list return at once.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ _FEW, _BLOCK = 16, 256  # slots of tiles processed together, in small batches an
 
 
 class Cut(NamedTuple):
-    """Sizes that a list depends on, apart from the batch; for sequences of `fewest` to `most` query rows."""
+    """Sizes that determine a work list, apart from the batch, for sequences of `fewest` to `most` rows."""
 
     share: int  # query heads of a KV head
     rows: int  # of a tile: (new token, query head of the KV head)
@@ -39,7 +39,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """Pieces of work for every KV head. Sizes are upper limits; the actual ones are on the device."""
+    """Pieces of work per KV head. Sizes here are upper limits; the actual sizes are on the device."""
 
     items: Tensor  # int32 [pieces, ITEM_WORDS]: part -1 has all keys of its rows, others number results
     merged: Tensor | None  # int32 [tiles, MERGE_WORDS]: tiles in several parts; None if no tile can be
@@ -48,7 +48,7 @@ class WorkList:
 
 
 def work_list(batch: SequenceBatch, cut: Cut) -> WorkList | None:
-    """Return the list, built by a kernel once per batch; None if no sequence has that many query rows."""
+    """Return the work list, built once per batch; None if no sequence has that many query rows."""
     if cut not in batch.kept:
         batch.kept[cut] = _built(batch, cut)
     found: WorkList | None = batch.kept[cut]
@@ -94,7 +94,7 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
 
 
 def _longest(batch: SequenceBatch, cut: Cut) -> int:
-    """Return the most keys that a tile may have, as far as the host knows."""
+    """Return an upper limit, known to the host, of the number of keys that a tile may have."""
     longest, part = max(batch.context_lens), cut.part
     if cut.window is not None:
         longest = min(longest, cut.window + cut.rows + cut.keys)
@@ -108,7 +108,7 @@ def _longest(batch: SequenceBatch, cut: Cut) -> int:
 
 
 def part_numbers(part: Part | None) -> dict[str, int]:
-    """Return the kernels' arguments for a part of the keys."""
+    """Return the kernel arguments that describe a part of the keys."""
     if part is None:
         return {"AGE": 0, "AGE_BLOCK": 1, "recent": 0, "part_first": 0, "part_last": _NO_LAST}
     return {
