@@ -1,1 +1,2 @@
-"""Token choice for many rows of logits at once, each with its own parameters and random stream."""
+"""Sampling: chooses tokens for many rows of logits at once, each with its own parameters and random stream.
+"""
