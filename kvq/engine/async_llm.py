@@ -143,7 +143,7 @@ class AsyncLLM(LoopedEngine):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _leave(self) -> None:
-        """Stop the engine's thread when the program exits; waiting callers receive no errors."""
+        """Stop the engine's thread when the program exits, without raising errors for waiting callers."""
         self._is_leaving = True
         self.close()
 
