@@ -141,8 +141,7 @@ class Prefixes:
         return Match(hit.length, owner if same else None)
 
     def next_known(self, prompt: PrefixQuery, index: int) -> int:
-        """Return the first block index >= `index` that makes the hit longer, since not every state is kept.
-        """
+        """Return the first block index >= `index` that extends the hit, since not every state is kept."""
         states = self._blocks.states
         if states is None:
             return index

@@ -87,8 +87,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
 
     def lookup(self, prompt: PrefixQuery) -> Match:  # D75: `max_reuse=0` disables reuse
-        """Return how many tokens `start` would reuse, and the sequence to wait for, if any. Changes nothing.
-        """
+        """Return the number of tokens that `start` would reuse, and which sequence to wait for, if any."""
         return self.prefixes.match(prompt)
 
     def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:

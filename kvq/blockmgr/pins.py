@@ -41,8 +41,7 @@ class Pins:
         return list(self._pins.values())
 
     def limit(self, group: int) -> int:  # D79: pins are references; at most half a pool
-        """Return the maximum number of a group's blocks that pins may hold: as configured, or half the pool.
-        """
+        """Return the maximum number of pinned blocks in a group: as configured, or half the pool."""
         total = self._blocks.pools[group].num_blocks
         return total // 2 if self._max_blocks is None else min(self._max_blocks, total)
 

@@ -159,8 +159,7 @@ class BlockPool:
         return self.num_blocks - self._entries.count(None)
 
     def is_writable(self, block: BlockId) -> bool:  # D67: the index counts as a sharer
-        """Return True if exactly one sequence sees the block: the block has one reference and is not indexed.
-        """
+        """Return True if only one sequence sees the block: it has one reference and is not indexed."""
         return self._refs[block] == 1 and self._entries[block] is None
 
     def keep(self, block: BlockId, entry: object) -> None:

@@ -181,8 +181,7 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: Node, digest: bytes, tokens: bytes) -> Node | None:
-        """Return the node for a block of tokens after `parent`, creating it if missing; None on a collision.
-        """
+        """Return the node for a block after `parent`, creating it if missing, or None on a collision."""
         if parent.parent is None:
             parent = self._roots.get(parent.digest, parent)  # another root may have been added meanwhile
         node = self._nodes.get(digest)

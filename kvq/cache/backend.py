@@ -54,8 +54,7 @@ class CacheBackend(Protocol):
         """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, listed as (source, target) pairs. The result must be as if copied one pair at a time.
-        """
+        """Copy blocks, listed as (source, target) pairs, with the same result as one pair at a time."""
 
     def scrub(self, group: int, blocks: Sequence[int]) -> None:
         """Zero blocks."""

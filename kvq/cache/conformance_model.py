@@ -156,8 +156,7 @@ class Trial:
         return [step.batch(self.device, group) for group in range(len(self.num_blocks))]
 
     def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp, in fp64 on the host, computed from rows as the formats store them.
-        """
+        """Return output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
         queries = self.queries(step, layer).double().split(step.query_lens)
         results = []
         for i, (q, context) in enumerate(zip(queries, step.context_lens, strict=True)):

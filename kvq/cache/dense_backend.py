@@ -70,7 +70,7 @@ class DenseCache(BlockCache):
     ) -> None:
         """Allocate `num_blocks` blocks of `layout.block_size` tokens per layer group.
 
-        `host_slots`: ignored apart from enabling swaps; swapped-out blocks stay in host memory.
+        `host_slots`: any counts are accepted; swapped-out blocks stay in host memory.
 
         Raises:
             ConfigError: the recipe is not fp32, bf16 or fp16 for all layers, or a swap folder is set.

@@ -90,8 +90,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         return ran
 
     def obey(self, *, timeout_s: float | None = None) -> bool:
-        """Run queued commands; if idle, wait up to `timeout_s` for one. Return False if the loop should end.
-        """
+        """Run queued commands; if idle, wait up to `timeout_s` for one. Return False to end the loop."""
         block = not self.core.has_work
         while True:
             try:

@@ -50,8 +50,7 @@ class Admission:
         return goal is None or not running or self.costs.decode_s(running + len(request.live)) <= goal
 
     def can_start(self, step: Step, request: Request, prompt: PrefixQuery, found: int) -> bool:
-        """Return True if the first chunk fits and running requests can grow. `found`: tokens already cached.
-        """
+        """Return True if the first chunk fits and running requests can grow. `found`: cached tokens."""
         total = len(prompt.tokens)
         count = min(total - found, step.budget, request.max_chunk or total)
         promised = added(step.promised, self.taken(found + count, total))

@@ -59,8 +59,7 @@ class Running:
         return root
 
     def swap_in(self, request: Request) -> Branch:
-        """Order the swap-in of a request's blocks. The branch becomes active once the swap-in is confirmed.
-        """
+        """Order the swap-in of a request's blocks. The branch becomes active once this is confirmed."""
         branch = request.live[0]
         self.manager.swap_in(held(branch))
         self._enter(request)
@@ -103,8 +102,7 @@ class Running:
             branch.request.state = RequestState.ENDED
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
-        """Give each new branch its parent's tokens and blocks and its next token; see `Scheduler.branch_out`.
-        """
+        """Give each new branch its parent's tokens and blocks, and its next token; see `Scheduler`."""
         before = [(branch.sequence, branch.tokens) for branch in request.branches]
         keeper = {parent: i for i, (parent, _) in reversed(list(enumerate(picks)))}
         keeper |= {parent: i for i, (parent, _) in enumerate(picks) if i == parent}

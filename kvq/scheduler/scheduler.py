@@ -55,9 +55,8 @@ class Scheduler:
     def num_held_up(self) -> int:
         """Number of requests that wait although rows are free: all preempted requests.
 
-        The other waiting requests also count while the first of them lacks blocks or would slow running
-        requests down beyond their goal, but not while it waits for prefill tokens or for a prefix that
-        another request computes.
+        The others also count while the first of them lacks blocks or would slow running requests down too
+        much, but not while it waits for prefill tokens or for a prefix that another request computes.
         """
         return len(self.waiting if self._holds_up else self.waiting.preempted)
 
@@ -126,12 +125,11 @@ class Scheduler:
         return self._plan(step)
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan` before the tokens of `plan` are known. Return None if it depends on
-        them.
+        """Plan the step after `plan` before `plan` has tokens. Return None if the step depends on them.
 
-        The step is independent of them if every branch continues with one token. Branches that reach their
-        last token in `plan` are left out; a branch that ends for another reason computes one token that is
-        not used. Commit `plan` first, then the plan returned here.
+        The step doesn't depend on these tokens if every branch continues with one token. Branches that reach
+        their last token in `plan` are left out; a branch that ends for another reason computes one token that
+        is not used. Commit `plan` first, then the plan returned here.
         """
         waits = (len(self.waiting) > 0 and not self.nobody_fits) or plan.num_drafts > 0
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
@@ -234,8 +232,7 @@ class Scheduler:
         With `swap`, its blocks move to host memory; otherwise, they are computed again.
 
         Raises:
-            OutOfBlocks: the request has several branches, or there are too few host slots; nothing was
-            changed.
+            OutOfBlocks: it has several branches, or there are too few host slots; nothing was changed.
             ConfigError: the request is not running.
         """
         if request not in self.running.requests:

@@ -100,8 +100,7 @@ class _Class:
 
 
 class _FairQueue:
-    """Fair queue of requests that have never had blocks. All operations except `remove` take O(log tenants).
-    """
+    """Fair queue of requests that never had blocks. All operations except `remove` take O(log tenants)."""
 
     def __init__(self, *, aging_s: float) -> None:
         self.tenants = _Tenants()
@@ -138,8 +137,7 @@ class _FairQueue:
             batch.popleft()
 
     def next_aging_s(self) -> float:
-        """Return the time at which the next batch request will have waited long enough, or infinity if none.
-        """
+        """Return the time at which the next batch request will have waited long enough; infinity if none."""
         waiting = self._classes[Priority.BATCH]
         since = (request.arrival_s for request in self._batch if self._where.get(request) is waiting)
         return next(since, inf) + self._aging_s
@@ -229,8 +227,7 @@ class WaitingQueue:
         return min(ranked, key=lambda entry: entry[0], default=(None, None))[1]
 
     def rank(self, request: Request, now: float) -> Priority:
-        """Return the priority of a request outside the fair queue, with the same aging as inside the queue.
-        """
+        """Return the priority of a request outside the fair queue, with the same aging as inside it."""
         since = request.preempted_s if request.is_preempted else request.arrival_s
         return Priority.INTERACTIVE if now - since >= self._aging_s else request.priority
 

@@ -121,7 +121,6 @@ def is_green(words: Words, scheme: Green) -> npt.NDArray[np.bool_]:
 
 
 def layer_bits(words: Words, layers: int) -> npt.NDArray[np.uint8]:
-    """Return the tokens' bits in a tournament's layers, [..., layers]; the lowest bit is the first layer's.
-    """
+    """Return the tokens' bits in a tournament's layers, [..., layers]; the lowest is for the first layer."""
     shifts = np.arange(layers, dtype=np.uint64)
     return (words[..., None] >> shifts & np.uint64(1)).astype(np.uint8)

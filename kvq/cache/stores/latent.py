@@ -29,14 +29,12 @@ LEAST_NEW = 64  # fewest new tokens for which a sequence is expanded
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentStore(PlainStore):
-    """Store of latents. For each token, V is one latent and K is its key's rotary part, shared by all heads.
-    """
+    """Store of latents. For each token, V is a latent and K its key's rotary part, shared by all heads."""
 
     geometry: LayerGeometry
 
     def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
-        """Return the indices of sequences to expand; none on GPUs, whose kernel is as fast without expansion.
-        """
+        """Return the indices of sequences to expand; none on GPUs, where expansion saves no time."""
         assert isinstance(batch, SequenceBatch), "of a plain layer"
         if batch.tables.device.type != "cpu":
             return []

@@ -60,8 +60,7 @@ def kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
 def _kernels(
     layout: KVLayout, layer: LayerLayout, group: int, device: Device, backend: str
 ) -> dict[str, Kernel]:
-    """Choose a layer's kernels by operation. For a staged recipe, kernels that write use the staging blocks.
-    """
+    """Choose a layer's kernels by operation. In a staged recipe, new tokens go to the staging blocks."""
     spec, is_latent = kernel_spec(layout, layer), layer.geometry.is_latent
     written = _spec_of_written(layout, layer, group, spec)
     attend = "attend_latent" if is_latent else "attend"
@@ -81,7 +80,7 @@ def _kernels(
 
 
 def _spec_of_written(layout: KVLayout, layer: LayerLayout, group: int, spec: KernelSpec) -> KernelSpec:
-    """Return the spec of the blocks that new tokens are written to, in a staged recipe the recent blocks."""
+    """Return the spec of the blocks that receive new tokens; if staged, these are the recent blocks."""
     own = layer.geometry
     if layout.is_staged:
         staging = layout.staging_of(group).layers

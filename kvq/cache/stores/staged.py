@@ -49,8 +49,7 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate lay
         return turned_queries(joined, heads)
 
     def seal(self, batch: StagedBatch) -> None:
-        """Quantize the blocks that become old enough with the step's new tokens, which are already written.
-        """
+        """Quantize the blocks that become old enough with the step's new tokens, already written."""
         self.kernels["seal"].run(self.kv, batch)
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:

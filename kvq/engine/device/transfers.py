@@ -23,8 +23,7 @@ class _Room:
 
 
 class Readbacks:
-    """Pool of copies to the host. On a GPU, the pinned memory is allocated in advance, since pinning is slow.
-    """
+    """Pool of copies to the host. On a GPU, pinned memory is allocated in advance, since pinning is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._free: dict[int, list[_Room]] = {}  # by size in bytes

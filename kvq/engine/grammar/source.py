@@ -120,8 +120,7 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
 
 
 def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without the formats that aren't enforced; JSON Schema 2020-12 makes them annotations.
-    """
+    """Return a schema without formats that aren't enforced; JSON Schema 2020-12 makes them annotations."""
     if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
         del schema["format"]
     for _, inner in places(schema):

@@ -139,8 +139,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the reason for refusing a grammar (empty if accepted), and the grammar as llguidance reads it.
-    """
+    """Return the reason for a refusal (empty if accepted), and the grammar as llguidance reads it."""
     try:
         text = as_lark(text)
         compile_grammar(tokenizer, text, limits)

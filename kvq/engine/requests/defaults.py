@@ -40,8 +40,7 @@ class SamplingDefaults:
     source: str = GENERATION_FILE
 
     def fill(self, given: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
-        """Return sampling parameters, with defaults for fields not in `named`. Beam search uses only a few.
-        """
+        """Add defaults to sampling parameters for fields not in `named`. Beam search uses only a few."""
         filled, free = dict(given), given.get("beam_width") is None
         for name, value in self.fields.items():
             if name == "most_tokens":

@@ -1,2 +1,1 @@
-"""Sampling: chooses tokens for many rows of logits at once, each with its own parameters and random stream.
-"""
+"""Sampling of tokens for many rows of logits at once, each with its own parameters and random stream."""

@@ -65,8 +65,7 @@ class Choices:
     beams: list[Job] = field(default_factory=list)  # jobs whose candidates are complete
 
     def drew(self, branches: list[int]) -> bool:
-        """Return True if each of these branches (indices in the plan) sampled a token and no request failed.
-        """
+        """Return True if each of these branches (plan indices) sampled a token and no request failed."""
         places = {draw.plan_index for draw in self._draws}
         return bool(branches) and not self.errors and places.issuperset(branches)
 
@@ -298,8 +297,7 @@ def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
 
 
 def as_known(error: BaseException, what: str = "") -> KVQError:
-    """Return the error to show to the user: kvq's own errors unchanged, others as one line with their type.
-    """
+    """Return the user's view of an error: kvq's own errors unchanged, others on one line with their type."""
     return error if isinstance(error, KVQError) else EngineError(what + describe(error))
 
 

@@ -131,8 +131,7 @@ class RowTable:
         )
 
     def keeping(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Return the random numbers that decide whether drafts stay: fp64 [rows], in [0, 1), on the device.
-        """
+        """Return random numbers that decide whether drafts stay: fp64 [rows], in [0, 1), on the device."""
         return upload(uniforms(self._seeds[rows], counts, Purpose.KEEPING), self._device, torch.float64)
 
     def parameters(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Kind]:

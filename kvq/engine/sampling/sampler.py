@@ -269,8 +269,7 @@ class Sampler:
     def _masses(
         self, scores: Tensor, rows: list[int], counts: list[int], purpose: Purpose
     ) -> tuple[Tensor, Tensor]:
-        """Return the masses to sample from, int64 [rows, vocab], and one random number per row, fp64 [rows].
-        """
+        """Return the masses to sample from, int64 [rows, vocab], and random numbers, fp64 [rows]."""
         peaks, _ = likeliest(scores)
         found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
         uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
@@ -354,8 +353,7 @@ class Sampler:
                 yield kind, index[part], settings[part], width
 
     def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
-        """Begin one transfer to the host. `numbers`: tokens, and highest logits before and after adjustment.
-        """
+        """Begin one transfer to the host. `numbers`: tokens, highest logits before and after adjustment."""
         wanted: list[int] = []
         tops: list[int] = []
         if not self._measured.isdisjoint(rows):

@@ -54,8 +54,7 @@ class _Mirror:
 
 
 class DraftModel(Drafter):
-    """Drafter that runs a smaller model, with a separate sequence per branch that catches up with the branch.
-    """
+    """Drafter that runs a smaller model, with a sequence per branch that catches up with the branch."""
 
     def __init__(self, chooser: Chooser, session: Session) -> None:
         super().__init__(chooser)

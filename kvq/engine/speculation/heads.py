@@ -55,8 +55,7 @@ class Heads(Drafter):
         self._try()
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """Receive the states of every branch. Prompt states are read immediately, so that few have to wait.
-        """
+        """Receive every branch's states. Prompt states are read immediately, so that few have to wait."""
         if output.hidden is None:
             return
         crowded, forking = [], []

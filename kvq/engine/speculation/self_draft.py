@@ -77,8 +77,7 @@ def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
 
 
 class SelfDraft(Drafter):  # D260: uses the model's own blocks, no separate cache
-    """Drafter that runs a plan's branches token by token with rounded weights, before the step itself runs.
-    """
+    """Drafter that runs a plan's branches token by token with rounded weights, before the step runs."""
 
     def __init__(self, chooser: Chooser, runner: Runner, weights: LoadedWeights) -> None:
         super().__init__(chooser)
@@ -86,8 +85,7 @@ class SelfDraft(Drafter):  # D260: uses the model's own blocks, no separate cach
         self.weights = weights
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Return logits after the newest token of each branch. Its K and V are written to the step's slots.
-        """
+        """Return logits after each branch's newest token. K and V are written to the step's slots."""
         return self._runner.forward(_single(plan, growing), weights=self.weights).logits
 
 

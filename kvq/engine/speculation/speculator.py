@@ -60,8 +60,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
 
     @property
     def may_draft(self) -> bool:
-        """False if drafts did not pay off in a recent step and are therefore unlikely to pay off in the next.
-        """
+        """False if drafts did not pay off in a recent step, so they are unlikely to pay off in the next."""
         return self._k > 0 and self._failures < _MOST_FAILURES and not self.depth.rests
 
     def skip(self) -> None:
@@ -70,8 +69,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
             self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Make the drafts of a plan whose orders were carried out. If drafting fails, use token 0 as drafts.
-        """
+        """Make a plan's drafts once its orders are carried out. If drafting fails, use token 0 instead."""
         if not plan.num_drafts:
             return {}
         began = self._clock()

@@ -63,8 +63,7 @@ class Launcher:
         flight.following = None
 
     def plan_next(self, flight: Flight) -> None:
-        """Plan the step after `flight` while `flight` is running, and prepare it unless blocks have to move.
-        """
+        """Plan the step after `flight` while `flight` runs, and prepare it unless blocks have to move."""
         if not flight.runs_concurrently:
             return
         following = self._plan_ahead(flight)
@@ -74,8 +73,7 @@ class Launcher:
             following.watch.overlap()
 
     def launch_ahead(self, flight: Flight, choices: Choices) -> None:
-        """Launch the step after `flight` before the tokens of `flight` are known, if nothing else is missing.
-        """
+        """Launch the next step before the tokens of `flight` are known, if nothing else is missing."""
         all_drew = choices.drew([i for i, branch in enumerate(flight.plan.branches) if not branch.is_done])
         following = flight.following
         if following is None and all_drew:

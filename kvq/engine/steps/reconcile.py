@@ -73,8 +73,7 @@ class _Reconciliation:
 
 
 def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> _Reconciliation:
-    """Compare the memory of a newly built engine with its plan. `before`: bytes in use before it was built.
-    """
+    """Compare a newly built engine's memory with its plan. `before`: bytes in use before it was built."""
     weights, layout = model.weights, model.layout
     spare = [held - planned for held, planned in zip(cache.num_blocks, num_blocks, strict=True)]
     found = found_weights(weights.model)
