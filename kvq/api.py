@@ -92,7 +92,7 @@ def tune(
     and the result is measured on `held_out`; both default to CPython's help topics. `formats`: codes to
     choose from, such as "int8,int4"; by default, all formats with fast kernels on this machine. `recent` and
     `sinks`: number of most recent and of first tokens per sequence that stay unquantized. The result's
-        `recipe` can be passed as `kv` everywhere; `recipe.save("kvq.json")` saves it.
+    `recipe` can be passed as `kv` everywhere; `recipe.save("kvq.json")` saves it.
 
     Raises:
         ConfigError: the budget can't be met, or `budget` and `max_kl` are both given.

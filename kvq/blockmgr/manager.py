@@ -98,7 +98,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """Return True if a sequence could start now and append `count` tokens after its prefix hit.
 
         `spare`: number of blocks per layer group that must stay free; the reserve by default. Changes
-            nothing.
+        nothing.
         """
         return self.prefixes.can_start(prompt, count, spare=spare or [self.reserve_blocks] * len(self.pools))
 

@@ -36,7 +36,7 @@ def check_backend(
     """Run all checks on backends created by `make`.
 
     `kv`: formats, written as on the command line. `tolerance`: maximum allowed max|a - b| / max|b| for
-        attention outputs and log-sum-exps.
+    attention outputs and log-sum-exps.
 
     Raises:
         NotConforming: some checks failed; the message lists each failed check with the reason.

@@ -50,7 +50,7 @@ class CheckedEngine:
         return self.model.layout(self.recipe)
 
     def pools(self, free_bytes: int | None, activation_bytes: int) -> PoolPlan:
-        """Return the sizes of the pools; arguments and errors are as for `planned_pools`."""
+        """Return the pool sizes. The arguments and errors are those of `planned_pools`."""
         return planned_pools(
             self.layout,
             self.config,
@@ -136,7 +136,7 @@ def build_parts(
 ) -> tuple[Scheduler, Runner]:
     """Measure a full-size step on a small pool, then create the real pools, the scheduler and the runner.
 
-    If a helper drafts, its pool holds the same number of tokens and comes out of the same free memory.
+    A drafting helper gets a pool for the same number of tokens, allocated from the same free memory.
     """
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0

@@ -23,7 +23,7 @@ _log = logging.getLogger("kvq")
 
 
 class _Watchdog:
-    """Watchdog thread that reports a step once it exceeds its deadline, as the step's own thread is busy."""
+    """Thread that reports a step once it exceeds its deadline, since the step's own thread is busy."""
 
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
         """`on_stuck`: called in the watchdog's thread with the seconds that the step has taken so far."""

@@ -147,7 +147,7 @@ class SamplingParams:
     """Parameters for choosing tokens and ending a request. Temperature 0 selects the most likely token.
 
     `n`: number of results returned; `best_of`: number of results generated, of which the most likely n are
-        returned.
+    returned.
     `beam_width`: beam search with this many beams, of which the best n are returned; deterministic.
     `max_tokens`: None generates as much as the context and the block pool allow, or up to `most_tokens`.
     `top_k`: None keeps all tokens. `seed`: makes tokens independent of the batch in which the request runs.
@@ -227,7 +227,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixPin:
-    """Pin that keeps a prompt's first `length` tokens in the prefix index, rounded to complete blocks."""
+    """Pin that keeps a prompt's first `length` tokens in the prefix index, in complete blocks."""
 
     length: int  # tokens
     seconds: float  # since the tokens were computed or found; another request restarts it

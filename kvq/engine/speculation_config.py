@@ -21,8 +21,8 @@ class Speculation:
 
     `method`: "ngram" finds an earlier occurrence of the last tokens in the request's text or in its tenant's
     recent outputs, and proposes the tokens that followed; "draft" runs a smaller model with the same
-    vocabulary; "self" runs the model itself with rounded weights, over the blocks of its own cache; "heads"
-    runs the multi-token-prediction layers of its checkpoint. `k`: maximum number of drafts per sequence and
+    vocabulary; "self" runs the model itself with rounded weights, on its own cache; "heads" runs the
+    multi-token-prediction layers of the model's checkpoint. `k`: maximum number of drafts per sequence and
     step; fewer are made if fewer pay off.
     """
 

@@ -13,7 +13,7 @@ from kvq.scheduler.step import Step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """Checks of a request's needs against free blocks, free rows and latency goals. They change nothing."""
+    """Checks of a request's needs against free blocks, free rows and latency goals, without side effects."""
 
     manager: BlockManager
     config: SchedulerConfig

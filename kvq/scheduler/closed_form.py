@@ -1,4 +1,4 @@
-"""Closed form for many identical decode steps. For simulations, which know all tokens in advance."""
+"""Closed form for many identical decode steps, used by simulations, which know all tokens in advance."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from kvq.scheduler.scheduler import Scheduler
 
 
 def is_settled(scheduler: Scheduler) -> bool:
-    """Return True if the next steps repeat the last one until a request arrives, ends or has waited long.
+    """Return True if the next steps repeat the last one until a request arrives, ends or gets more urgent.
 
     In that case, no waiting request can start, and no block turns out to be cached already.
     """
@@ -22,7 +22,7 @@ def is_settled(scheduler: Scheduler) -> bool:
 
 # D235: only simulations know all tokens in advance
 def repeat(scheduler: Scheduler, branches: Sequence[Branch], tokens: Sequence["array[int]"]) -> None:
-    """Plan and commit several decode steps at once. `tokens` has equally many tokens for each branch.
+    """Plan and commit several decode steps at once. `tokens` has the same number per branch.
 
     `is_settled` must be True for all these steps.
 

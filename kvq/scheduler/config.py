@@ -1,4 +1,4 @@
-"""Scheduler configuration: limits of a step and latency goals."""
+"""Scheduler configuration: step limits and latency goals."""
 
 from dataclasses import dataclass
 

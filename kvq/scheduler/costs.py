@@ -27,7 +27,7 @@ class _Regression:
         return sum(c * w for c, w in zip(self.coefficients, weights, strict=True))
 
     def observe(self, weights: Sequence[float], measured: float, deviation: float) -> None:
-        """Learn from one measured sum with the given standard deviation."""
+        """Learn from one measured sum, whose standard deviation is `deviation`."""
         spread = [sum(p * w for p, w in zip(row, weights, strict=True)) for row in self._covariance]
         variance = sum(s * w for s, w in zip(spread, weights, strict=True)) + deviation**2
         furthest = _FURTHEST * sqrt(variance)
@@ -215,7 +215,7 @@ class MeasuredCosts(CostModel):
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
     def observe_swap(self, num_blocks: float, seconds: float) -> None:
-        """Adapt the time per block slowly."""
+        """Adapt the estimated time per block slowly to a new measurement."""
         self._swap_block_s += _SLOWLY * (seconds / num_blocks - self._swap_block_s)
 
     def observe(

@@ -1,4 +1,4 @@
-"""Preemption: selects the request that gives up its blocks when they run out, and whether to swap it."""
+"""Preemption: selects the request to preempt when blocks run out, and decides whether to swap it out."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Running requests: holds the requests with blocks, and starts, forks, preempts and ends their branches."""
+"""Running requests: starts, forks, preempts and ends the branches of requests that hold blocks."""
 
 from array import array
 from collections.abc import Sequence as Items

@@ -40,13 +40,13 @@ class StepPlan:
     follows: list[int] | None = None  # for a step planned ahead: indices in the previous step
 
     def part(self, index: int) -> "StepPlan":
-        """Return the step of one branch alone, without the orders and table changes, which are done."""
+        """Return a step for one branch alone. Its orders and table changes are already carried out."""
         count, before = self.counts[index], sum(self.counts[:index])
         tokens = self.token_ids[before : before + count]
         return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
 
     def after_all(self) -> "StepPlan":
-        """Return a step that was planned ahead, now with its tokens and without orders, which are done."""
+        """Return a step planned ahead, with its tokens now known and its orders already carried out."""
         left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
         tokens = [self.branches[i].tokens[-1] for i in left]
         return replace(self._only(left, tokens), num_decodes=len(left), follows=None)
@@ -199,8 +199,8 @@ def prefill_budget(
     same time again, since smaller chunks would delay the streams more often for little progress.
 
     `oldest`: the request that has waited longest for its first token; prefill gets a larger share if this
-        request's TTFT goal is at risk. `last`: prefill tokens of the last step with streams; a step takes at
-        most twice as many, since the cost of larger steps is unknown.
+    request's TTFT goal is at risk. `last`: prefill tokens of the last step with streams; a step takes at most
+    twice as many, since the cost of larger steps is unknown.
     """
     num_decodes, unfinished = len(step.decodes), step.unfinished
     most = config.max_num_batched_tokens - step.decode_tokens

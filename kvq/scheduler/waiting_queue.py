@@ -18,8 +18,7 @@ _MOST_TENANTS = 10_000  # whose served tokens are remembered
 
 
 class _Tenants:
-    """Number of tokens served per tenant. A tenant that was idle starts level with the least-served waiting
-    tenant.
+    """Tokens served per tenant. A returning tenant starts level with the least-served waiting tenant.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models" (virtual token counters), 2024.
     """
@@ -46,7 +45,7 @@ class _Tenants:
 
 
 class _Class:
-    """Waiting requests of one priority: one queue per tenant, served in the order of least-served tenants."""
+    """Waiting requests of one priority: one queue per tenant, the least-served tenant first."""
 
     def __init__(self, tenants: _Tenants) -> None:
         self._tenants = tenants

@@ -16,9 +16,9 @@ class Detection:
     """Result of a watermark test.
 
     `tokens`: number of tokens in the text; `counted`: number of tokens that follow a context, counting each
-        pair of context and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers;
-        `expected`: the share expected without a mark. `z`: standard deviations above `expected`. `p`:
-            probability of reaching `share` by chance.
+    pair of context and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers;
+    `expected`: the share expected without a mark. `z`: standard deviations above `expected`. `p`: probability
+    of reaching `share` by chance.
     """
 
     tokens: int

@@ -154,7 +154,7 @@ class BatchRows:
         """Return K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
 
         `new`: the step's own K and V, just written; the result has the same dtypes. The result is in
-            `scratch`, and the next layer's result overwrites it. Rows must not have padding.
+        `scratch`, and the next layer's result overwrites it. Rows must not have padding.
         """
         exact = self._exact(layer, new)
         tables = self.batches[self.blocks.group_of[layer]].tables

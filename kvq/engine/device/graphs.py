@@ -196,7 +196,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def decode_graphs(device: torch.device, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
-    """Return decode graphs on a CUDA device; elsewhere, or (with a warning) if capture fails, return None."""
+    """Return decode graphs on a CUDA device, or None elsewhere or (with a warning) if capture fails."""
     if device.type != "cuda":
         return None
     try:

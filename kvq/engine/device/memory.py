@@ -21,7 +21,7 @@ def planned_pools(
     free_bytes: int | None,
     activation_bytes: int,
 ) -> PoolPlan:
-    """Return the configured pool sizes, or as many blocks as fit in free memory and requests could use.
+    """Return the configured pool sizes, or as many blocks as requests could use and free memory can hold.
 
     `free_bytes`: free memory after loading the weights, or None if unknown. `activation_bytes`: memory that
     the largest step needs in addition to weights and pools.

@@ -59,7 +59,7 @@ class StepOutput:
         """Wait until all tensors are filled.
 
         Raises:
-            Exception: the pass raised an exception; it may be run again.
+            Exception: any exception that the pass raised; the pass may be run again.
         """
         if self.concurrent is not None:
             self.concurrent.wait()
@@ -94,7 +94,7 @@ class Runner:
         """Allocate pools, host slots and block tables, for sequences of at most `max_context` tokens.
 
         `swap`: number of host slots per layer group, and their folder if they are on disk; None disables
-            swapping.
+        swapping.
         `uses_graphs`: whether to capture decode steps as graphs on a GPU.
         `keeps_hidden`: whether outputs contain hidden states, which are valid until the next step.
 
@@ -236,7 +236,7 @@ class Runner:
         )
 
     def nothing(self, plan: StepPlan) -> StepOutput:
-        """Return the output of a plan without any work."""
+        """Return the empty output of a plan that computes nothing."""
         logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)

@@ -14,7 +14,7 @@ class Matcher:
     """State of one branch in its grammar.
 
     Branches of a request share llguidance's lexer states, but requests don't: the limit on these states
-    applies to a grammar and all its copies, so one request that reached it would end all others.
+    applies to a grammar and all its copies, so one request that reached the limit would end all others.
     """
 
     def __init__(self, vocabulary: Vocabulary, state: LLMatcher):

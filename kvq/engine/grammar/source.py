@@ -30,8 +30,8 @@ class GrammarLimits:
     compilation, in processor time and in memory in addition to the tokenizer's. `max_cached`: number of
     accepted grammars to remember. `max_waiting`: number of grammars in compilation or waiting for it. The
     others limit the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's
-    whole life, `step_lexer_fuel` of about 14,000 per millisecond, `step_items` of about 20,000 per
-    millisecond, and `row_items`, the alternatives that may be open after one token.
+    lifetime, `step_lexer_fuel` of about 14,000 per millisecond, `step_items` of about 20,000 per millisecond,
+    and `row_items`, the alternatives that may be open after one token.
     """
 
     max_bytes: int = 512 << 10

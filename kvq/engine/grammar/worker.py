@@ -41,7 +41,7 @@ _REMEDIES = {  # by a part of llguidance's reason
 
 
 def as_lark(text: str) -> str:
-    """Return the grammar with all parts in GBNF, llama.cpp's language, converted to Lark.
+    """Return the grammar with any parts in GBNF (llama.cpp's grammar language) converted to Lark.
 
     Raises:
         ValueError: a part is not valid GBNF.
@@ -149,9 +149,7 @@ def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tupl
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Limit the address space to `extra_bytes` more than is in use now; exceeding the limit aborts the
-    process.
-    """
+    """Limit the address space to `extra_bytes` beyond its current size; exceeding this aborts the process."""
     if sys.platform != "linux":  # other kernels don't enforce this limit
         return
     with open("/proc/self/statm") as file:

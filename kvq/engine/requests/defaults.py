@@ -29,7 +29,7 @@ _BANNED = -100.0  # the value that OpenAI's clients use to ban a token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """Values for `SamplingParams` fields that requests omit, and a list of ignored fields of the file.
+    """Defaults for `SamplingParams` fields that requests omit, and the fields ignored in the file.
 
     `suppress_tokens` becomes a `logit_bias` of -100, to which a request's own biases are added.
     `max_new_tokens` limits a request without `max_tokens`, even if the context has more room.

@@ -13,7 +13,7 @@ class TokenLogprobs:
     """Log-probabilities of a token and of the most likely tokens at its position.
 
     `rank`: 1 for the most likely token; on ties, the lower id comes first. `top`: the most likely tokens with
-        their log-probabilities, ordered by rank. Values may be -inf, or NaN if the logits were NaN.
+    their log-probabilities, ordered by rank. Values may be -inf, or NaN if the logits were NaN.
     """
 
     token: int
@@ -56,7 +56,7 @@ class Timing:
 
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
-    """Single result of a request, which may have several."""
+    """One of the results of a request."""
 
     index: int
     text: str

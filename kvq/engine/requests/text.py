@@ -259,9 +259,9 @@ class _StopFinder:
 class TextStream:
     """Text of one branch of a request, token by token, up to its stop string.
 
-    The search for stop strings starts after the first `min_tokens` tokens. A stop string that is complete by
-    then does not end the text; a stop string that begins there and is completed later does. Stop strings that
-    contain the text of a special token are found although that text is hidden.
+    The search for stop strings starts after the first `min_tokens` tokens. A stop string that is already
+    complete by then does not end the text; one that begins earlier but is completed later does. Stop strings
+    that contain the text of a special token are found although that text is hidden.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams) -> None:

@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)  # one per step
 class Choices:
-    """Chosen tokens of a step, being copied to the host until `wait`, and requests that can't continue."""
+    """Chosen tokens of a step, available after `wait`, and the errors of requests that can't continue."""
 
     _plan: StepPlan
     errors: dict[Job, KVQError]
@@ -98,7 +98,7 @@ class Choices:
 
 
 class Chooser:
-    """Token selection for all branches of a step at once. It binds the sampler's rows to branches."""
+    """Selector of tokens for all branches of a step at once. It binds the sampler's rows to branches."""
 
     def __init__(self, sampler: Sampler, max_num_seqs: int) -> None:
         self.sampler = sampler
@@ -297,7 +297,7 @@ def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
 
 
 def as_known(error: BaseException, what: str = "") -> KVQError:
-    """Return the user's view of an error: kvq's own errors unchanged, others on one line with their type."""
+    """Return an error as a KVQError: kvq's own errors unchanged, others on one line with their type."""
     return error if isinstance(error, KVQError) else EngineError(what + describe(error))
 
 

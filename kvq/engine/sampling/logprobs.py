@@ -59,7 +59,7 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[To
     """Return the log-probability of each token in `targets`, the actual next tokens.
 
     `logits`: any float type, [rows, vocab]; `targets`: one token per row; `top`: number of most likely tokens
-        to return in addition.
+    to return in addition.
     """
     num_rows, vocab_size = logits.shape
     tokens = upload(targets, logits.device)

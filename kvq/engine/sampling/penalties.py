@@ -189,7 +189,7 @@ class TokenCounts:
         return start
 
     def _write(self, span: _Span) -> _Span:
-        """Write a whole span to the arena."""
+        """Write an entire span to the arena."""
         place = slice(span.start, span.start + len(span.counts))
         self._tokens[place], self._counts[place] = upload(
             [[*span.counts], [*span.counts.values()]], self._tokens.device

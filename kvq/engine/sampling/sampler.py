@@ -42,8 +42,8 @@ class _Samples:
     """Tokens of one step, with one entry per row of its logits.
 
     `finite`: False if the row's logits contain NaN or +inf, or no finite logit remains; the token is then
-        meaningless, and its log-probabilities are None. `logprobs`: for rows whose parameters set `logprobs`
-        or `best_of`, which ranks samples by log-probability.
+    meaningless, and its log-probabilities are None. `logprobs`: for rows whose parameters set `logprobs` or
+    `best_of`, which ranks samples by log-probability.
     """
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class Drafted:
     """Draft token with the distribution that it was sampled from.
 
     `masses`: int64 [vocab], proportional to the distribution; None if the draft is compared with the token
-        that the row samples in any case (see `_Row.repeats`).
+    that the row samples in any case (see `_Row.repeats`).
     """
 
     token: int
@@ -187,8 +187,8 @@ class Sampler:
         """Choose a token for each row of logits, with one transfer to the host. The logits are unchanged.
 
         `logits`: any float type, [batch, vocab], -inf for impossible tokens. `rows`, `counts`: [batch], for
-            each batch index, the sampler row and its number of tokens so far. The other arguments are keyed
-            by batch index.
+        each batch index, the sampler row and its number of tokens so far. The other arguments are keyed by
+        batch index.
         `masks`: allowed tokens as a bitmask, int32 [ceil(vocab / 32)], bit j of word w for token 32 * w + j;
         before `min_tokens`, a mask must allow some token other than stop tokens. `contexts`: all earlier
         tokens of a marked row. `drafts`: for rows that occur several times, the drafts before the token;
@@ -217,7 +217,7 @@ class Sampler:
         """Sample a draft token for each row from the drafting model's logits; see `sample`.
 
         `ahead`: the earlier drafts, keyed by batch index. A row whose tokens must not depend on drafts gets
-            the token that it would sample from these logits; any other row gets an independent sample.
+        the token that it would sample from these logits; any other row gets an independent sample.
         """
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         tokens, _ = self._drawn(scores, rows, counts, None)

@@ -61,7 +61,7 @@ class Watermarks:
         """Return the scores with the mark, fp32, [batch, vocab]; the argument is unchanged.
 
         `rows`: the row of each batch index; `contexts`: for every marked row, keyed by batch index, all
-            earlier tokens, including the prompt's. Other rows are returned unmarked.
+        earlier tokens, including the prompt's. Other rows are returned unmarked.
         """
         marked = scores.to(torch.float32, copy=True)
         places = [place for place in contexts if rows[place] in self._starts]
@@ -78,7 +78,7 @@ class Watermarks:
         return marked
 
     def _word(self, tokens: Sequence[int], start: int) -> int | None:
-        """Return the hash of a context, or None if it is too short or was already used for a tournament."""
+        """Return a context's random word, or None if the context is too short or was already used."""
         size = self._scheme.context
         if len(tokens) < size:
             return None
@@ -155,7 +155,7 @@ def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:  # D268
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift 64-bit words to the right logically."""
+    """Return 64-bit words, logically shifted to the right."""
     return words >> bits & (1 << 64 - bits) - 1 if bits else words
 
 

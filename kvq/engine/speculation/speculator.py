@@ -18,7 +18,7 @@ Drafts = dict[int, list[Drafted]]  # by index in the plan
 
 
 class Speculator:  # D259: states wait, and are kept once all drafts are accepted
-    """Speculation of an engine. A proposer makes drafts for decoding branches as long as drafts pay off."""
+    """Speculative decoding of an engine. A proposer makes drafts as long as they pay off."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class EngineCore(NotCopyable):
         """Queue a job. A job with a grammar waits until the grammar is compiled; other jobs' steps continue.
 
         `arrival_s`: arrival time on the engine's clock, if the job arrived during a step; TTFT is measured
-            from this time.
+        from this time.
 
         Raises:
             RequestError: too many grammars are waiting to be compiled.

@@ -28,7 +28,7 @@ class Phase(Enum):
 
 
 class Stopwatch:
-    """Seconds of one step, by part. Only one part is measured at a time, none during work on other steps."""
+    """Stopwatch for the parts of one step. It measures one part at a time, and none during other steps."""
 
     __slots__ = ("_began", "_clock", "_overlapped_s", "_part", "_seconds")
 

@@ -22,8 +22,7 @@ LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step,
 class Launcher:
     """Launcher of steps. If a forward pass fails, its branches run one by one, and only failing requests end.
 
-    `runs_ahead`: whether to launch a step while the previous one is being settled; None means only if it pays
-        off.
+    `runs_ahead`: whether to launch a step while the previous one is being settled (None: if it pays off).
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Launcher:
         flight.watch.leave_out(following.watch.stop() - began)
 
     def _plan_ahead(self, flight: Flight) -> Flight | None:
-        """Plan the step after `flight` if it needs only the tokens of `flight` and may run ahead."""
+        """Plan the step after `flight` if that step needs only the tokens of `flight` and may run ahead."""
         if not self._may_run_ahead(flight.plan.num_decodes):
             return None
         watch = Stopwatch(self._clock)

@@ -17,8 +17,7 @@ from kvq.weights.install import GatedMLP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats(Snapshot):
-    """Statistics of one step. Times are in seconds; counts are as of the end of the step unless stated
-    otherwise.
+    """Statistics of one step. Times are in seconds; unless stated otherwise, counts are as of its end.
 
     On a GPU, `attention_s` and `linear_s` are None, since kernels run asynchronously.
     """
