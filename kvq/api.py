@@ -180,7 +180,7 @@ def perplexity(
     text: str | None = None,
     **options: Unpack[_PerplexityKeywords],
 ) -> list[dict[str, Any]]:
-    """Measure KV formats on a text. Return one dict per format, with the keys of `kvq perplexity --json`.
+    """Measure KV formats on a text. Return rows with the keys of `kvq perplexity --json`.
 
     `model`: a loaded model, or an argument of `load`. `text` defaults to held-out help topics of CPython.
     Options are fields of `kvq.evals.divergence.TokenPlan`. `progress` is called with the number of finished

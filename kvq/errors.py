@@ -41,7 +41,7 @@ class DamagedData(KVQError, ValueError):
 
 
 class EngineError(KVQError):
-    """Failure of the engine or of a request that the request itself did not cause."""
+    """Failure of the engine, or a request's failure that the request itself did not cause."""
 
 
 class OutOfBlocks(KVQError):
@@ -57,7 +57,7 @@ class UnsupportedKernel(KVQError):
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:
-    """Return another library's error message on one shortened line, or the error's type if it has no text."""
+    """Return another library's error message, shortened to one line, or the error's type if it has none."""
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()

@@ -67,8 +67,8 @@ def as_new(path: Path) -> None:  # D361: the mode that the umask allows; a repla
 def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, as fsGroup has it
     """Raise ConfigError if anyone but the owner can read a file that contains a secret.
 
-    The group may read the file if root owns it and this process does not run as root, since Kubernetes mounts
-    secrets this way with `fsGroup`. PostgreSQL has the same rule for its keys.
+    The group may read the file if root owns it and this process does not run as root, which is how Kubernetes
+    mounts secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
     """
     try:
         found = os.stat(path)

@@ -11,7 +11,7 @@ _importing = RLock()
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package. `homes`: names of the package, by the module that defines them.
+    """Return the `__getattr__` of a package. `homes`: the package's names, keyed by defining module.
 
     Call it in the `else` branch of the package's `TYPE_CHECKING` imports, so that type checkers see exactly
     these names. Modules inside the package import names from the defining modules.

@@ -56,7 +56,7 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
 def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[int], list[list[BlockId]]]:
     """Return the complete blocks of a valid hit that a token at position `length` needs.
 
-    For each layer group: the index of the first block, and the blocks from this index on.
+    Returns the index of the first block and the blocks from this index on, both by layer group.
     """
     starts, held = [], []
     for group in range(len(blocks.pools)):
@@ -141,7 +141,7 @@ class Prefixes:
         return Match(hit.length, owner if same else None)
 
     def next_known(self, prompt: PrefixQuery, index: int) -> int:
-        """Return the first block index >= `index` that extends the hit, since not every state is kept."""
+        """Return the first block index >= `index` that extends the hit; not every state is kept."""
         states = self._blocks.states
         if states is None:
             return index
@@ -186,7 +186,7 @@ class Prefixes:
             del self._computing[announced.pop()[1]]
 
     def leads(self, sequence: Sequence) -> bool:
-        """Return True if no indexed block begins like the sequence's next block to index: it will be new."""
+        """Return True if the sequence's next block will be new, because no indexed block begins alike."""
         size, node = self._blocks.block_size, sequence.node
         if not sequence.indexing or (node.alive and not node.keys):
             return True
@@ -225,10 +225,10 @@ class Prefixes:
         self.withdraw(sequence, sequence.depth if sequence.indexing else None)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Remove from the index, deepest first, all blocks that this sequence computed and no other uses.
+        """Remove from the index, deepest first, the blocks that only this sequence computed and uses.
 
-        After a swap, some of its blocks may be indexed beyond its depth, because their counterparts in other
-        layer groups were evicted in the meantime.
+        After a swap, some of the sequence's blocks may be indexed beyond its depth, because their
+        counterparts in other layer groups were evicted in the meantime.
         """
         self._climb(sequence)
         pools = self._blocks.pools

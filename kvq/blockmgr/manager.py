@@ -76,7 +76,8 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """Prepare a prompt for `lookup` and `start`. Keep the result, so that tokens are hashed only once.
 
         Prefixes are shared among prompts of the same tenant, or of all tenants with the same `shared_salt`.
-        Within this group, both prompts must have the same `cache_salt`. `max_reuse`: maximum number of tokens
+        Among these prompts, prefixes are shared only if the `cache_salt` is also the same. `max_reuse`:
+        maximum number of tokens
         to reuse; a limit is needed for prompt log-probabilities, whose tokens must be computed.
 
         Raises:
@@ -87,7 +88,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
 
     def lookup(self, prompt: PrefixQuery) -> Match:  # D75: `max_reuse=0` disables reuse
-        """Return the number of tokens that `start` would reuse, and which sequence to wait for, if any."""
+        """Return how many tokens `start` would reuse, and which sequence to wait for. Changes nothing."""
         return self.prefixes.match(prompt)
 
     def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
@@ -295,8 +296,8 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
         A recurrent state can return only to a snapshot, or to the point before the last append if that append
         was not run.
-        `state_is_due`: it can also return to a point within the last block of the last append where the state
-        after `length` tokens, and no later state, is stored or will be.
+        With `state_is_due`, the state can also return to a point within the last block of the last append if
+        the state after `length` tokens, and no later state, is stored or will be stored.
 
         Raises:
             ConfigError: `length` is too large, or blocks visible there were released; nothing changed.

@@ -27,7 +27,7 @@ EvictionListener = Callable[[list[BlockId], list[object]], Iterable[BlockId]]
 
 
 class BlockPool:
-    """Allocator of blocks by reference count. The pool makes only decisions; the bytes belong to `kvq.cache`.
+    """Allocator of blocks by reference count. It stores only the counts; the bytes belong to `kvq.cache`.
 
     A block with references is live. Without references, it is cached if `keep` marked it with an index
     entry, and free otherwise. Every state change is O(1) per block. `policy` orders the cached blocks.

@@ -103,7 +103,7 @@ class PrefixIndex:
     """Chains of nodes, with one root per salt."""
 
     def __init__(self, *, block_size: int, num_groups: int, identity: bytes = b"") -> None:
-        """Make an empty index. `identity`: name of the model and the recipe."""
+        """Create an empty index. `identity` names the model and the recipe."""
         self.block_size = block_size
         self._step = block_size * TOKEN_BYTES
         self._num_groups = num_groups
@@ -130,8 +130,7 @@ class PrefixIndex:
     def root_digest(  # D74: the salt follows the tenant's length
         self, tenant: str, shared_salt: str | None = None, cache_salt: str | None = None
     ) -> bytes:
-        """Return the digest that starts the chains of a tenant, or of all tenants with the same
-        `shared_salt`.
+        """Return the digest that starts the chains of a tenant, or of all tenants with a `shared_salt`.
 
         A `cache_salt` separates the chains further.
         """

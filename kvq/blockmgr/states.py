@@ -89,7 +89,8 @@ class States:  # D63: recurrent states are blocks of a group whose window is 2
         return min(first, sequence.depth)
 
     def can_rewind(self, sequence: Sequence, length: int, *, is_due: bool) -> bool:
-        """Return True if the state after `length` tokens is stored, or due (`is_due`) in the last block."""
+        """Return True if the state after `length` tokens is stored, or if `is_due` is set and `length` falls
+        within the last block."""
         if length in (0, sequence.length):
             return True
         move = sequence.move

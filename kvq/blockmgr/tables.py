@@ -69,7 +69,7 @@ class Tables:
     def take_prefix(self, prompt: PrefixQuery, length: int) -> tuple[list[int], list[list[BlockId]]]:
         """Allocate blocks for the first `length` tokens of a prompt; see `BlockManager.adopt`.
 
-        Returns, for each layer group, the table index of the first block, and the allocated blocks.
+        Returns the table index of the first block and the allocated blocks, both by layer group.
         """
         check_prompt(self._blocks, prompt)
         blocks, num_tokens = self._blocks, len(prompt.tokens)
@@ -85,7 +85,7 @@ class Tables:
     def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
         """Return the sequences that need blocks for `work`, by layer group. Changes nothing.
 
-        `snapshots`: whether to leave snapshots of recurrent states behind where these should be kept.
+        `snapshots`: whether to keep snapshots of recurrent states where they are due.
         """
         size, states = self._blocks.block_size, self._blocks.states
         plan: list[_Grow] = []

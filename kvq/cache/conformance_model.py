@@ -1,4 +1,4 @@
-"""Conformance suite's small model, its sequences and the expected attention."""
+"""Conformance model: the small model, sequences and expected attention of the conformance suite."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

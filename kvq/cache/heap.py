@@ -1,4 +1,4 @@
-"""Return of freed memory to the system, also for processes without torch."""
+"""Memory release: returns freed memory to the system, even in processes without torch."""
 
 import ctypes
 

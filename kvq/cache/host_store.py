@@ -30,8 +30,8 @@ class HostStore:
     def __init__(self, layout: KVLayout, host_slots: list[int], folder: str | Path | None = None) -> None:
         """Reserve space for `host_slots` blocks immediately. The list has one entry per layer group.
 
-        `folder`: folder for a file with the blocks. The file has no name there, can be opened only by this
-        process's user, and is deleted when it is closed or when the process ends for any reason.
+        `folder`: folder for a file with the blocks. The file has no name in the folder, can be opened only by
+        this process's user, and is deleted when it is closed or when the process ends for any reason.
 
         Raises:
             ConfigError: a count is negative, or no file can be created in the folder.
@@ -111,7 +111,7 @@ class _Memory:
 
 
 class _File:
-    """Unnamed file of fixed size with reserved disk space. If it was truncated, reads return zeros."""
+    """Unnamed file of fixed size with reserved disk space. If the file was truncated, reads return zeros."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         try:

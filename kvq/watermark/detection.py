@@ -89,7 +89,7 @@ def binomial_tail(successes: int, trials: int, share: float) -> float:
 
 
 def _upper(successes: int, trials: int, share: float) -> float:
-    """Return the upper tail, which must start above the mean, where terms decrease."""
+    """Return the upper tail, which must start above the mean, where its terms decrease."""
     if successes > trials:
         return 0.0
     first = (

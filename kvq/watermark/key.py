@@ -55,8 +55,7 @@ def read_key(path: str | Path) -> Key:
     """Read a key from a file: at least 16 bytes, as hexadecimal digits or as any text.
 
     Raises:
-        ConfigError: the file doesn't exist, is readable by others (`check_secret`), or has too short a
-            secret.
+        ConfigError: the file doesn't exist, others can read it (`check_secret`), or the secret is too short.
     """
     try:
         with open(path, "rb") as file:
@@ -78,8 +77,8 @@ def make_key(path: str | Path) -> None:
     """Write a new random key to a new file that only its owner can read.
 
     Raises:
-        ConfigError: the file can't be written, or it exists, as overwriting a key makes its marks
-            undetectable.
+        ConfigError: the file can't be written, or it already exists, since marks can't be detected with a new
+            key.
     """
     try:
         with open(path, "xb", opener=partial(os.open, mode=PRIVATE)) as file:

@@ -36,7 +36,7 @@ class Green:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tournament:
-    """Scheme that samples 2**layers candidates and selects one in a pairwise tournament by random bits.
+    """Scheme that samples 2**layers candidates and selects one by a pairwise tournament of random bits.
 
     Averaged over all keys, tokens are as likely as without the tournament. A context that occurred earlier in
     the text is skipped, since its bits would be the same. Greedy text is not sampled, so it can't be marked.

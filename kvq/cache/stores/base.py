@@ -94,7 +94,7 @@ class LayerStore(Protocol):
 
 
 class PagedStore(LayerStore, Protocol):
-    """K and V of a layer in kvq's own blocks."""
+    """Store that keeps a layer's K and V in kvq's own blocks."""
 
     blocks: PagedKV  # codes and scales in the recipe's formats; for a staged layer, sealed blocks
 

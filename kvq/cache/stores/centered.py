@@ -38,7 +38,7 @@ class _CenteredStore(PagedStore):  # D21: softmax is invariant to K's center; V'
     ) -> None:
         """Raises:
         ConfigError: the model caps its scores, so the softmax would depend on the center, or the
-            centers are for another number of KV heads.
+            centers are for a different number of KV heads.
         """
         if centers.k is not None and softcap is not None:
             raise ConfigError(

@@ -17,7 +17,8 @@ class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to
     """Replacement for a model's Linear layer from latents to heads.
 
     In a kvq session, no product is computed here: the input is kept for the layer's attention, and the output
-    is zeros of the right shape. For other attention functions, it behaves like the original Linear layer.
+    is zeros of the right shape. For other attention functions, the module behaves like the original Linear
+    layer.
     """
 
     def __init__(

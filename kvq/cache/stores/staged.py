@@ -77,7 +77,7 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate lay
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeBlockStore(PlainStore):
-    """Store for a staged recipe, without a staging area: takes complete blocks; newer tokens stay elsewhere.
+    """Store for a staged recipe that takes only complete blocks. Newer tokens are kept elsewhere.
 
     `KvqCache` keeps each row's last tokens itself, and chunks for LMCache have no such tokens.
     """

@@ -2,7 +2,7 @@
 
 `attn_implementation="kvq"` attends over the blocks of a `KvqCache`. Its mask function passes the 2-D padding
 mask through without expanding it. `"kvq_packed"` is for kvq's own sessions, which pass their step as a
-keyword. This function has no mask function; otherwise, transformers would search for packed sequences and
+keyword. The latter has no mask function, since transformers would then search for packed sequences and
 synchronize the device in every step.
 """
 

@@ -23,7 +23,7 @@ class _Unused(TypedDict, total=False):
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
-    """Return a method that raises an error, since all layers share the same blocks and can't change alone."""
+    """Return a method that raises an error, because layers share their blocks and can't change alone."""
 
     def refuse(*_: object) -> NoReturn:
         raise ConfigError(f"KvqCache can't {method} a single layer; call cache.{method} instead")
@@ -77,7 +77,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises:
             RequestError: shapes, dtype, batch size or padding don't fit, or NaN or infinity was stored.
-            OutOfMemory: the pools can't grow, for lack of memory.
+            OutOfMemory: there is too little memory to grow the pools.
         """
         rows, config = self.lazy_initialization(key_states, value_states), self.state.config
         if config.attends_from_blocks:

@@ -22,7 +22,7 @@ class RecentRows:  # D24: a dense tail instead of a staging area
         self._layers.clear()
 
     def take(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a step's rows, and return the exact rows up to and including them.
+        """Store a step's rows, and return the unquantized rows up to and including the step's rows.
 
         `k`, `v`: [batch, kv_heads, count, dim]. Returns the previously held rows followed by the step's rows,
         [batch, kv_heads, count + up to `limit`, dim], valid until the layer's next step.

@@ -280,7 +280,7 @@ class BatchRows:
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
-        """Return the initial number of blocks per group: `max_tokens` tokens or one block for each row."""
+        """Return the initial number of blocks per group: enough for `max_tokens` per row, or one per row."""
         return [batch * -(-(self.max_tokens or 1) // self.layout.block_size)] * len(self.layout.groups)
 
     def _make_room(self, work: list[tuple[Sequence, int]]) -> None:

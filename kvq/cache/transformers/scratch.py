@@ -87,7 +87,7 @@ class DenseScratch:
         return out
 
     def _take(self, part: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return uninitialized memory for K (0) or V (1). It always grows by at least a quarter."""
+        """Return uninitialized memory for K (0) or V (1). The memory always grows by at least a quarter."""
         needed, held = shape.numel() * dtype.itemsize, self._memory[part].numel()
         if needed > held:
             self._memory[part] = self._memory[part].new_empty(0)  # old memory is freed before new is taken

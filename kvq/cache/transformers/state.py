@@ -81,7 +81,7 @@ class CacheState:
         return self.rows
 
     def begin(self, rows: BatchRows, seen: int, count: int, padding: list[int] | None) -> None:
-        """At a step's first layer, allocate slots for `count` tokens. `seen`: tokens that this layer has.
+        """At a step's first layer, allocate slots for `count` tokens. `seen`: number of tokens in this layer.
 
         Raises:
             RequestError: the layer is out of step with the others.
