@@ -13,7 +13,7 @@ MAX_DEPTH = 64  # levels of nested values; later encoders recurse
 MAX_FILE = 256 << 20  # bytes
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack
 _SHOWN = 40  # characters of a name in an error
-_STEPS = 6  # shown at most, of the path to a refused value
+_STEPS = 6  # maximum number of steps shown of the path to a rejected value
 
 
 def loads(text: str | bytes) -> Any:

@@ -19,7 +19,7 @@ from kvq.errors import ConfigError
 class Hit:
     """Complete blocks of a prompt found in the index, and a block that starts with the tokens after them."""
 
-    nodes: list[Node]  # of the whole blocks, starting after the root
+    nodes: list[Node]  # of the complete blocks, starting after the root
     part: Node | None  # a block whose first tokens come next in the prompt; it is copied
     length: int  # tokens, including those of the part
 

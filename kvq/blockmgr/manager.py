@@ -77,8 +77,8 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
         Prefixes are shared among prompts of the same tenant, or of all tenants with the same `shared_salt`.
         Among these prompts, prefixes are shared only if the `cache_salt` is also the same. `max_reuse`:
-        maximum number of tokens
-        to reuse; a limit is needed for prompt log-probabilities, whose tokens must be computed.
+        maximum number of tokens to reuse; a limit is needed for prompt log-probabilities, whose tokens must
+        be computed.
 
         Raises:
             RequestError: an id is not a whole number from 0 to 2**32 - 1.

@@ -1,8 +1,8 @@
 """Prefix index: finds the blocks that hold a prompt's KV by means of chained digests.
 
-The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so
-a prefix is found with one dictionary lookup per block. Digests only find candidates. The tokens are then
-compared, block by block from the root, so colliding digests can't lead to the wrong KV.
+The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so a prefix
+is found with one dictionary lookup per block. Digests only find candidates. The tokens are then compared,
+block by block from the root, so colliding digests can't lead to the wrong KV.
 """
 
 from array import array
@@ -76,7 +76,7 @@ class PrefixQuery:
     data: bytes  # the tokens as bytes
     digests: list[bytes]  # of the full blocks, in order
     block_size: int  # tokens of a full block
-    max_reuse: int | None = None  # limit for the tokens of a hit, if lower than all but one
+    max_reuse: int | None = None  # limit for the tokens of a hit, if below the prompt's length - 1
 
 
 def token_array(tokens: Iterable[int]) -> "array[int]":

@@ -31,8 +31,8 @@ class BlockUse:
     copied: int = 0  # blocks copied before a write or to reuse their first tokens
     recomputed: int = 0  # tokens computed again because a preemption or a failed swap lost their KV
     swapped: int = 0  # blocks moved to host slots
-    peak: int = 0  # most blocks that one sequence held at once
-    peak_bytes: int = 0  # most bytes that one sequence held at once, with each group's own block size
+    peak: int = 0  # maximum number of blocks that one sequence held
+    peak_bytes: int = 0  # maximum bytes that one sequence held, with each group's own block size
 
     def add(self, other: "BlockUse") -> None:
         """Add the use of another sequence. Each peak is the larger of the two."""

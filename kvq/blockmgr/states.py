@@ -1,7 +1,7 @@
 """Recurrent states, kept as blocks of a separate layer group.
 
-A sequence has one such block for the state after all its tokens; the block moves from index to index of
-the table as the sequence grows. At the end of some full blocks, the block stays behind as a snapshot that the
+A sequence has one such block for the state after all its tokens; the block moves from index to index of the
+table as the sequence grows. At the end of some full blocks, the block stays behind as a snapshot that the
 index can find, and the sequence continues in another block. Indices without a block are holes.
 """
 

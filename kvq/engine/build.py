@@ -30,7 +30,7 @@ from kvq.sizing.pools import PoolPlan, reserve_blocks
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
-_POOLED = {"max_num_seqs", "max_num_batched_tokens", "max_context"}  # that the pools may narrow
+_POOLED = {"max_num_seqs", "max_num_batched_tokens", "max_context"}  # options that the pools may reduce
 _GOALS = {field.name for field in fields(SchedulerConfig)} & set(_ENGINE_OPTIONS) - _POOLED
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 

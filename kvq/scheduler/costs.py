@@ -116,11 +116,11 @@ class FixedCosts(CostModel):
 
 _SLOWLY, _QUICKLY = 0.1, 0.5  # weight of one new measurement in an estimate
 _NOISE = 0.1  # of a step's time
-_HALVE, _OMIT = 16, 64  # steps with prefill until one takes half of its prefill, or none
-_SURE = 3  # measurements of decodes alone at one size before prefill joins them
+_HALVE, _OMIT = 16, 64  # steps with prefill until one step takes half of its prefill, or none
+_SURE = 3  # measurements of decodes alone at one size before prefill is added
 # D233: a single stall must not skew the estimates
 _OUTLIER = 2.0  # longer measurements are clamped to this multiple of the estimate
-_FADE = 0.998  # for estimates of larger sizes, per step; else they might never be tried again
+_FADE = 0.998  # per step, for estimates of larger sizes, which otherwise might never be tried again
 
 
 class BySize:  # D232: table for decode times, regression for prefill

@@ -20,7 +20,7 @@ _HOPED = 0.7  # assumed acceptance rate before any draft was checked
 _HOPE = 4.0  # number of drafts that this prior counts as
 _SHARED = 8.0  # drafts that the rate of all requests counts as, as the prior for one request
 _MEMORY = 0.98  # weight of older counts, per step
-_GAIN = 1.02  # least relative gain in tokens per second
+_GAIN = 1.02  # minimum relative gain in tokens per second
 _TRIALS = 2  # draft passes for a number of sequences before their cost is known
 _REST = 16  # steps of the same branches without a new choice after one in which no draft paid
 
@@ -70,7 +70,7 @@ class Depth:  # D257: depth by measured costs; every 64th step has no drafts
     costs: CostModel
     takes_passes: bool  # each further draft token takes another pass of a model
     adapts: bool = True  # False: as many as allowed, regardless of their cost
-    draft_s: BySize = field(default_factory=BySize)  # time of one pass, by the number of sequences
+    draft_s: BySize = field(default_factory=BySize)  # time of one pass, keyed by the number of sequences
     seen: _Seen = field(default_factory=_Seen)  # of all requests
     rests: int = 0  # upcoming steps without a new choice while the branches stay the same
     _by_branch: dict[Branch, _Seen] = field(default_factory=dict)

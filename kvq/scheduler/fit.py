@@ -79,9 +79,8 @@ def resolve_max_tokens(
     most_tokens: int | None = None,
     num_branches: int = 1,
 ) -> int:
-    """Return the number of tokens that a request may generate: if `max_tokens` is None, as many as fit.
-
-    `most_tokens`: upper limit if `max_tokens` is None.
+    """Return the number of tokens that a request may generate: `max_tokens`, or by default as many as fit,
+    up to `most_tokens`.
 
     Raises:
         RequestError: the request can never fit; the message has the numbers.

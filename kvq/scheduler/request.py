@@ -12,7 +12,7 @@ class Priority(IntEnum):
     """Urgency class of a request."""
 
     INTERACTIVE = 0  # a user waits for every token
-    BATCH = 1  # only the whole result counts
+    BATCH = 1  # only the complete result counts
 
 
 class RequestState(Enum):

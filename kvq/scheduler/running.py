@@ -74,7 +74,7 @@ class Running:
         sequence = held(branch)
         if not self.manager.swap.can_swap_out(sequence):
             raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
-        if sequence.length != sequence.committed:  # this step was going to compute more of it
+        if sequence.length != sequence.committed:  # this step had planned to compute more of the sequence
             self.manager.truncate(sequence, sequence.committed)
             if self._caching:
                 self.manager.commit(sequence, branch.tokens[sequence.committed :])

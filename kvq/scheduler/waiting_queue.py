@@ -14,7 +14,7 @@ from kvq.blockmgr import Sequence
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Priority, Request
 
-_MOST_TENANTS = 10_000  # whose served tokens are remembered
+_MOST_TENANTS = 10_000  # maximum number of tenants whose served tokens are remembered
 
 
 class _Tenants:

@@ -37,8 +37,8 @@ class KvqCache(Cache):  # type: ignore[misc]
     and the longest prefill chunk; for long prompts, pass `prefill_chunk_size` to `generate`. `copy.deepcopy`
     copies the blocks, so that one prompt can be continued in several ways.
 
-    NaN or infinity in K or V raises RequestError after a step's last layer (one synchronization per
-    step on a GPU), and again in each later step until those rows are dropped or `reset` is called.
+    NaN or infinity in K or V raises RequestError after a step's last layer (one synchronization per step on a
+    GPU), and again in each later step until those rows are dropped or `reset` is called.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class KvqCache(Cache):  # type: ignore[misc]
     ) -> None:
         """Check all options. Memory is allocated by the first forward pass, once the batch size is known.
 
-        `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a
-        KVRecipe. `max_tokens`: maximum number of tokens per batch row, allocated in advance; by default, the
-        pools grow as needed. `scales`: a kvq.json with static scales made from exactly this model, since the
-        config alone can't distinguish models with the same number of heads. `residual_length`: number of last
-        tokens per row that attention sees unquantized, like `+recent=N` of a format. These tokens, and tokens
-        in incomplete blocks, take a quarter more memory than without quantization.
+        `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a KVRecipe.
+        `max_tokens`: maximum number of tokens per batch row, allocated in advance; by default, the pools grow
+        as needed. `scales`: a kvq.json with static scales made from exactly this model, since the config
+        alone can't distinguish models with the same number of heads. `residual_length`: number of last tokens
+        per row that attention sees unquantized, like `+recent=N` of a format. These tokens, and tokens in
+        incomplete blocks, take a quarter more memory than without quantization.
 
         Raises:
             ConfigError: the family or format is unknown, the model is an encoder-decoder, static scales

@@ -90,7 +90,7 @@ def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:  # D21
 def _read(file: Mapping[str, Any], vocab_size: int, source: str) -> SamplingDefaults:
     found: dict[str, Any] = {}
     passed_over = [f"{name} {_shown(file[name])}" for name in _OTHERS if file.get(name) not in _NOTHING]
-    if file.get("do_sample") is False:  # transformers then takes the most likely token in any case
+    if file.get("do_sample") is False:  # transformers then always selects the most likely token
         file = {**file, "temperature": 0.0}
     for theirs, ours in _OWN.items():
         value = file.get(theirs)

@@ -25,7 +25,7 @@ from kvq.models.parts.fork_guard import Home
 from kvq.models.run.prompts import check_length, longest_token
 from kvq.scheduler import Scheduler
 
-_PROMPT_LOGPROB_BYTES = 64 << 20  # most bytes of logits in one step for prompt log-probabilities
+_PROMPT_LOGPROB_BYTES = 64 << 20  # maximum bytes of logits per step for prompt log-probabilities
 
 
 class Intake:

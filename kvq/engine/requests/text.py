@@ -42,7 +42,7 @@ class _Detokenizer:
         self._anchor = self._tail(prompt_ids)  # with visible text; else tokens decode as a text's start
         self._context = self._anchor  # the anchor, and the tokens that were completed last
         self._held: tuple[int, ...] = ()  # tokens since the text was last complete
-        self._shown = self._text(self._context)  # shown prefix of the text of context and held tokens
+        self._shown = self._text(self._context)  # already shown text of context and held tokens
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is now complete."""

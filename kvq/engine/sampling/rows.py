@@ -17,7 +17,7 @@ from kvq.kernels.draw.reference import Settings
 
 # Up to this top_k, a row shares a selection with others; above, it sorts without slowing down other rows.
 _SHORT_TOP_K = 1024
-_LOWEST_TEMPERATURE = 2.0**-126  # smallest normal fp32; in effect, the most likely token is taken
+_LOWEST_TEMPERATURE = 2.0**-126  # smallest normal fp32; in effect, the most likely token is selected
 
 
 # Columns of the table, named as in SamplingParams.

@@ -68,7 +68,7 @@ AfterDrafts = tuple[Sequence[int], Drafted | None]
 _NO_DRAFTS: Mapping[int, AfterDrafts] = MappingProxyType({})
 
 
-@dataclass(slots=True)  # as above
+@dataclass(slots=True)  # one per step, as above
 class PendingSamples:
     """Samples that are being transferred to the host."""
 
@@ -186,13 +186,12 @@ class Sampler:
     ) -> PendingSamples:
         """Choose a token for each row of logits, with one transfer to the host. The logits are unchanged.
 
-        `logits`: any float type, [batch, vocab], -inf for impossible tokens. `rows`, `counts`: [batch], for
-        each batch index, the sampler row and its number of tokens so far. The other arguments are keyed by
-        batch index.
+        `logits`: any float type, [batch, vocab], -inf for impossible tokens. `rows`, `counts`: [batch], the
+        sampler row and token count of each batch index. All other arguments are keyed by batch index.
         `masks`: allowed tokens as a bitmask, int32 [ceil(vocab / 32)], bit j of word w for token 32 * w + j;
-        before `min_tokens`, a mask must allow some token other than stop tokens. `contexts`: all earlier
-        tokens of a marked row. `drafts`: for rows that occur several times, the drafts before the token;
-        `counts` includes them.
+        before `min_tokens`, a mask must not allow only stop tokens. `contexts`: all earlier tokens of a
+        marked row. `drafts`: for rows that occur several times, the drafts before the token, included in
+        `counts`.
         """
         ahead = {place: tokens for place, (tokens, _) in drafts.items()} if drafts else _NONE
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)

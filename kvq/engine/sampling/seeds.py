@@ -1,9 +1,9 @@
 """Random numbers that depend only on a seed and a position.
 
 A stateful generator would make a row's tokens depend on earlier draws, and thus on the batch.
-Here, number `count` of stream `seed` is a hash of the two. The hash is SplitMix64's, which passes
-BigCrush, needs no state to save when a request is preempted, and takes a dozen integer operations for
-an entire batch. (Philox is as good, but takes several times the work for a single number.)
+Here, number `count` of stream `seed` is a hash of the two. The hash is SplitMix64's, which passes BigCrush,
+needs no state to save when a request is preempted, and takes a dozen integer operations for an entire batch.
+(Philox is as good, but takes several times the work for a single number.)
 
 Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 16.
 """

@@ -26,7 +26,7 @@ from kvq.models.parts.step import PackedStep
 from kvq.models.run.packing import padded, positions_of
 from kvq.scheduler import Branch, StepPlan
 
-_WAITING = 256  # most waiting states of a branch until the next draft; more are read immediately
+_WAITING = 256  # maximum waiting states of a branch until the next draft; more are read immediately
 _Reading = tuple[
     Context, Tensor, list[int]
 ]  # states [rows, hidden_size] that will be read, and the next token of each

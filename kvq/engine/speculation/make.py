@@ -28,7 +28,7 @@ from kvq.scheduler import Scheduler
 _log = logging.getLogger("kvq")
 
 
-# The part that drafts, loaded before the pools are sized: a model, this model rounded, a head, or none
+# Helper that drafts, loaded before the pools are sized: a model, this model rounded, a head, or None
 Helper = Model | LoadedWeights | MtpHead | None
 
 

@@ -14,8 +14,8 @@ from kvq.engine.speculation.drafter import Proposer
 from kvq.scheduler import Branch, StepPlan
 
 _LENGTHS = (8, 4, 3, 2)  # of n-grams, longest first
-_AT_ONCE = 4096  # tokens to index per step, so that a long prompt does not delay other requests
-_MOST_TOKENS = 1 << 14  # per tenant, of its outputs; at twice as many, the older half is dropped
+_AT_ONCE = 4096  # tokens indexed per step, so that a long prompt does not delay other requests
+_MOST_TOKENS = 1 << 14  # output tokens per tenant; at twice as many, the older half is dropped
 _MOST_IN_ALL = 1 << 17  # over all tenants; a token takes about 600 bytes, most of them in the dictionary
 
 
@@ -25,7 +25,7 @@ class NGrams:
     def __init__(self) -> None:
         self.tokens = array("I")
         self._last: dict[bytes, int] = {}  # n-gram -> index after its last occurrence before the end
-        self._indexed = 0  # tokens whose n-grams are indexed
+        self._indexed = 0  # number of tokens whose n-grams are indexed
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""

@@ -12,7 +12,7 @@ from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
 
 _log = logging.getLogger("kvq")
-_MOST_FAILURES = 3  # of a proposer in a row, before it is no longer used
+_MOST_FAILURES = 3  # consecutive failures of a proposer before it is no longer used
 
 Drafts = dict[int, list[Drafted]]  # by index in the plan
 
@@ -28,7 +28,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
         clock: Callable[[], float],
     ) -> None:
         self._k = config.k
-        self.looked_at = 0  # checked drafts: those after accepted ones only
+        self.looked_at = 0  # checked drafts: only drafts that follow accepted ones
         self.right = 0  # accepted drafts
         self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
         self.proposer = proposer  # makes the drafts

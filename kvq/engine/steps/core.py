@@ -382,7 +382,7 @@ class EngineCore(NotCopyable):
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """Deliver the result. An error raised by a listener is logged; the request has ended anyway."""
         self._finished += 1
-        self._jobs.pop(job, None)  # a job that never began is not in it
+        self._jobs.pop(job, None)  # a job that never started is not included
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)

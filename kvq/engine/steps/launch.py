@@ -13,7 +13,7 @@ from kvq.errors import EngineError
 from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")
-# Steps to run without launching ahead after one found no free threads: its tokens came a step late in vain.
+# Steps to run without launching ahead after one found no free threads and delayed its tokens for nothing.
 IN_TURNS = 64
 # D114: CPU steps run ahead unless they are long
 LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step, to save little Python time
@@ -84,7 +84,7 @@ class Launcher:
             self._get_ready(following)
         if all_drew:
             self._begin(following, choices)
-        else:  # some branches end here: it runs once that is settled
+        else:  # some branches end here: run the step once this one is settled
             following.output = None
         flight.watch.leave_out(following.watch.stop() - began)
 

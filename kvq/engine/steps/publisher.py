@@ -31,7 +31,7 @@ class StepStats(Snapshot):
     sampled: int  # sequences that sample a token
     finished: int  # in this step
     utilization: float | None  # filled slots / slots of live blocks, if measured
-    seconds: float  # the whole step
+    seconds: float  # the entire step
     scheduling_s: float
     forward_s: float
     drafting_s: float  # part of forward_s
