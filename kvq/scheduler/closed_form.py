@@ -9,7 +9,7 @@ from kvq.scheduler.scheduler import Scheduler
 
 
 def is_settled(scheduler: Scheduler) -> bool:
-    """Return True if the next steps repeat the last one until a request arrives, ends or gets more urgent.
+    """Return True if the next steps repeat the last one until a request arrives, ends or becomes urgent.
 
     In that case, no waiting request can start, and no block turns out to be cached already.
     """

@@ -77,8 +77,8 @@ def make_key(path: str | Path) -> None:
     """Write a new random key to a new file that only its owner can read.
 
     Raises:
-        ConfigError: the file can't be written, or it already exists, since marks can't be detected with a new
-            key.
+        ConfigError: the file can't be written, or already exists (replacing a key makes its marks
+            undetectable).
     """
     try:
         with open(path, "xb", opener=partial(os.open, mode=PRIVATE)) as file:

@@ -13,7 +13,7 @@ from kvq.layout import check_recipe_fits
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CacheConfig:
-    """Settings from a model's live config, read on each use because the attention can change between calls."""
+    """Settings from a model's live config, read when needed, as the attention can change between calls."""
 
     text: Any  # the decoder's own PreTrainedConfig, shared with the model's modules
     geometry: ModelGeometry  # K and V as attention sees them
