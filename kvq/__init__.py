@@ -6,7 +6,8 @@
     rows = kvq.perplexity("tiny", kv=["fp32", "int8", "int4"])
     outputs = kvq.LLM("tiny", kv="int4").generate("Once upon", kvq.SamplingParams(max_tokens=64))
 
-Importing kvq loads nothing else: torch and transformers are imported with the first name that needs them.
+Importing kvq loads nothing else: torch and transformers are imported when a name that needs them is first
+used.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Entry point of `kvq` and `python -m kvq`."""
+"""Entry point of the `kvq` command and `python -m kvq`."""
 
 import atexit
 import os
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Run the command. A signal during its imports ends it as a later one does: one line and status 130."""
+    """Run the command. A signal during imports ends it like a later one: with one line and status 130."""
     status: list[int] = []  # exit status of the command, once it has one
     atexit.register(_leave, status)  # registered first, so that it runs last
     handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _leave(status: list[int]) -> None:  # D298: os._exit: unloading modules takes seconds
-    """End the process now, because unloading torch's modules would take a second of processor time."""
+    """Exit the process immediately, since unloading torch's modules would take a second of processor time."""
     if not status:
         return
     try:

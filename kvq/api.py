@@ -1,4 +1,4 @@
-"""Functions of `import kvq`: load, tune, quantize, and measure with plain rows."""
+"""Public functions of `import kvq`: load a model, tune, quantize, and measure with plain results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -36,7 +36,8 @@ def load(
     """Load a model and choose its KV format; see `kvq.models.load` and its `LoadOptions`.
 
     With `calibrate_on_load`, the scales of static formats (`fp8_per_head`, `int8_per_head`), given in `kv` or
-    later to `with_kv`, are computed from a run over the default calibration text and kept in memory only.
+    later to `with_kv`, are computed by running the model on the default calibration text and kept only in
+    memory.
 
     Raises:
         ModelError: the model is missing, damaged or refused.
@@ -56,7 +57,7 @@ def load(
 
 
 def with_fresh_scales(model: Model, progress: Progress = lambda done, total: None) -> Model:
-    """Return the model with static scales that are measured now on the default calibration text."""
+    """Return the model with static scales, computed now from the default calibration text."""
     return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
 
 
@@ -84,14 +85,14 @@ def tune(
     formats: str | None = None,
     **options: Unpack[_TuneKeywords],
 ) -> Tuned:
-    """Find the formats for each layer that lose the least quality within a memory budget.
+    """Find the formats per layer that lose the least quality within a memory budget.
 
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
     default); alternatively `max_kl`, the limit of the mean KL divergence in nats. The search runs on `text`,
     and the result is measured on `held_out`; both default to CPython's help topics. `formats`: codes to
-    choose from, such as "int8,int4"; by default, those with fast kernels on this machine. `recent` and
-    `sinks`: the numbers of the most recent and of the first tokens of each sequence that stay unquantized.
-    The result's `recipe` can be passed as `kv` everywhere; `recipe.save("kvq.json")` saves it.
+    choose from, such as "int8,int4"; by default, all formats with fast kernels on this machine. `recent` and
+    `sinks`: number of most recent and of first tokens per sequence that stay unquantized. The result's
+    `recipe` can be passed as `kv` everywhere; `recipe.save("kvq.json")` saves it.
 
     Raises:
         ConfigError: the budget can't be met, or `budget` and `max_kl` are both given.
@@ -145,7 +146,7 @@ def quantize(
     symmetric, activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.
 
     Raises:
-        ConfigError: the options contradict each other or don't fit the model; raised before any work.
+        ConfigError: the options contradict each other or don't fit the model; raised before any work is done.
         ModelError: the model is missing, damaged or refused.
         RequestError: the text is too short, or activations are not finite.
     """
@@ -179,11 +180,11 @@ def perplexity(
     text: str | None = None,
     **options: Unpack[_PerplexityKeywords],
 ) -> list[dict[str, Any]]:
-    """Measure KV formats on a text and return rows with the keys of `kvq perplexity --json`.
+    """Measure KV formats on a text. Return rows with the keys of `kvq perplexity --json`.
 
     `model`: a loaded model, or an argument of `load`. `text` defaults to held-out help topics of CPython.
     Options are fields of `kvq.evals.divergence.TokenPlan`. `progress` is called with the number of finished
-    steps and the total, and `keep` with a function that returns the rows so far.
+    steps and the total, `keep` with a function that returns the results so far.
     """
     loaded = model if isinstance(model, Model) else load(model)
     words = default_text().text if text is None else text
@@ -193,6 +194,6 @@ def perplexity(
 
 
 def _split(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options without the given names, and the options with these names."""
+    """Split options into those without and those with the specified names."""
     named = {name: options[name] for name in names if name in options}
     return {name: value for name, value in options.items() if name not in named}, named

@@ -1,4 +1,4 @@
-"""Type checks of public functions' arguments against annotations, so that errors name the argument."""
+"""Type checks for public functions: compares arguments with annotations, so that errors name the argument."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:  # D374: 60 lines: othe
     """Return the function, wrapped so that it refuses arguments whose types don't match its annotations.
 
     Raises:
-        ConfigError: an argument has another type; the message names the argument.
+        ConfigError: an argument has the wrong type; the message names the argument.
     """
     signature = inspect.signature(function)
     hints: dict[str, Any] = {}  # filled at the first call, when all names in annotations can be resolved
@@ -36,7 +36,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:  # D374: 60 lines: othe
 
 
 def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return type hints by argument; `**options: Unpack[...]` is expanded into its keywords."""
+    """Return type hints by argument. `**options: Unpack[...]` is expanded into individual keywords."""
     found = get_type_hints(function)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -53,7 +53,7 @@ def _check(name: str, value: object, hint: Any) -> None:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return True if a value matches a type hint; classes, unions and items of sequences are checked."""
+    """Return True if a value matches a type hint. Checks classes, unions and items of sequences."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, one) for one in inner)

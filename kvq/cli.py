@@ -1,4 +1,4 @@
-"""Command line of kvq. Commands are imported when they are called, so that `--help` is immediate."""
+"""Command line of kvq. Commands are imported only when they are called, so that `--help` is immediate."""
 
 import importlib
 import io
@@ -58,11 +58,11 @@ _WINDOWS = (
 
 
 class _Interrupted(BaseException):
-    """Interrupt in a form that click passes on; for a KeyboardInterrupt, click would print an empty line."""
+    """Interrupt that click passes on; for a KeyboardInterrupt in a form, click would print an empty line."""
 
 
 class _Commands(click.Group):
-    """Group of commands that imports a command's module when it is called, but not to list it."""
+    """Group of commands that imports a command's module when the command is called, but not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -88,7 +88,7 @@ class _Commands(click.Group):
                 formatter.write_dl([(name, line) for name, (_, line) in group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
-        """Return matching commands, without importing them, and kvq's own options."""
+        """Return kvq's own options and matching commands, without importing the commands."""
         found = [
             CompletionItem(name, help=line)
             for name, (_, line) in _COMMANDS.items()
@@ -100,7 +100,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         is_known = not args or args[0].startswith("-") or args[0] in _COMMANDS
-        if not is_known and not ctx.resilient_parsing:  # resilient: a shell completes the line
+        if not is_known and not ctx.resilient_parsing:  # resilient: the shell is completing the line
             hint = nearest(args[0], list(_COMMANDS)) or ";"
             ctx.fail(f"there is no command {args[0]!r}{hint} commands: {', '.join(_COMMANDS)}")
         return super().resolve_command(ctx, args)
@@ -123,7 +123,7 @@ def root() -> None:
 def main(args: list[str] | None = None) -> Any:
     """Run the command line.
 
-    Errors of kvq are printed as one line, with exit code 2, or 1 for a KV format that breaks the model.
+    kvq's errors are printed on one line and exit with code 2, or 1 if a KV format breaks the model.
     SIGTERM interrupts a command as Ctrl-C does, unless the command handles it.
     """
     if sys.platform == "win32":

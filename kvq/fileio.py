@@ -1,4 +1,4 @@
-"""File output: result files are written so that a crash never leaves a partial file."""
+"""File output: writes result files so that a crash never leaves a partial file."""
 
 import os
 import secrets
@@ -18,13 +18,13 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes, *, permissions: int | None = None) -> None:
-    """Write `content` to a temporary file and rename it to `path`. A symbolic link stays a link.
+    """Write `content` to a temporary file and rename it to `path`. A symbolic link is kept.
 
-    `permissions`: the file's permissions, regardless of those of an older file. By default, a new file gets
-    the permissions that the umask allows, and a file that replaces another one keeps the other's permissions.
+    `permissions`: the file's permissions, regardless of an older file's permissions. By default, a new file
+    gets the permissions that the umask allows, and a replaced file keeps its permissions.
 
     Raises:
-        ConfigError: the folder is missing or its disk is full, or nothing can be written there.
+        ConfigError: the folder is missing, its disk is full, or the file can't be written there.
     """
     target = check_writable(path)
     temporary = target.with_name(f".kvq-{secrets.token_hex(8)}")
@@ -45,7 +45,7 @@ def write_bytes(path: str | Path, content: bytes, *, permissions: int | None = N
 
 
 def keep_permissions(file: int | Path, older: os.stat_result) -> None:
-    """Give a file the permissions and group of the file it replaces, so that no one else can read it."""
+    """Give a file the permissions and group of the file that it replaces, so that no one else can read it."""
     mode = older.st_mode & 0o777
     try:
         os.chown(file, older.st_uid if os.geteuid() == 0 else -1, older.st_gid)
@@ -55,7 +55,7 @@ def keep_permissions(file: int | Path, older: os.stat_result) -> None:
 
 
 def as_new(path: Path) -> None:  # D361: the mode that the umask allows; a replaced file keeps its mode
-    """Give a file that a library wrote the permissions of a new file in its folder."""
+    """Give a file written by a library the permissions that a new file in its folder would get."""
     sample = path.with_name(f".kvq-{secrets.token_hex(8)}")
     try:
         os.close(os.open(sample, os.O_CREAT | os.O_EXCL, NEW))
@@ -67,7 +67,7 @@ def as_new(path: Path) -> None:  # D361: the mode that the umask allows; a repla
 def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, as fsGroup has it
     """Raise ConfigError if anyone but the owner can read a file that contains a secret.
 
-    The group may read it if root owns the file and this process does not run as root: this is how Kubernetes
+    The group may read the file if root owns it and this process does not run as root, which is how Kubernetes
     mounts secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
     """
     try:
@@ -80,10 +80,10 @@ def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, a
 
 
 def check_writable(path: str | Path) -> Path:
-    """Return the file that `path` resolves to; called before long work starts.
+    """Return the file that `path` resolves to, if it can be written. Call this before long work starts.
 
     Raises:
-        ConfigError: nothing can be written there: the folder doesn't exist, permission is denied, the
+        ConfigError: the file can't be written: the folder doesn't exist, permission is denied, the
             name is too long, or the path is not a regular file.
     """
     try:

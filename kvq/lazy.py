@@ -1,4 +1,4 @@
-"""Lazy imports: packages import the module of a name when the name is first used."""
+"""Lazy imports: a package imports the module that defines a name when the name is first used."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +11,10 @@ _importing = RLock()
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package. `homes`: the modules that define its names, with these names.
+    """Return the `__getattr__` of a package. `homes`: the package's names, keyed by defining module.
 
-    The call belongs in the `else` branch of the package's `TYPE_CHECKING` imports, so that type checkers know
-    exactly these names. Modules inside the package import names from the modules that define them.
+    Call it in the `else` branch of the package's `TYPE_CHECKING` imports, so that type checkers see exactly
+    these names. Modules inside the package import names from the defining modules.
     """
     found = {name: home for home, names in homes.items() for name in names}
 
@@ -29,8 +29,8 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
 def import_whole(library: str) -> None:
     """Import a library that replaces its own module at the end of its import, as transformers does.
 
-    Without this, a thread that imports a name while another thread first imports the library can find the
-    old module, which lacks the name.
+    Without this function, if one thread imports a name while another is importing the library for the first
+    time, the first thread can find the old module, which lacks the name.
     """
     with _importing:
         import_module(library)
@@ -38,7 +38,7 @@ def import_whole(library: str) -> None:
 
 @contextmanager
 def unseen(library: str) -> Iterator[None]:  # D217: torch hidden while transformers is imported
-    """Make a library appear not to be installed within the block, unless it is already imported."""
+    """Make a library appear not installed within the block, unless it has already been imported."""
     if library in sys.modules:
         yield
         return

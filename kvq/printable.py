@@ -1,4 +1,4 @@
-"""Printable text: input is escaped so that it can't steer a terminal, hide a line or break a stream."""
+"""Printable text: escapes input so that it can't control a terminal, hide a line or break a stream."""
 
 import re
 
@@ -15,5 +15,5 @@ def printable(text: str, *, keep: str = _LAYOUT) -> str:  # D362: escaped where 
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, with line ends and tabs escaped, too, for names within a line."""
+    """Return the text as from `printable`, with line ends and tabs also escaped, for names within a line."""
     return printable(text, keep="")

@@ -1,6 +1,6 @@
-"""Sizes and counts in readable units: the bytes of a small model are not shown as 0.00 GiB.
+"""Sizes and counts in readable units, so that a small model's bytes are not shown as 0.00 GiB.
 
-Figures in files are plain bytes; only displayed figures are formatted here.
+Files contain plain bytes; only displayed figures are formatted here.
 """
 
 import re
@@ -47,7 +47,7 @@ def parse_bytes(size: int | str, name: str) -> int:
     """Parse bytes from a number or a string such as "2GiB", "512M" or "1.5g".
 
     Raises:
-        ConfigError: the value is not a size.
+        ConfigError: the value is not a valid size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -58,7 +58,7 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """Parse a number of tokens: `8192`, `8k` or `1M`, in powers of 1024, as for context lengths.
+    """Parse a number of tokens: `8192`, `8k` or `1M`, in powers of 1024, as is usual for context lengths.
 
     Raises:
         ConfigError: the text is not a whole number of tokens.
@@ -71,7 +71,7 @@ def parse_tokens(text: str) -> int:
 
 
 def _fitting(amount: float, step: int, units: tuple[str, ...]) -> str:
-    """Format an amount with about four digits, in the largest unit in which it rounds to one or more."""
+    """Format an amount with about four digits, in the largest unit in which it rounds to at least one."""
     if abs(amount) < step:
         return f"{amount:,.4g} {units[0]}"
     for unit in units[1:]:

@@ -1,7 +1,7 @@
-"""Strict JSON for external input: refuses documents that other parsers misread or fail on.
+"""Strict JSON for external input: rejects documents that other parsers misread or fail on.
 
-It refuses NaN and infinities, numbers beyond 64 bits or a float's range, repeated names in one object,
-unpaired surrogates, and values nested deeper than `MAX_DEPTH`.
+The parser rejects NaN and infinities, numbers beyond 64 bits or a float's range, duplicate names in one
+object, unpaired surrogates, and values nested deeper than `MAX_DEPTH`.
 """
 
 import json
@@ -13,14 +13,14 @@ MAX_DEPTH = 64  # levels of nested values; later encoders recurse
 MAX_FILE = 256 << 20  # bytes
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack
 _SHOWN = 40  # characters of a name in an error
-_STEPS = 6  # shown at most, of the path to a refused value
+_STEPS = 6  # maximum number of steps shown of the path to a rejected value
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse a document.
+    """Parse a JSON document.
 
     Raises:
-        ValueError: the text is not JSON, or contains a refused value; the message names the field.
+        ValueError: the text is not JSON, or contains a rejected value; the message names the field.
     """
     try:
         value = _DECODER.decode(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
@@ -30,7 +30,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def read(path: Path) -> Any:
-    """Parse a file.
+    """Parse a JSON file.
 
     Raises:
         OSError: the file can't be read.
@@ -44,10 +44,10 @@ def read(path: Path) -> Any:
 
 
 def check_value(value: Any) -> Any:
-    """Return the value if it contains nothing that is refused.
+    """Return the value if it contains nothing that must be rejected.
 
     Raises:
-        ValueError: it contains a refused value; the message names the field.
+        ValueError: the value contains a rejected value; the message names the field.
     """
     try:
         _check(value, MAX_DEPTH)
@@ -71,7 +71,7 @@ class _Refused(Exception):
 
 
 def _check(value: Any, levels: int) -> None:
-    """Raise _Refused for a refused value, with its path; recurses at most `MAX_DEPTH` times."""
+    """Raise _Refused, with the path, if a value must be rejected. Recurses at most `MAX_DEPTH` levels."""
     if isinstance(value, dict | list):
         if not levels:
             raise _Refused(_TOO_DEEP)

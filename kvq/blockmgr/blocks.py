@@ -1,4 +1,4 @@
-"""Memory of a block manager: the pools of all layer groups, their prefix index, orders and events."""
+"""Memory of a block manager: the pools of all layer groups, the prefix index, orders and events."""
 
 from typing import Any, TypeVar, Unpack
 
@@ -19,7 +19,7 @@ def _per_group(given: list[T] | None, default: T, num_groups: int) -> list[T]:
 
 
 class Blocks:
-    """Pools by layer group and the index over them, for the parts of the block manager only."""
+    """Pools of all layer groups and the prefix index over them, for internal use by the block manager."""
 
     def __init__(
         self, num_blocks: list[int], block_size: int, identity: bytes, **options: Unpack[Holding]
@@ -53,7 +53,7 @@ class Blocks:
         self.orders: list[Order] = []
 
     def _check(self, num_groups: int) -> None:
-        """Raise ConfigError unless the options are in range and their lengths agree."""
+        """Raise ConfigError unless the options are within range and the lists have matching lengths."""
         for name in ("windows", "limits", "block_bytes"):
             length = len(getattr(self, name))
             if length != num_groups:
@@ -90,29 +90,29 @@ class Blocks:
 
     @property
     def state_group(self) -> int | None:
-        """The layer group that holds recurrent states."""
+        """The layer group that stores recurrent states."""
         return None if self.states is None else self.states.group
 
     def first_seen(self, group: int, length: int) -> int:
-        """Return the index of the first block that a token at position `length` or later can see."""
+        """Return the index of the first block visible to a token at position `length` or later."""
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
 
     def entries(self, group: int, length: int) -> int:  # D62: tables of a limited group end at the limit
-        """Return the length of a table for `length` tokens, which has no entries beyond the group's limit."""
+        """Return the table length for `length` tokens. A table has no entries beyond its group's limit."""
         total, end = -(-length // self.block_size), self.ends[group]
         return total if end is None else min(total, end)
 
     def num_groups_at(self, index: int) -> int:
-        """Return the number of layer groups with blocks at a table index: those whose limit is above it."""
+        """Return the number of layer groups with blocks at a table index, that is, with a limit above it."""
         return sum(end is None or index < end for end in self.ends)
 
     def can_take(
         self, demand: list[int], *, beside: list[list[BlockId]], spare: list[int] | None = None
     ) -> bool:
-        """Return True if `take(demand)` would succeed after `beside` is shared. Changes nothing.
+        """Return True if `take(demand)` would succeed after sharing the blocks in `beside`. Changes nothing.
 
-        `spare`: the number of blocks that must stay free in each pool; None for none.
+        `spare`: number of blocks that must stay free in each pool; None means 0.
         """
         spare = spare or [0] * len(self.pools)
         for pool, count, shared, left in zip(self.pools, demand, beside, spare, strict=True):
@@ -135,18 +135,18 @@ class Blocks:
         return taken
 
     def share(self, held: list[list[BlockId]]) -> None:
-        """Add a reference to each of these blocks of every group."""
+        """Add a reference to each of these blocks in every group."""
         for pool, blocks in zip(self.pools, held, strict=True):
             for block in blocks:
                 pool.share(block)
 
     def release(self, held: list[list[BlockId]]) -> None:
-        """Drop a reference to each of these blocks of every group; the deepest ones are evicted first."""
+        """Drop a reference to each of these blocks in every group. The deepest blocks are evicted first."""
         for pool, blocks in zip(self.pools, held, strict=True):
             pool.release_all(reversed(blocks))
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; if one would shrink, raise ConfigError and change nothing."""
+        """Enlarge the pools. If any pool would shrink, raise ConfigError and change nothing."""
         now = [pool.num_blocks for pool in self.pools]
         if len(num_blocks) != len(now) or any(new < old for new, old in zip(num_blocks, now, strict=True)):
             raise ConfigError(f"pools can only grow, from {now} blocks, got {num_blocks}")
@@ -154,18 +154,18 @@ class Blocks:
             pool.grow(count)
 
     def order(self, order: Copy | SwapOut | SwapIn) -> None:  # D53: one queue of orders, in strict order
-        """Queue an order that moves bytes, and the event for it."""
+        """Queue an order that moves bytes, and the corresponding event."""
         self.orders.append(order)
         if self.events.active:
             self.events.add(order)
 
     def take_orders(self) -> list[Order]:
-        """Return all orders queued since the last call, in order, each exactly once."""
+        """Return all orders queued since the last call, each exactly once, in the order of queueing."""
         orders, self.orders = self.orders, []
         return orders
 
     def _listener(self, group: int) -> EvictionListener:
-        """Return the function that a group's pool calls when it evicts blocks."""
+        """Return the function that a group's pool calls whenever it evicts blocks."""
 
         def evicted(blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
             if self.events.active:

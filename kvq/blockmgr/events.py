@@ -1,8 +1,8 @@
-"""Orders that `kvq.cache` carries out on the bytes, and events for metrics, routers and tests.
+"""Orders that `kvq.cache` carries out on block bytes, and events for metrics, routers and tests.
 
-Orders are carried out one after another in the order they were given, and before the writes of the
-next step. A block may be freed and allocated again between two orders, which is safe only because
-their order is kept. An order that moves a block's bytes is also an event. Events never carry token ids.
+Orders are carried out one after another, in the sequence in which they were queued, before the next step's
+writes. A block may be freed and allocated again between two orders, which is safe only because the sequence
+is kept. An order that moves a block's bytes is also an event. Events never carry token ids.
 """
 
 import logging
@@ -14,7 +14,7 @@ from kvq.blockmgr.pool import BlockId, HostSlot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Copy all bytes of a block, before a write into a shared block or to reuse its first tokens."""
+    """Copy all bytes of a block, before a write to a shared block or to reuse the block's first tokens."""
 
     group: int
     source: BlockId
@@ -32,7 +32,7 @@ class SwapOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapIn:
-    """Move a host slot's bytes back into a block. Fails if the bytes have changed in the meantime."""
+    """Move the bytes in a host slot back to a block. Fails if the bytes have changed in the meantime."""
 
     group: int
     slot: HostSlot
@@ -41,7 +41,7 @@ class SwapIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scrub:
-    """Zero the block of a failed request before another sequence gets it."""
+    """Zero a failed request's block before another sequence gets it."""
 
     group: int
     block: BlockId
@@ -55,7 +55,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A block entered the prefix index. `parent` is the digest of the block before it, or the root's."""
+    """A block entered the prefix index. `parent` is the digest of the preceding block, or of the root."""
 
     group: int
     block: BlockId
@@ -74,7 +74,7 @@ class Evicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A new sequence found an indexed block and uses it."""
+    """A new sequence found an indexed block and will use it."""
 
     group: int
     block: BlockId
@@ -85,7 +85,7 @@ Subscriber = Callable[[Event], object]
 
 
 class Events:
-    """Queue that delivers events, in order, once the operation that caused them is complete."""
+    """Queue of events. They are delivered, in order, once the operation that caused them is complete."""
 
     def __init__(self) -> None:
         self.active = False  # True while there are subscribers; otherwise no events are created

@@ -11,7 +11,7 @@ _MOST_PROTECTED = 0.75  # of a pool's blocks
 
 
 class EvictionPolicy(ABC):
-    """The cached blocks of one pool, in the order of their eviction. All operations take O(1) per block.
+    """Cached blocks of one pool, in eviction order. All operations take O(1) time per block.
 
     A subclass defines the order. `BlockPool(num_blocks, policy=...)` takes the class.
     """
@@ -29,15 +29,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, block: BlockId) -> None:
-        """Remove a block, because it is used again or has left the prefix index."""
+        """Remove a block that is in use again or has left the prefix index."""
 
     @abstractmethod
     def pop(self, count: int) -> list[BlockId]:
-        """Remove the next `count` blocks to evict and return them in order."""
+        """Remove the next `count` blocks to evict, and return them in eviction order."""
 
     @abstractmethod
     def order(self) -> list[BlockId]:
-        """Return all cached blocks, with the next one to evict first. Changes nothing."""
+        """Return all cached blocks in eviction order. Changes nothing."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is cached twice."""
@@ -67,10 +67,10 @@ class LeastRecent(EvictionPolicy):
 
 
 class Segmented(EvictionPolicy):
-    """Policy that evicts blocks without a hit first, and the least recently used within each segment.
+    """Policy that evicts blocks without hits first, and the least recently used block within each segment.
 
-    Blocks with hits are protected until they fill more than three quarters of the pool. The least
-    recently used one of them then loses its protection.
+    Blocks with hits are protected until they fill more than three quarters of the pool. After that, the least
+    recently used of these blocks loses its protection.
 
     Source: Karedla, Love and Wherry, Caching Strategies to Improve Disk System Performance, 1994.
     """

@@ -1,7 +1,7 @@
-"""Prefix hits: how many tokens of a prompt the pools hold in every layer group, and which are being computed.
+"""Prefix hits: which tokens of a prompt are cached in every layer group, and which are being computed.
 
-`find` has the rule that makes a hit valid in every layer group. `Prefixes` publishes sequences' blocks in
-the prefix index and records which running sequence computes which prefix.
+`find` implements the rule for a hit that is valid in every layer group. `Prefixes` publishes sequences'
+blocks in the prefix index and records which running sequence computes which prefix.
 """
 
 from bisect import bisect_left
@@ -17,9 +17,9 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hit:
-    """Whole blocks of a prompt found in the index, and a block that starts with the tokens after them."""
+    """Complete blocks of a prompt found in the index, and a block that starts with the tokens after them."""
 
-    nodes: list[Node]  # of the whole blocks, starting after the root
+    nodes: list[Node]  # of the complete blocks, starting after the root
     part: Node | None  # a block whose first tokens come next in the prompt; it is copied
     length: int  # tokens, including those of the part
 
@@ -35,9 +35,9 @@ class Match:
 def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     """Return the longest valid hit of at most `max_tokens` tokens. Changes nothing.
 
-    A hit of length L is valid if full-attention groups hold all of [0, L), groups with a limit hold all of it
-    below their limit, sliding-window groups hold the part that a token at position L sees, and a group of
-    recurrent states holds the state after L tokens.
+    A hit of length L is valid if full-attention groups hold all of [0, L), groups with a limit hold all
+    tokens of the hit below their limit, sliding-window groups hold the part that a token at position L sees,
+    and the group of recurrent states holds the state after L tokens.
     """
     check_prompt(blocks, prompt)
     size = blocks.block_size
@@ -54,9 +54,9 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
 
 
 def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[int], list[list[BlockId]]]:
-    """Return the whole blocks of a valid hit that a token at position `length` needs, by layer group.
+    """Return the complete blocks of a valid hit that a token at position `length` needs.
 
-    Returns (index of the first block, blocks from there on).
+    Returns the index of the first block and the blocks from this index on, both by layer group.
     """
     starts, held = [], []
     for group in range(len(blocks.pools)):
@@ -70,7 +70,7 @@ def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[
 
 
 def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
-    """Raise ConfigError if a prompt was prepared for another block size, so that its digests don't match."""
+    """Raise ConfigError if a prompt was prepared for another block size, since its digests can't match."""
     if prompt.block_size != blocks.block_size:
         raise ConfigError(
             f"the prompt was prepared for blocks of {prompt.block_size} tokens, these have "
@@ -104,7 +104,7 @@ def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:
 
 
 class Prefixes:
-    """Indexed prefixes of sequences, and prefixes that running sequences will index."""
+    """Indexed prefixes of sequences, and prefixes that running sequences are going to index."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -115,18 +115,18 @@ class Prefixes:
         return find(self._blocks, prompt, _most_reused(prompt))
 
     def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
-        """Return the longest hit in whole blocks as (length, starts, tables by group). Changes nothing."""
+        """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
         nodes = self.whole(prompt)
         length = len(nodes) * self._blocks.block_size
         starts, held = needed_blocks(self._blocks, nodes, length)
         return length, starts, tables_of(starts, held)
 
     def whole(self, prompt: PrefixQuery) -> list[Node]:
-        """Return the nodes of the longest hit in whole blocks, up to all of the prompt. Changes nothing."""
+        """Return the nodes of the longest hit in complete blocks, up to the full prompt. Changes nothing."""
         return find(self._blocks, prompt, len(prompt.tokens)).nodes
 
     def match(self, prompt: PrefixQuery) -> Match:
-        """Return the hit's length and the sequence that computes the block after it. Changes nothing."""
+        """Return the hit's length, and the sequence that is computing the next block. Changes nothing."""
         hit = self.hit(prompt)
         i, size = self.next_known(prompt, len(hit.nodes)), self._blocks.block_size
         end = (i + 1) * size
@@ -141,7 +141,7 @@ class Prefixes:
         return Match(hit.length, owner if same else None)
 
     def next_known(self, prompt: PrefixQuery, index: int) -> int:
-        """Return the first block index >= `index` that makes a hit longer, as not every state is kept."""
+        """Return the first block index >= `index` that extends the hit; not every state is kept."""
         states = self._blocks.states
         if states is None:
             return index
@@ -151,9 +151,9 @@ class Prefixes:
         return tail if index <= tail < periodic else periodic
 
     def can_start(self, prompt: PrefixQuery, count: int, *, spare: list[int]) -> bool:
-        """Return True if the pools have blocks for a prompt's hit, `count` more tokens and `spare` blocks.
+        """Return True if the pools have enough blocks for a prompt's hit, `count` more tokens and `spare`.
 
-        `spare`: blocks per layer group that must stay free. Changes nothing.
+        `spare`: number of blocks per layer group that must stay free. Changes nothing.
         """
         hit, blocks = self.hit(prompt), self._blocks
         whole = len(hit.nodes) * blocks.block_size
@@ -167,11 +167,11 @@ class Prefixes:
         return blocks.can_take(demand, beside=held, spare=spare)
 
     def computing(self) -> dict[bytes, Sequence]:
-        """Return the digests of blocks that are being computed, with the sequences that compute them."""
+        """Return the digests of blocks that are being computed, mapped to the sequences that compute them."""
         return dict(self._computing)
 
     def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:
-        """Let other requests wait for the full blocks of a prompt that its sequence has yet to compute."""
+        """Announce the full prompt blocks that a sequence has yet to compute, so that requests can wait."""
         known = max(0, len(prompt.tokens) - self._blocks.lag)
         for i in reversed(range(sequence.depth, known // self._blocks.block_size)):
             digest = self._blocks.index.digest_at(prompt, i)
@@ -186,7 +186,7 @@ class Prefixes:
             del self._computing[announced.pop()[1]]
 
     def leads(self, sequence: Sequence) -> bool:
-        """Return True if no indexed block begins like the sequence's next block to index: it will be new."""
+        """Return True if the sequence's next block will be new, because no indexed block begins alike."""
         size, node = self._blocks.block_size, sequence.node
         if not sequence.indexing or (node.alive and not node.keys):
             return True
@@ -198,9 +198,9 @@ class Prefixes:
     def publish(self, sequence: Sequence) -> None:  # D68: equal prefixes merge at commit
         """Index the sequence's full committed blocks whose tokens are known.
 
-        A block whose tokens are already indexed is replaced by the indexed one, so that equal prefixes
-        computed concurrently end up as one copy. A digest collision, or a fork that would lose its
-        prefix, ends the indexing of this sequence.
+        A block whose tokens are already indexed is replaced by the indexed one, so equal prefixes computed
+        concurrently are stored only once. A digest collision, or a fork that would lose its prefix, ends the
+        indexing of this sequence.
         """
         full = self._indexable(sequence)
         if full <= sequence.depth:
@@ -225,10 +225,10 @@ class Prefixes:
         self.withdraw(sequence, sequence.depth if sequence.indexing else None)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Remove from the index all blocks that only this sequence computed and uses, deepest first.
+        """Remove from the index, deepest first, the blocks that only this sequence computed and uses.
 
-        After a swap, some of its blocks may be indexed beyond its depth, because their counterparts in other
-        layer groups were evicted in the meantime.
+        After a swap, some of the sequence's blocks may be indexed beyond its depth, because their
+        counterparts in other layer groups were evicted in the meantime.
         """
         self._climb(sequence)
         pools = self._blocks.pools
@@ -251,21 +251,22 @@ class Prefixes:
                     pools[group].forget(block)
 
     def _indexable(self, sequence: Sequence) -> int:  # D72: indexed when sealed, `recent` tokens late
-        """Return the number of blocks that may be indexed: full, committed, with known tokens, old enough."""
+        """Return the number of blocks that may be indexed: full, committed, old enough, with known tokens."""
         known = min(sequence.committed, len(sequence.tokens))
         old = max(sequence.adopted, sequence.committed - self._blocks.lag)
         return min(known, old) // self._blocks.block_size
 
     def _climb(self, sequence: Sequence) -> None:
-        """Step back from nodes that left the index while the sequence did not hold their blocks."""
+        """Step back from nodes that left the index while the sequence didn't hold their blocks."""
         while not sequence.node.alive:  # a root is always alive
             sequence.step_back()
 
     def _splits_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
         """Return True if a sequence would replace a block that a fork continues to use.
 
-        With a lag, forks share full blocks that are not indexed yet. If the blocks after this one were then
-        indexed, the fork would hold them without the prefix in the index, which could be evicted before them.
+        With a lag, forks share full blocks that are not indexed yet. If later blocks were indexed after the
+        replacement, the fork would hold them without a reference to their indexed prefix, and the prefix
+        could be evicted before them.
         """
         return self._blocks.lag > 0 and any(
             known is not None and known != table[i] and pool.references(table[i]) > 1
@@ -297,6 +298,6 @@ class Prefixes:
 
 
 def _most_reused(prompt: PrefixQuery) -> int:
-    """Return the largest number of tokens that a hit may have: at least one must be left to compute."""
+    """Return the maximum number of tokens in a hit; at least one token must be left to compute."""
     most = max(0, len(prompt.tokens) - 1)
     return most if prompt.max_reuse is None else min(most, prompt.max_reuse)

@@ -1,4 +1,4 @@
-"""Integrity check of block memory: every invariant that docs/blocks.md lists."""
+"""Integrity check of block memory: verifies every invariant listed in docs/blocks.md."""
 
 from collections import Counter
 from itertools import pairwise
@@ -18,7 +18,7 @@ def check_integrity(
     swap: SwapSpace,
     computing: dict[bytes, Sequence],
 ) -> None:
-    """Raise AssertionError, with the reason, unless every invariant holds."""
+    """Raise AssertionError, with the reason, unless all invariants hold."""
     for group, pool in enumerate(blocks.pools):
         pool.check_integrity()
         _check_references(group, pool, sequences, pins)
@@ -31,7 +31,7 @@ def check_integrity(
 
 
 def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pins: Pins) -> None:
-    """Check that every reference belongs to one entry of one table or pin."""
+    """Check that every reference belongs to exactly one entry of a table or a pin."""
     counted: Counter[BlockId] = Counter()
     for sequence in sequences:
         counted.update(sequence.held_in(group))
@@ -50,7 +50,7 @@ def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pi
 
 
 def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
-    """Check that cached blocks of a full-attention group are evicted before the prefix they need."""
+    """Check that cached blocks of a full-attention group are evicted before the prefix that they need."""
     if window is not None:
         return
     rank = {block: i for i, block in enumerate(pool.cached_blocks())}
@@ -66,7 +66,7 @@ def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
 
 
 def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None:
-    """Check that every host slot is free or holds one block of one sequence."""
+    """Check that every host slot is either free or holds one block of one sequence."""
     free = swap.free_slots(group)
     used = [slot for s in sequences if s.swapped is not None for _, slot in s.swapped[group]]
     assert len(free) == swap.num_free[group], f"group {group}: a host slot is free twice"
@@ -76,7 +76,7 @@ def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None
 
 
 def _check_index(blocks: Blocks) -> None:
-    """Check that nodes, their chains and the pools' marks agree, and that no useless node remains."""
+    """Check that nodes, chains and the pools' marks are consistent, and that no useless node remains."""
     step = blocks.block_size * TOKEN_BYTES
     marks = [0] * len(blocks.pools)
     roots = set(blocks.index.roots())
@@ -120,7 +120,7 @@ def _check_children(blocks: Blocks, node: Node) -> int:
 
 
 def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
-    """Check that tables have the length the tokens need and that the indexed blocks are the held ones."""
+    """Check that tables have the required length, and that the indexed blocks are the held blocks."""
     size = blocks.block_size
     assert 0 <= sequence.committed <= sequence.length, "more tokens are committed than appended"
     for group, table in enumerate(sequence.tables):
@@ -147,7 +147,7 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
 
 
 def _check_announcements(sequences: list[Sequence], computing: dict[bytes, Sequence]) -> None:
-    """Check that every announced prefix belongs to a live sequence that will compute it."""
+    """Check that every announced prefix belongs to a live sequence that is going to compute it."""
     announced = {digest: s for s in sequences for _, digest in s.announced}
     assert announced == computing, "somebody may wait for what nobody computes"
     for sequence in sequences:

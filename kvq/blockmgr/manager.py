@@ -1,4 +1,4 @@
-"""Block manager: sequences over shared blocks, from their first token until they are freed."""
+"""Block manager: the block memory of sequences, from the first token until they are freed."""
 
 from collections.abc import Callable, Iterable
 from typing import Unpack
@@ -18,9 +18,9 @@ from kvq.layout import Holding
 
 
 class BlockManager:  # D61: one class made of parts; forwarding methods stay, since callers name them
-    """Manager that decides what each block holds: allocation, sharing, copy-on-write, prefix reuse, swapping.
+    """Manager of block contents. It handles allocation, sharing, copy-on-write, prefix reuse and swapping.
 
-    It owns no bytes. Changes to bytes are queued as orders, which `take_orders` returns and
+    The manager owns no bytes. Changes to bytes are queued as orders, which `take_orders` returns and
     `kvq.cache` carries out before the step's writes. All calls must come from one thread.
 
         prompt = manager.prompt(token_ids, tenant="a")
@@ -42,12 +42,12 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         identity: bytes = b"",
         **options: Unpack[Holding],
     ) -> None:
-        """Make empty pools. Every list has one entry per layer group.
+        """Create empty pools. Every list has one entry per layer group.
 
         `block_size` is in tokens. In every pool, `reserve_blocks` are withheld from new sequences, so that
-        running ones can grow. At most `max_pinned_blocks` of each pool may be pinned, by default half.
-        `identity` names the model and the recipe; prefixes with another identity never match. `options`:
-        see `Holding`. Raises ConfigError for numbers out of range and lists of the wrong length.
+        running sequences can grow. At most `max_pinned_blocks` of each pool may be pinned, by default half.
+        `identity` names the model and the recipe; prefixes with another identity never match. `options`: see
+        `Holding`. Raises ConfigError if a number is out of range or a list has the wrong length.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
         if not 0 <= reserve_blocks < min(num_blocks):
@@ -73,11 +73,12 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         cache_salt: str | None = None,
         max_reuse: int | None = None,
     ) -> PrefixQuery:
-        """Prepare a prompt for `lookup` and `start`; keep the result, so that tokens are hashed only once.
+        """Prepare a prompt for `lookup` and `start`. Keep the result, so that tokens are hashed only once.
 
-        Prefixes are shared among prompts of the same tenant, or of any tenant with the same `shared_salt`,
-        and among these only between prompts with the same `cache_salt`. `max_reuse`: the most tokens to
-        reuse; it is limited for prompt log-probabilities, which need their tokens computed.
+        Prefixes are shared among prompts of the same tenant, or of all tenants with the same `shared_salt`.
+        Among these prompts, prefixes are shared only if the `cache_salt` is also the same. `max_reuse`:
+        maximum number of tokens to reuse; a limit is needed for prompt log-probabilities, whose tokens must
+        be computed.
 
         Raises:
             RequestError: an id is not a whole number from 0 to 2**32 - 1.
@@ -91,20 +92,21 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return self.prefixes.match(prompt)
 
     def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
-        """Return the longest hit in whole blocks as (length, starts, tables by group). Changes nothing."""
+        """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
         return self.prefixes.held(prompt)
 
     def can_admit(self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None) -> bool:
-        """Return True if a sequence could start now and append `count` tokens beyond its hit.
+        """Return True if a sequence could start now and append `count` tokens after its prefix hit.
 
-        `spare`: blocks per layer group that must stay free, by default the reserve. Changes nothing.
+        `spare`: number of blocks per layer group that must stay free; the reserve by default. Changes
+        nothing.
         """
         return self.prefixes.can_start(prompt, count, spare=spare or [self.reserve_blocks] * len(self.pools))
 
     def pin(self, prompt: PrefixQuery, until: float) -> int:
-        """Pin the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
+        """Pin the complete indexed blocks of a prompt until `until`, in seconds on the caller's clock.
 
-        Pinning the same prefix again extends the pin. Returns the number of pinned tokens, possibly 0.
+        Pinning the same prefix again extends the pin. Returns the number of pinned tokens, which may be 0.
 
         Raises:
             OutOfBlocks: the pins would exceed their limit; nothing was changed.
@@ -113,15 +115,15 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return self.pins.add(self.prefixes.whole(prompt), until)
 
     def expire(self, now: float) -> int:
-        """Release the pins that ended at or before `now` and return their number."""
+        """Release the pins that expired at or before `now`, and return their number."""
         return self.pins.expire(now)
 
     def release_pin(self) -> bool:
-        """Release the pin that ends first, to make room. Returns False if there is none."""
+        """Release the pin that expires first, to make room. Return False if there are no pins."""
         return self.pins.release_first()
 
     def take_orders(self) -> list[Order]:
-        """Return all orders queued since the last call, in order, each exactly once."""
+        """Return all orders queued since the last call, each exactly once, in the order of queueing."""
         return self.blocks.take_orders()
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
@@ -133,7 +135,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return [pool.usage() for pool in self.pools]
 
     def utilization(self) -> float:
-        """Return tokens held / slots of live blocks, over all layer groups; 1.0 if no block is live."""
+        """Return tokens held / slots of live blocks, over all layer groups, or 1.0 if no block is live."""
         return self._tables.utilization(self.sequences())
 
     def drop_cached(self) -> None:
@@ -143,15 +145,15 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; existing blocks keep their ids. Raises ConfigError if a pool would shrink."""
+        """Enlarge the pools. Existing blocks keep their ids. Raise ConfigError if a pool would shrink."""
         self.blocks.grow(num_blocks)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError, naming the invariant, if any invariant of docs/blocks.md is violated."""
+        """Raise AssertionError, naming the invariant, if an invariant in docs/blocks.md is violated."""
         check_integrity(self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing())
 
     def sequences(self) -> list[Sequence]:
-        """Return all live sequences, including swapped ones, in the order of their start."""
+        """Return all live sequences, including swapped-out ones, in the order in which they were started."""
         return list(self._live)
 
     def new_sequence(self, *, tenant: str = "") -> Sequence:
@@ -167,10 +169,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return sequence
 
     def start(self, prompt: PrefixQuery) -> Sequence:
-        """Start a sequence from the longest prefix hit; its first `length` tokens need not be computed.
+        """Start a sequence from its longest prefix hit. Its first `length` tokens need not be computed.
 
-        At least one token of the prompt is left to compute. A block of which only the first tokens match
-        is copied if there is a free block for the copy.
+        At least one token of the prompt is left to compute. If only the first tokens of a block match, the
+        block is copied, provided that a block is free for the copy.
         """
         hit = self.prefixes.hit(prompt)
         sequence = self._begin(prompt)
@@ -182,9 +184,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
     def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:  # D78: adopted blocks are old enough
         """Start a sequence whose first `length` tokens will be filled in instead of computed.
 
-        Full-attention groups get blocks for all of these tokens, groups with a limit for those below it, and
-        sliding windows for the last ones. Fill every block of `tables[g][starts[g]:]`, then call `commit`,
-        which indexes all of them even with a lag. Without `commit`, `free` leaves nothing cached.
+        Full-attention groups get blocks for all of these tokens, groups with a limit for the tokens below the
+        limit, and sliding-window groups for the last tokens. Fill every block of `tables[g][starts[g]:]`,
+        then call `commit`, which indexes all these blocks even with a lag. Without `commit`, `free` leaves
+        nothing cached.
 
         Raises:
             ConfigError: `length` is not a multiple of the block size, or exceeds the prompt.
@@ -198,15 +201,16 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return sequence
 
     def can_append(self, work: Work) -> bool:
-        """Return True if the pools have blocks for `append(work)`. Changes nothing."""
+        """Return True if the pools have enough blocks for `append(work)`. Changes nothing."""
         self._live.check_work(work)
         return self._tables.can_take(self._tables.fitting(work)[0])
 
     def append(self, work: Work) -> list[list[int]]:
-        """Make room for new tokens, given as (sequence, count) pairs, and return their slots by layer group.
+        """Allocate slots for new tokens, listed as (sequence, count) pairs. Return slots by layer group.
 
-        All sequences and groups get room, or none. If a fork or the index shares a last block, a copy is
-        queued. Slots beyond a group's limit are -1. Recurrent states have no slots: see `Sequence.move`.
+        Either all sequences and groups get their slots, or none do. If a fork or the index shares a last
+        block, a copy is queued. Slots beyond a group's limit are -1. Recurrent states have no slots: see
+        `Sequence.move`.
 
         Raises:
             OutOfBlocks: a pool has too few blocks; nothing was changed.
@@ -216,7 +220,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return self._tables.slots(work)
 
     def extend(self, work: Work) -> None:  # D55: doesn't list slots, which saves 0.5 us for 16
-        """Make room like `append`, for callers that compute slots from the tables on the device."""
+        """Allocate like `append`, for callers that compute slots on the device from the tables."""
         self._live.check_work(work)
         self._tables.make_room(work)
         if self.blocks.events.active:
@@ -225,7 +229,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
             sequence.length += count
 
     def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
-        """Mark the KV of all appended tokens as valid, and add token ids that are known now.
+        """Mark the KV of all appended tokens as valid, and add the token ids that are now known.
 
         Full blocks whose tokens are known enter the prefix index and can then be reused.
         Blocks of sliding-window groups that no later token can see are released.
@@ -244,12 +248,13 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
             self.blocks.events.deliver()
 
     def commit_each(self, work: Iterable[tuple[Sequence, int, int]], *, known: bool = True) -> None:
-        """Commit many sequences, given as (sequence, next token, number of tokens with valid KV) triples.
+        """Commit many sequences, listed as (sequence, next token, number of tokens with valid KV).
 
         `known=False`: the token ids are ignored, as if `commit` were called without tokens.
 
         Raises:
-            RequestError: a token is not a whole number from 0 to 2**32 - 1; earlier ones are committed.
+            RequestError: a token is not a whole number from 0 to 2**32 - 1; earlier sequences in `work` are
+                committed.
         """
         live, size, lag = self._live, self.block_size, self.blocks.lag
         slides = any(window is not None for window in self.blocks.windows)
@@ -271,10 +276,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
             self.blocks.events.deliver()
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Start a second sequence with the same tokens; blocks are shared until one of the two writes.
+        """Start a second sequence with the same tokens. Blocks are shared until one sequence writes.
 
         Raises:
-            ConfigError: appended tokens are not committed, or the sequence is swapped out.
+            ConfigError: appended tokens are not committed yet, or the sequence is swapped out.
         """
         self._live.check_committed(sequence, "fork")
         fork = self.new_sequence(tenant=sequence.tenant)
@@ -287,11 +292,12 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return length == sequence.length or self._tables.can_shorten(sequence, length)
 
     def truncate(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> None:
-        """Shorten a sequence to its first `length` tokens, to drop rejected drafts or to rewind.
+        """Shorten a sequence to its first `length` tokens, in order to drop rejected drafts or to rewind.
 
-        A recurrent state can return only to a snapshot, or to before the last append if that was not run.
-        `state_is_due`: it can also return to a point within the last block of the last append where the state
-        after `length` tokens, and no later state, is stored or will be.
+        A recurrent state can return only to a snapshot, or to the point before the last append if that append
+        was not run.
+        With `state_is_due`, the state can also return to a point within the last block of the last append if
+        the state after `length` tokens, and no later state, is stored or will be stored.
 
         Raises:
             ConfigError: `length` is too large, or blocks visible there were released; nothing changed.
@@ -303,9 +309,9 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
             del sequence.tokens[length:]
 
     def scrub(self, sequence: Sequence) -> None:  # D60: a failed request's own blocks leave the index
-        """Queue zeroing of every block that only this sequence uses; the sequence is never indexed again.
+        """Queue zeroing of every block that only this sequence uses. The sequence is never indexed again.
 
-        Blocks that it computed and no other sequence uses also leave the index, and their pins are released.
+        Blocks that the sequence computed and no other sequence uses leave the index; their pins are released.
         """
         self._live.check_ready(sequence)
         sequence.indexing = False
@@ -316,7 +322,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
 
     def scrub_uncommitted(self, sequence: Sequence) -> None:
-        """Queue zeroing of a sequence's blocks with uncommitted tokens, before it ends within a step."""
+        """Queue zeroing of the blocks with uncommitted tokens of a sequence that ends within a step."""
         self._live.check_ready(sequence)
         if sequence.length > sequence.committed:
             self._tables.scrub(sequence, first=sequence.committed // self.block_size)
@@ -334,7 +340,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return sequence.receipt.copy()
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return True if there are enough free host slots for all of a sequence's blocks. Changes nothing."""
+        """Return True if enough host slots are free for all of a sequence's blocks. Changes nothing."""
         self._live.check_committed(sequence, "swap out")
         return self.swap.can_swap_out(sequence)
 
@@ -343,7 +349,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
         Raises:
             OutOfBlocks: there are too few host slots; nothing was changed.
-            ConfigError: appended tokens are not committed.
+            ConfigError: appended tokens are not committed yet.
         """
         self._live.check_committed(sequence, "swap out")
         self.swap.swap_out(sequence)
@@ -351,12 +357,12 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
 
     def can_swap_in(self, sequence: Sequence) -> bool:
-        """Return True if the pools have blocks for `swap_in`. Changes nothing."""
+        """Return True if the pools have enough blocks for `swap_in`. Changes nothing."""
         self._live.check_swapped(sequence)
         return self.swap.can_swap_in(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Swap a sequence in: share the blocks that the index still holds, and queue orders for the rest.
+        """Swap a sequence in: share its blocks that are still indexed, and queue orders for the rest.
 
         Carry out the orders, then call `recover`, even if none failed; until then, only `free` is allowed.
 
@@ -369,13 +375,13 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
 
     def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
-        """Confirm a swap-in: `failed` are the orders whose bytes had changed since the swap-out, if any.
+        """Confirm a swap-in. `failed`: the orders whose bytes had changed since the swap-out, if any.
 
-        The sequence is shortened to its valid tokens. Its token ids stay known: compute from
+        The sequence is shortened to its valid tokens. Its token ids stay known, so recompute from position
         `sequence.length` on. Orders of other sequences are ignored.
 
         Raises:
-            ConfigError: the sequence was not just swapped in, or its orders have not been taken yet.
+            ConfigError: the sequence was not just swapped in, or its orders are still in the queue.
         """
         self._live.check_restored(sequence)
         lost = self.swap.lost(sequence, failed)

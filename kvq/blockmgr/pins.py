@@ -1,4 +1,4 @@
-"""Pins: prefixes that stay cached until a given time, even if other sequences need memory."""
+"""Pins: prefixes that stay cached until a specified time, even if other sequences need memory."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvq.errors import ConfigError, OutOfBlocks
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """References to the blocks of one prefix, held until a given time."""
+    """References to the blocks of one prefix, held until a specified time."""
 
     length: int  # tokens
     blocks: list[list[BlockId]]  # per layer group
@@ -22,7 +22,7 @@ class _Pin:
 
 
 class Pins:
-    """All pins of a block manager. A pinned block is never evicted, and the gauges count it as live."""
+    """All pins of a block manager. Pinned blocks are never evicted, and the gauges count them as live."""
 
     def __init__(self, blocks: Blocks, max_blocks: int | None) -> None:
         if max_blocks is not None and max_blocks < 0:
@@ -41,12 +41,12 @@ class Pins:
         return list(self._pins.values())
 
     def limit(self, group: int) -> int:  # D79: pins are references; at most half a pool
-        """Return the most blocks of a layer group that pins may hold: as configured, or half the pool."""
+        """Return the maximum number of pinned blocks in a group: as configured, or half the pool."""
         total = self._blocks.pools[group].num_blocks
         return total // 2 if self._max_blocks is None else min(self._max_blocks, total)
 
     def num_pinned(self, group: int) -> int:
-        """Return the number of pinned blocks of a layer group."""
+        """Return the number of pinned blocks in a layer group."""
         return len(self._pinned[group])
 
     def add(self, nodes: list[Node], until: float) -> int:
@@ -70,7 +70,7 @@ class Pins:
         return length
 
     def expire(self, now: float) -> int:
-        """Release the pins that ended at or before `now` and return their number."""
+        """Release the pins that expired at or before `now`, and return their number."""
         if now < self._next:
             return 0
         over = [node for node, pin in self._pins.items() if pin.until <= now]
@@ -80,7 +80,7 @@ class Pins:
         return len(over)
 
     def release(self, node: Node) -> None:
-        """Release the pin whose last block belongs to this node, if there is one."""
+        """Release the pin whose last block belongs to this node, if any."""
         pin = self._pins.pop(node, None)
         if pin is None:
             return
@@ -92,14 +92,14 @@ class Pins:
                     del pinned[block]
 
     def release_own(self, sequence: Sequence) -> None:
-        """Release the pins whose last block was computed by this sequence itself."""
+        """Release the pins whose last block this sequence computed itself."""
         node, depth = sequence.node, sequence.depth
         while node.parent is not None and depth > sequence.found:
             self.release(node)
             node, depth = node.parent, depth - 1
 
     def release_first(self) -> bool:
-        """Release the pin that ends first. Returns False if there is no pin."""
+        """Release the pin that expires first. Return False if there are no pins."""
         if not self._pins:
             return False
         self.release(min(self._pins, key=lambda node: self._pins[node].until))

@@ -1,4 +1,4 @@
-"""Block pool: which blocks of a layer group are free, cached or live."""
+"""Block pool: records which blocks of a layer group are free, cached or live."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ HostSlot = NewType("HostSlot", int)  # index of a block's slot in host memory or
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolUsage:
-    """The three gauges of one pool, which always add up to `total`."""
+    """Gauges of one pool. The three counts always add up to `total`."""
 
     free: int  # contain nothing
     cached: int  # contain indexed tokens that are not in use; evicted when free blocks run out
@@ -27,7 +27,7 @@ EvictionListener = Callable[[list[BlockId], list[object]], Iterable[BlockId]]
 
 
 class BlockPool:
-    """Reference counts of blocks. The pool only decides; the bytes belong to `kvq.cache`.
+    """Allocator of blocks by reference count. It stores only the counts; the bytes belong to `kvq.cache`.
 
     A block with references is live. Without references, it is cached if `keep` marked it with an index
     entry, and free otherwise. Every state change is O(1) per block. `policy` orders the cached blocks.
@@ -67,7 +67,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that can be allocated: the free and the cached ones."""
+        """Number of blocks that can be allocated: all free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     def usage(self) -> PoolUsage:
@@ -85,7 +85,7 @@ class BlockPool:
             )
 
     def allocate(self, count: int) -> list[BlockId]:  # D54: a cached block leaves the index at once, 0.5 us
-        """Allocate `count` blocks with one reference each, starting with the free block released first.
+        """Allocate `count` blocks with one reference each. The free blocks released first are used first.
 
         When free blocks run out, cached blocks leave the prefix index in the order of the eviction policy.
         If there are too few blocks, nothing is allocated and the pool is unchanged.
@@ -114,11 +114,11 @@ class BlockPool:
             self._hits.add(block)
 
     def release(self, block: BlockId) -> None:
-        """Drop a reference; after the last one, the block is cached if it is indexed, and free otherwise."""
+        """Drop a reference. After the last one, the block becomes cached if it is indexed, otherwise free."""
         self.release_all((block,))
 
     def release_all(self, blocks: Iterable[BlockId]) -> None:
-        """Drop one reference to each block, in order; the first blocks are also the first to be reused."""
+        """Drop one reference to each block, in order. The first blocks are also the first to be reused."""
         refs, entries = self._refs, self._entries
         free, cache = self._free.append, self._cached.add
         for block in blocks:
@@ -141,7 +141,7 @@ class BlockPool:
         return {BlockId(block): refs for block, refs in enumerate(self._refs) if refs}
 
     def entry(self, block: BlockId) -> object | None:
-        """Return the index entry that the block is marked with, or None."""
+        """Return the index entry of a block, or None if it has none."""
         return self._entries[block]
 
     def every(self, stride: int) -> Iterable[tuple[int, int, object | None]]:
@@ -151,27 +151,27 @@ class BlockPool:
         )
 
     def cached_blocks(self) -> list[BlockId]:
-        """Return the cached blocks, with the next one to evict first."""
+        """Return the cached blocks in eviction order."""
         return self._cached.order()
 
     def num_indexed(self) -> int:
-        """Return the number of blocks with an index entry, live or cached, in O(blocks)."""
+        """Return the number of blocks with an index entry, live or cached. Takes O(blocks)."""
         return self.num_blocks - self._entries.count(None)
 
     def is_writable(self, block: BlockId) -> bool:  # D67: the index counts as a sharer
-        """Return True if exactly one sequence sees the block: it has one reference and is not indexed."""
+        """Return True if only one sequence sees the block: it has one reference and is not indexed."""
         return self._refs[block] == 1 and self._entries[block] is None
 
     def keep(self, block: BlockId, entry: object) -> None:
-        """Mark a live block as indexed: it stays cached after its last reference is dropped."""
+        """Mark a live block as indexed, so that it stays cached after its last reference is dropped."""
         assert self._refs[block] > 0, f"block {block} is not live, it can't be indexed"
         assert self._entries[block] is None, f"block {block} is indexed already"
         self._entries[block] = entry
 
     def forget(self, block: BlockId) -> None:
-        """Remove a block from the index: a live block keeps its references, a cached block becomes free.
+        """Remove a block from the index. A live block keeps its references, and a cached block becomes free.
 
-        Cached blocks that can't be found without it are evicted.
+        Cached blocks that can't be found without this block are evicted.
         """
         if not self._refs[block]:
             self._cached.remove(block)
@@ -210,13 +210,13 @@ class BlockPool:
             assert self._entries[block] is not None, f"block {block} is cached and not indexed"
 
     def _evict(self, blocks: list[BlockId]) -> None:
-        """Free blocks that were removed from the cached ones, and blocks that can't be found without them."""
+        """Free blocks that left the cache, and other cached blocks that can't be found without them."""
         while blocks:
             self._free.extend(blocks)
             blocks = self._unmark(blocks)
 
     def _unmark(self, blocks: list[BlockId]) -> list[BlockId]:
-        """Remove blocks from the index. Returns other blocks that can no longer be found."""
+        """Remove blocks from the index. Return the other blocks that can no longer be found."""
         entries = [self._entries[block] for block in blocks]
         for block in blocks:
             self._entries[block] = None

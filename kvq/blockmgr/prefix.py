@@ -1,8 +1,8 @@
-"""Prefix index: finds the blocks that hold the KV of given tokens by chained digests.
+"""Prefix index: finds the blocks that hold a prompt's KV by means of chained digests.
 
-The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so
-a prefix is found with one dictionary lookup per block. Digests only find candidates: the tokens are then
-compared, block by block from the root, so that colliding digests can't lead to the wrong KV.
+The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so a prefix
+is found with one dictionary lookup per block. Digests only find candidates. The tokens are then compared,
+block by block from the root, so colliding digests can't lead to the wrong KV.
 """
 
 from array import array
@@ -25,7 +25,7 @@ def sha256_digest(data: bytes) -> bytes:
 
 
 class Node:
-    """Tokens of one block after a prefix, and the blocks that hold their KV, by layer group.
+    """Node of the index: one block's tokens after a prefix, and the blocks with their KV by layer group.
 
     A node stays in the index while it has a block in any group or a child, so that every chain from a
     root can be compared token by token.
@@ -68,7 +68,7 @@ def _remove_child(parent: Node, child: Node) -> None:
 
 @dataclass(slots=True, eq=False)
 class PrefixQuery:
-    """Tokens of a prompt to look up, validated once, with the digests that were needed so far."""
+    """Prompt tokens to look up, validated only once, with the digests computed so far."""
 
     tokens: "array[int]"
     tenant: str
@@ -76,7 +76,7 @@ class PrefixQuery:
     data: bytes  # the tokens as bytes
     digests: list[bytes]  # of the full blocks, in order
     block_size: int  # tokens of a full block
-    max_reuse: int | None = None  # limit for the tokens of a hit, if lower than all but one
+    max_reuse: int | None = None  # limit for the tokens of a hit, if below the prompt's length - 1
 
 
 def token_array(tokens: Iterable[int]) -> "array[int]":
@@ -103,7 +103,7 @@ class PrefixIndex:
     """Chains of nodes, with one root per salt."""
 
     def __init__(self, *, block_size: int, num_groups: int, identity: bytes = b"") -> None:
-        """Make an empty index; `identity` names the model and the recipe."""
+        """Create an empty index. `identity` names the model and the recipe."""
         self.block_size = block_size
         self._step = block_size * TOKEN_BYTES
         self._num_groups = num_groups
@@ -116,7 +116,7 @@ class PrefixIndex:
         return len(self._nodes)
 
     def get(self, digest: bytes) -> Node | None:
-        """Return the node with this digest, but no root."""
+        """Return the node with this digest, or None. Roots are not found."""
         return self._nodes.get(digest)
 
     def nodes(self) -> Iterator[Node]:
@@ -124,15 +124,15 @@ class PrefixIndex:
         return iter(self._nodes.values())
 
     def roots(self) -> Iterator[Node]:
-        """Iterate over the roots that have nodes below them."""
+        """Iterate over the roots that have child nodes."""
         return iter(self._roots.values())
 
     def root_digest(  # D74: the salt follows the tenant's length
         self, tenant: str, shared_salt: str | None = None, cache_salt: str | None = None
     ) -> bytes:
-        """Return the digest that starts a tenant's chains, or those of all tenants with one `shared_salt`.
+        """Return the digest that starts the chains of a tenant, or of all tenants with a `shared_salt`.
 
-        A `cache_salt` separates chains further.
+        A `cache_salt` separates the chains further.
         """
         kind, salt = (b"t", _utf8(tenant)) if shared_salt is None else (b"s", _utf8(shared_salt))
         if cache_salt is not None:
@@ -140,11 +140,11 @@ class PrefixIndex:
         return sha256_digest(_VERSION + self._identity + kind + salt)
 
     def root(self, digest: bytes) -> Node:
-        """Return the root with this digest; it enters the index with its first child."""
+        """Return the root with this digest. The root enters the index with its first child."""
         return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
 
     def digest_at(self, prompt: PrefixQuery, block: int) -> bytes:
-        """Return the chained digest of a full block of a prompt, and hash any blocks before it as needed."""
+        """Return the chained digest of a prompt's full block, hashing any preceding blocks as needed."""
         digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
         while len(digests) <= block:
             at = len(digests) * step
@@ -153,7 +153,7 @@ class PrefixIndex:
         return digests[block]
 
     def chain(self, parent: bytes, tokens: bytes) -> bytes:
-        """Return the digest of a block of tokens that follows `parent`."""
+        """Return the digest of a block with these tokens that follows the block with digest `parent`."""
         return self._digest(parent + tokens)
 
     def walk(self, prompt: PrefixQuery, max_blocks: int) -> list[Node]:
@@ -180,7 +180,7 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: Node, digest: bytes, tokens: bytes) -> Node | None:
-        """Return the node for a block of tokens after `parent`, created if missing; None on a collision."""
+        """Return the node for a block after `parent`, creating it if missing, or None on a collision."""
         if parent.parent is None:
             parent = self._roots.get(parent.digest, parent)  # another root may have been added meanwhile
         node = self._nodes.get(digest)
@@ -200,15 +200,15 @@ class PrefixIndex:
         return node
 
     def attach(self, node: Node, group: int, block: BlockId) -> None:
-        """Record that a block holds the node's KV in one layer group."""
+        """Record the block that holds the node's KV in one layer group."""
         assert node.blocks[group] is None, "the node has a block in that group already"
         node.blocks[group] = block
         node.num_held += 1
 
     def forget(self, nodes: list[Node], group: int) -> list[BlockId]:
-        """Remove the nodes' blocks in one group; nodes that are no longer needed leave the index.
+        """Remove the nodes' blocks in one group. Nodes that are no longer needed leave the index.
 
-        Returns the blocks of this group that directly follow a removed one.
+        Returns the blocks of this group that directly follow a removed block.
         """
         stranded: list[BlockId] = []
         known = self._nodes
@@ -231,7 +231,7 @@ class PrefixIndex:
         return stranded
 
     def prune(self, node: Node) -> None:  # D69: nodes without blocks stay while they have children
-        """Remove a node without blocks and children, and ancestors that only this node kept in the index."""
+        """Remove a node that has no blocks and no children, and any ancestors that only this node kept."""
         while node.parent is not None:
             if node.num_held or node.children or not node.alive:
                 return
@@ -244,11 +244,11 @@ class PrefixIndex:
             del self._roots[node.digest]
 
     def best_child(self, node: Node, tokens: bytes, num_groups: int) -> tuple[Node | None, int]:  # D70
-        """Return the child that shares the most leading tokens with `tokens`, and the number of these tokens.
+        """Return the child with the longest common prefix with `tokens`, and the length of this prefix.
 
-        Children are sorted by tokens, so on either side the nearest child with blocks in all `num_groups`
-        layer groups that have blocks at its depth shares the most. Only a limited number of neighbors is
-        examined, so that no client can make this slow.
+        Children are sorted by tokens, so the best child is the nearest one on either side that has blocks in
+        all `num_groups` layer groups with blocks at its depth. Only a limited number of neighbors is
+        examined, so that no client can make the search slow.
         """
         best: Node | None = None
         longest = 0
@@ -267,6 +267,6 @@ class PrefixIndex:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """Return the number of leading tokens that two rows of token ids share."""
+    """Return the number of leading tokens that two arrays of token ids have in common."""
     pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES)

@@ -14,7 +14,7 @@ Work = list[tuple["Sequence", int]]  # (sequence, new tokens)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMove:
-    """Reads and writes of a sequence's recurrent state in its last append."""
+    """Reads and writes of a sequence's recurrent state during its last append."""
 
     start: int  # tokens before the append
     source: BlockId  # block with the state after these tokens; a HOLE if there are none
@@ -23,7 +23,7 @@ class StateMove:
 
 @dataclass(kw_only=True, slots=True)
 class BlockUse:
-    """Memory use of one sequence, in blocks over all layer groups unless stated otherwise."""
+    """Memory use of one sequence. Values are block counts over all layer groups unless stated otherwise."""
 
     own: int = 0  # allocated from the pools
     shared: int = 0  # found in the prefix index, or inherited by a fork
@@ -31,18 +31,18 @@ class BlockUse:
     copied: int = 0  # blocks copied before a write or to reuse their first tokens
     recomputed: int = 0  # tokens computed again because a preemption or a failed swap lost their KV
     swapped: int = 0  # blocks moved to host slots
-    peak: int = 0  # most blocks that one sequence held at once
-    peak_bytes: int = 0  # most bytes that one sequence held at once, with each group's own block size
+    peak: int = 0  # maximum number of blocks that one sequence held
+    peak_bytes: int = 0  # maximum bytes that one sequence held, with each group's own block size
 
     def add(self, other: "BlockUse") -> None:
-        """Add the use of another sequence; the peaks are the larger of the two."""
+        """Add the use of another sequence. Each peak is the larger of the two."""
         peaks = max(self.peak, other.peak), max(self.peak_bytes, other.peak_bytes)
         for name in BlockUse.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak, self.peak_bytes = peaks
 
     def copy(self) -> "BlockUse":
-        """Return a copy; faster than `dataclasses.replace`, since it runs for every finished request."""
+        """Return a copy. Faster than `dataclasses.replace`; runs for every finished request."""
         found = BlockUse()
         for name in BlockUse.__slots__:
             setattr(found, name, getattr(self, name))
@@ -51,10 +51,10 @@ class BlockUse:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Length and tables of one sequence. Anyone may read it; only its `BlockManager` changes it.
+    """Length and block tables of one sequence. Any code may read it; only its `BlockManager` changes it.
 
     `tables[g][i]` is the block of positions [i * block_size, (i + 1) * block_size) in layer group g.
-    Entries before `starts[g]` were released because no token can see them any more; their values are
+    Entries before `starts[g]` were released because no token can see them anymore; their values are
     meaningless. A group that keeps only the first tokens has no entries beyond its limit. A group of
     recurrent states has holes where no state is kept.
     """
@@ -85,7 +85,7 @@ class Sequence:
         self.changed = [len(table) for table in self.tables]
 
     def note_peak(self, block_bytes: list[int]) -> None:  # D66
-        """Update the peaks from the blocks held now; `block_bytes`: bytes per block, by layer group."""
+        """Update the peaks from the blocks held now. `block_bytes`: bytes per block, by layer group."""
         blocks = nbytes = 0
         for group, size in enumerate(block_bytes):
             held = self.num_held_in(group)
@@ -95,7 +95,7 @@ class Sequence:
         self.receipt.peak_bytes = max(self.receipt.peak_bytes, nbytes)
 
     def mark(self, group: int, index: int) -> None:
-        """Mark the entries of a table from `index` on as changed."""
+        """Mark a table's entries from `index` on as changed."""
         self.is_changed = True
         self.changed[group] = min(self.changed[group], index)
 
@@ -105,14 +105,14 @@ class Sequence:
         self.changed = [0] * len(self.tables)
 
     def fill(self, starts: list[int], held: list[list[BlockId]]) -> None:
-        """Set the tables to these blocks; each group's first block goes to its index in `starts`."""
+        """Put these blocks into the tables. Each group's first block goes to its index in `starts`."""
         self.starts, self.tables = starts, tables_of(starts, held)
         self.mark_all()
 
     def adopt(
         self, length: int, starts: list[int], taken: list[list[BlockId]], block_bytes: list[int]
     ) -> None:
-        """Set newly allocated blocks for the first `length` tokens of a new, empty sequence."""
+        """Put newly allocated blocks for the first `length` tokens into a new, empty sequence."""
         self.fill(starts, taken)
         self.length = self.adopted = length
         self.receipt.own = self.num_held
@@ -125,9 +125,9 @@ class Sequence:
         self.depth -= 1
 
     def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:  # D57: every changed entry exactly once
-        """Return the table changes since the last call as (group, first index, entries from there on).
+        """Return the table changes since the last call as (group, first index, entries from this index on).
 
-        They are used to update copies of the tables on a device.
+        The changes are used to update copies of the tables on a device.
         """
         changes = []
         for group, (table, first) in enumerate(zip(self.tables, self.changed, strict=True)):
@@ -143,42 +143,42 @@ class Sequence:
         return self.swapped is not None
 
     def holds(self, group: int, index: int) -> bool:
-        """Return True if a table has a block at an index: not released, and within the group's limit."""
+        """Return True if a table holds a block at `index`: not released, and within the group's limit."""
         table = self.tables[group]
         return self.starts[group] <= index < len(table) and table[index] != HOLE
 
     def held_in(self, group: int) -> list[BlockId]:
-        """Return the blocks that are held now in a layer group."""
+        """Return the blocks currently held in a layer group."""
         held = self.tables[group][self.starts[group] :]
         return [block for block in held if block != HOLE] if group == self.state_group else held
 
     def num_held_in(self, group: int) -> int:
-        """Return the number of blocks that are held now in a layer group."""
+        """Return the number of blocks currently held in a layer group."""
         if group == self.state_group:
             return len(self.held_in(group))
         return len(self.tables[group]) - self.starts[group]
 
     @property
     def held(self) -> list[list[BlockId]]:
-        """Blocks held now, by layer group."""
+        """Currently held blocks, by layer group."""
         return [self.held_in(group) for group in range(len(self.tables))]
 
     @property
     def num_held(self) -> int:
-        """Number of blocks held now, over all layer groups."""
+        """Number of currently held blocks, over all layer groups."""
         return sum(self.num_held_in(group) for group in range(len(self.tables)))
 
 
 def tables_of(starts: list[int], held: list[list[BlockId]]) -> list[list[BlockId]]:
-    """Return tables of these blocks; each group's first block is at its index in `starts`."""
+    """Return tables with these blocks. Each group's first block is at its index in `starts`."""
     return [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
 
 
 class LiveSequences(dict[Sequence, None]):
-    """Live sequences in the order of their start, with checks that refuse invalid use."""
+    """Live sequences, in the order in which they were started, with checks that refuse invalid use."""
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence; after that it may only be read."""
+        """Remove a sequence. Afterwards, it may only be read."""
         del self[sequence]
         sequence.ready = False
 
@@ -188,7 +188,7 @@ class LiveSequences(dict[Sequence, None]):
             raise ConfigError("the sequence was freed, or is another manager's; start a new one")
 
     def check_ready(self, sequence: Sequence) -> None:
-        """Raise ConfigError unless the sequence's blocks are in the pools and confirmed."""
+        """Raise ConfigError unless the sequence's blocks are in the pools, with any swap-in confirmed."""
         if sequence.ready and sequence in self:
             return
         self.check_live(sequence)
@@ -200,7 +200,7 @@ class LiveSequences(dict[Sequence, None]):
         )
 
     def check_work(self, work: Work) -> None:
-        """Raise ConfigError unless an append has ready, distinct sequences and no negative count."""
+        """Raise ConfigError unless an append's sequences are ready and distinct, and no count is negative."""
         if len(dict(work)) != len(work):
             raise ConfigError("a sequence comes twice in one append; add its counts up")
         for sequence, count in work:

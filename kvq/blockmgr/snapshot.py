@@ -1,4 +1,4 @@
-"""Snapshot of block memory: the state and the owner of every block."""
+"""Snapshot of block memory: the state and owner of every block."""
 
 from collections.abc import Sequence as Row
 from enum import IntEnum
@@ -12,7 +12,7 @@ OTHERS = 63  # the owner code that all further tenants share
 
 
 class _BlockState(IntEnum):  # D71: idle since it was last found, not since its release
-    """The low two bits of a block's byte."""
+    """State of a block, stored in the low two bits of the block's byte."""
 
     FREE = 0
     CACHED = 1
@@ -23,7 +23,7 @@ class _BlockState(IntEnum):  # D71: idle since it was last found, not since its 
 def take_snapshot(manager: BlockManager, tenants: Row[str], *, stride: int = 1) -> list[bytes]:
     """Return one byte for every `stride`-th block of each pool: `owner << 2 | _BlockState`. Changes nothing.
 
-    The owner is 1 + the tenant's position in `tenants`, `OTHERS` for tenants beyond `MAX_OWNERS`, and 0
+    The owner code is 1 + the tenant's position in `tenants`, `OTHERS` for tenants beyond `MAX_OWNERS`, and 0
     for free blocks and for cached blocks whose prefix belongs to no single tenant or has a salt.
     O(blocks sampled + blocks held).
     """
@@ -36,7 +36,7 @@ def take_snapshot(manager: BlockManager, tenants: Row[str], *, stride: int = 1) 
 
 
 def _held(manager: BlockManager, group: int, codes: dict[str, int]) -> dict[int, int]:
-    """Return the owner codes of blocks in tables, the only record of the owners of unindexed blocks."""
+    """Return the owner codes of blocks in sequences' tables, which alone show who owns unindexed blocks."""
     held: dict[int, int] = {}
     for sequence in manager.sequences():
         if not sequence.is_swapped:

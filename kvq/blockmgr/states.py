@@ -1,7 +1,7 @@
 """Recurrent states, kept as blocks of a separate layer group.
 
-A sequence has one such block for the state after all its tokens; the block moves from index to index of
-the table as the sequence grows. At the end of some full blocks it stays behind as a snapshot, which the
+A sequence has one such block for the state after all its tokens; the block moves from index to index of the
+table as the sequence grows. At the end of some full blocks, the block stays behind as a snapshot that the
 index can find, and the sequence continues in another block. Indices without a block are holes.
 """
 
@@ -17,7 +17,7 @@ SNAPSHOT_EVERY = 256  # tokens
 
 @dataclass(frozen=True, slots=True)
 class _StateStep:
-    """Change of a state's table entries in one append."""
+    """Changes to a table's state entries during one append."""
 
     targets: list[int]  # indices of the blocks to write, in order; all but the last are snapshots
     copies: bool  # the state is shared, in the middle of a block, and must be copied first
@@ -31,7 +31,7 @@ class _StateStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:  # D63: recurrent states are blocks of a group whose window is 2
-    """Rules of the layer group for states."""
+    """Rules for the layer group of recurrent states."""
 
     group: int
     pool: BlockPool
@@ -39,14 +39,14 @@ class States:  # D63: recurrent states are blocks of a group whose window is 2
     every: int  # tokens between snapshots, in addition to the one at the end of a prompt
 
     def keeps(self, sequence: Sequence, index: int) -> bool:
-        """Return True if the state after a full block is kept for the index."""
+        """Return True if the state after a full block is kept and indexed."""
         if sequence.tail is None or not sequence.indexing:
             return False
         end = (index + 1) * self.block_size
         return index == sequence.tail or end % self.every == 0 or end == sequence.adopted
 
     def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> _StateStep:
-        """Return how appending `count` tokens changes the entries, with or without `snapshots` kept."""
+        """Return how appending `count` tokens changes the entries, with or without new snapshots."""
         size, start = self.block_size, sequence.length
         last, first = (start + count - 1) // size, start // size
         between = range(first, last) if snapshots else ()
@@ -63,7 +63,7 @@ class States:  # D63: recurrent states are blocks of a group whose window is 2
         return _StateStep(targets, copies=False, moves=is_free)
 
     def extend(self, sequence: Sequence, count: int, step: _StateStep, fresh: Iterator[BlockId]) -> None:
-        """Apply the change to the entries after any copy, and record the reads and writes in `move`."""
+        """Apply the changes to the entries, after any copy, and record the reads and writes in `move`."""
         size, start, table = self.block_size, sequence.length, sequence.tables[self.group]
         end = start + count
         source = table[-1] if start else HOLE
@@ -83,13 +83,14 @@ class States:  # D63: recurrent states are blocks of a group whose window is 2
         sequence.move = StateMove(start=start, source=source, pieces=pieces)
 
     def first_needed(self, sequence: Sequence, first: int) -> int:
-        """Return the index of the first block to keep; snapshots are indexed before they are released."""
+        """Return the index of the first block to keep. Snapshots are indexed before they are released."""
         if sequence.tail is None or not sequence.indexing:
             return first
         return min(first, sequence.depth)
 
     def can_rewind(self, sequence: Sequence, length: int, *, is_due: bool) -> bool:
-        """Return True if the state after `length` tokens is stored, or `is_due` in the last block."""
+        """Return True if the state after `length` tokens is stored, or if `is_due` is set and `length` falls
+        within the last block."""
         if length in (0, sequence.length):
             return True
         move = sequence.move
@@ -103,7 +104,7 @@ class States:  # D63: recurrent states are blocks of a group whose window is 2
         return sequence.holds(self.group, length // self.block_size - 1)
 
     def rewind(self, sequence: Sequence, length: int) -> None:
-        """Move the block back to its index before an append that was not run, if it has moved."""
+        """Move the block back to its index before an append that was never run, if the block was moved."""
         move, table, index = sequence.move, sequence.tables[self.group], (length - 1) // self.block_size
         if move is None or not length or move.start != length or table[index] != HOLE:
             return

@@ -1,4 +1,4 @@
-"""Swap space: moves a sequence's blocks to host slots and back, except those that the index still holds."""
+"""Swap space: moves a sequence's blocks to host slots and back, except blocks that are still indexed."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, OutOfBlocks
 
 
 class SwapSpace:
-    """Host slots by layer group, each free or with one block of a swapped sequence."""
+    """Host slots by layer group. Each slot is free or holds one block of a swapped-out sequence."""
 
     def __init__(self, blocks: Blocks, host_slots: list[int]) -> None:
         if len(host_slots) != len(blocks.pools) or any(count < 0 for count in host_slots):
@@ -26,7 +26,7 @@ class SwapSpace:
 
     @property
     def num_free(self) -> list[int]:
-        """Number of free slots by layer group."""
+        """Number of free slots per layer group."""
         return [len(free) for free in self._free]
 
     def free_slots(self, group: int) -> set[HostSlot]:
@@ -34,11 +34,11 @@ class SwapSpace:
         return set(self._free[group])
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return True if there are enough slots for all of a sequence's blocks. Changes nothing."""
+        """Return True if enough slots are free for all of a sequence's blocks. Changes nothing."""
         return all(sequence.num_held_in(group) <= len(free) for group, free in enumerate(self._free))
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Queue the move of all held blocks to slots and release the blocks, or raise OutOfBlocks."""
+        """Queue the move of all held blocks to host slots, and release the blocks, or raise OutOfBlocks."""
         if not self.can_swap_out(sequence):
             raise OutOfBlocks(
                 f"{sequence.num_held} blocks don't fit into the free host slots per layer group "
@@ -63,7 +63,7 @@ class SwapSpace:
         return self._fits(self._demand(sequence, found), found)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Share blocks that the index still holds and queue swap-ins for the rest, or raise OutOfBlocks."""
+        """Share blocks that are still indexed, and queue swap-ins for the others, or raise OutOfBlocks."""
         assert sequence.swapped is not None, "checked by the manager"
         blocks = self._blocks
         found = self._find(sequence)
@@ -102,7 +102,7 @@ class SwapSpace:
         """Return the table index of the first block that a failed order should have filled, or None.
 
         Raises:
-            ConfigError: some swap-in orders have not been taken yet.
+            ConfigError: some swap-in orders are still in the queue.
         """
         if any(isinstance(order, SwapIn) for order in self._blocks.orders):
             raise ConfigError("swap-ins were ordered and not carried out; take_orders() first")
@@ -115,7 +115,7 @@ class SwapSpace:
         return min(lost, default=None)
 
     def discard(self, sequence: Sequence) -> None:
-        """Free a swapped sequence's slots."""
+        """Free the host slots of a swapped-out sequence."""
         for free, slots in zip(self._free, sequence.swapped or [], strict=False):
             free.extend(slot for _, slot in slots)
         sequence.swapped = None
@@ -124,7 +124,7 @@ class SwapSpace:
         return self._blocks.can_take(demand, beside=[list(held.values()) for held in found])
 
     def _find(self, sequence: Sequence) -> list[dict[int, BlockId]]:
-        """Return the blocks that the index still holds, by layer group and table index. Changes nothing."""
+        """Return the sequence's blocks that are still indexed, by group and table index. Changes nothing."""
         nodes = _path(sequence.node)
         found: list[dict[int, BlockId]] = []
         for group, slots in enumerate(sequence.swapped or []):
@@ -141,7 +141,7 @@ class SwapSpace:
         return [len(slots) - len(held) for slots, held in zip(sequence.swapped, found, strict=True)]
 
     def _set_depth(self, sequence: Sequence) -> None:
-        """Reduce the indexed depth to the leading blocks that both the index and the sequence hold."""
+        """Reduce the indexed depth to the leading blocks that are still both indexed and held."""
         nodes = _path(sequence.node)
         depth = 0
         for i, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Block tables: blocks of hits, room for new tokens, copy-on-write, and releasing blocks."""
+"""Block tables: sharing the blocks of hits, allocation for new tokens, copy-on-write, and release."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ class Tables:
         self._blocks = blocks
 
     def fill(self, sequence: Sequence, hit: Hit) -> None:
-        """Share a prompt's hit with its new, empty sequence, and queue the copy of a partial block.
+        """Share a prefix hit with the prompt's new, empty sequence, and queue the copy of a partial block.
 
         The partial block is skipped if no block is free for the copy. Never raises OutOfBlocks.
         """
@@ -45,7 +45,7 @@ class Tables:
         sequence.note_peak(self._blocks.block_bytes)
 
     def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
-        """Copy a block whose first tokens come next, if every group has a block for the copy."""
+        """Copy a block whose first tokens come next in the prompt, if every group has a free block for it."""
         blocks = self._blocks
         sources = [[] if block is None else [block] for block in part.blocks]
         copied = sum(map(len, sources))
@@ -69,7 +69,7 @@ class Tables:
     def take_prefix(self, prompt: PrefixQuery, length: int) -> tuple[list[int], list[list[BlockId]]]:
         """Allocate blocks for the first `length` tokens of a prompt; see `BlockManager.adopt`.
 
-        Returns (table index of the first block, blocks from there on) for all layer groups.
+        Returns the table index of the first block and the allocated blocks, both by layer group.
         """
         check_prompt(self._blocks, prompt)
         blocks, num_tokens = self._blocks, len(prompt.tokens)
@@ -85,7 +85,7 @@ class Tables:
     def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
         """Return the sequences that need blocks for `work`, by layer group. Changes nothing.
 
-        `snapshots`: whether to leave recurrent states behind where they should be kept.
+        `snapshots`: whether to keep snapshots of recurrent states where they are due.
         """
         size, states = self._blocks.block_size, self._blocks.states
         plan: list[_Grow] = []
@@ -126,30 +126,30 @@ class Tables:
         return grow
 
     def fitting(self, work: Work) -> tuple[list[_Grow], bool]:
-        """Return (plan, whether it has snapshots): with snapshots if the pools have blocks for them."""
+        """Return (plan, whether it has snapshots). Snapshots are included if the pools have room for them."""
         plan = self.plan(work)
         if self._blocks.states is None or self.can_take(plan):
             return plan, True
         return self.plan(work, snapshots=False), False
 
     def can_take(self, plan: list[_Grow]) -> bool:
-        """Return True if the pools have blocks for a plan. Changes nothing."""
+        """Return True if the pools have enough blocks for a plan. Changes nothing."""
         demand = self.demand(plan)
         return self._blocks.can_take(demand, beside=[[] for _ in demand])
 
     def _within(self, work: Work, group: int) -> Work:
-        """Return the part of `work` that gets slots in a layer group: all tokens or those below its limit."""
+        """Return the part of `work` that gets slots in a layer group, that is, tokens below its limit."""
         limit = self._blocks.limits[group]
         if limit is None:
             return work
         return [(s, min(count, limit - s.length)) for s, count in work if s.length < limit]
 
     def demand(self, plan: list[_Grow]) -> list[int]:
-        """Return the number of blocks that a plan takes, by layer group."""
+        """Return the number of blocks that a plan needs, by layer group."""
         return [sum(need + copies for _, need, copies in grow) for grow in plan]
 
     def make_room(self, work: Work) -> None:
-        """Allocate the blocks for `work`, including copies, or raise OutOfBlocks. Lengths stay the same."""
+        """Allocate the blocks for `work`, including copies, or raise OutOfBlocks. Lengths don't change."""
         plan, snapshots = self.fitting(work)
         if any(plan):
             taken = self._blocks.take(self.demand(plan))
@@ -222,7 +222,7 @@ class Tables:
             sequence.receipt.own += need + copies
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
-        """Give the empty sequence `target` all tokens of `source`, and references to its blocks."""
+        """Copy all tokens of `source` to the empty sequence `target`, and share the blocks of `source`."""
         self._blocks.share(source.held)
         target.starts, target.tables = source.starts[:], [table[:] for table in source.tables]
         target.mark_all()
@@ -234,7 +234,7 @@ class Tables:
         target.tokens, target.digests = source.tokens[:], source.digests
 
     def can_shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> bool:
-        """Return True if every layer group still holds what a token at position `length` sees."""
+        """Return True if every layer group still holds the blocks that a token at position `length` sees."""
         states = self._blocks.states
         return all(
             not length or start <= self._blocks.first_seen(group, length)
@@ -271,14 +271,14 @@ class Tables:
         sequence.found = min(sequence.found, sequence.depth)
 
     def drop_lost(self, sequence: Sequence, index: int) -> None:
-        """Shorten a sequence whose block at a table index was lost, so that its tokens are computed again."""
+        """Shorten a sequence that lost the block at a table index, so that its tokens are computed again."""
         before = sequence.length
         length = min(index * self._blocks.block_size, before)
         self.shorten(sequence, length if self.can_shorten(sequence, length) else 0)
         sequence.receipt.recomputed += before - sequence.length
 
     def release_unseen(self, sequence: Sequence) -> None:
-        """Release the blocks of sliding-window groups that no later token can see."""
+        """Release the sliding-window groups' blocks that no later token can see."""
         for group, window in enumerate(self._blocks.windows):
             if window is None:
                 continue
@@ -295,14 +295,14 @@ class Tables:
                 sequence.starts[group] = first
 
     def scrub(self, sequence: Sequence, first: int = 0) -> None:
-        """Queue zeroing of all blocks from index `first` on that only this sequence sees."""
+        """Queue zeroing of all blocks from index `first` on that no other sequence sees."""
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
             for block in table[max(start, first) :]:
                 if block != HOLE and self._blocks.pools[group].is_writable(block):
                     self._blocks.orders.append(Scrub(group=group, block=block))
 
     def utilization(self, sequences: list[Sequence]) -> float:
-        """Return tokens held / slots of live blocks, over all layer groups except states; 1.0 without any."""
+        """Return tokens held / slots of live blocks, over all groups except states, or 1.0 without blocks."""
         size = self._blocks.block_size
         slots = unused = 0
         sequences = [sequence for sequence in sequences if not sequence.is_swapped]

@@ -1,4 +1,4 @@
-"""Tensors behind the block pools, and the cache for transformers' own `generate`."""
+"""Tensors behind the block pools, and a cache for transformers' own `generate`."""
 
 from typing import TYPE_CHECKING
 

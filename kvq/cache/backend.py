@@ -1,4 +1,4 @@
-"""Cache backends: the interface that an engine needs from a KV cache, and the installed backends."""
+"""Cache backends: the interface that an engine requires of a KV cache, and the installed backends."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_back
 
 
 class CacheBackend(Protocol):
-    """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests a backend.
+    """K and V blocks of all layers, by layer group. `kvq.cache.conformance` tests backends.
 
     `kvq.cache.blocks.BlockCache` is a base class with all operations on whole blocks.
     Instead of `stores`, a backend may have `group_of`, a dict from layer index to layer group, and the
@@ -35,15 +35,15 @@ class CacheBackend(Protocol):
 
     @property
     def stores(self) -> Mapping[int, LayerStore]:
-        """Stores that a model writes to and attends over, by layer index; `grow` may replace them."""
+        """Stores that a model writes to and attends over, keyed by layer index. `grow` may replace them."""
 
     @property
     def states(self) -> StateSlots | None:
-        """Recurrent states; None if the backend stores none."""
+        """Recurrent states, or None if the backend stores none."""
 
     @property
     def num_blocks(self) -> list[int]:
-        """Number of blocks by layer group."""
+        """Number of blocks per layer group."""
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class CacheBackend(Protocol):
         """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, given as (source, target) pairs, as if one pair after another."""
+        """Copy blocks, listed as (source, target) pairs, with the same result as one pair at a time."""
 
     def scrub(self, group: int, blocks: Sequence[int]) -> None:
         """Zero blocks."""
@@ -67,12 +67,12 @@ class CacheBackend(Protocol):
         """
 
     def swap_in(self, group: int, slot: int, block: int) -> bool:
-        """Copy a host slot's bytes to a block; if they are damaged, zero the block and return False."""
+        """Copy a host slot's bytes to a block. If they are damaged, zero the block and return False."""
 
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
         """Carry out a block manager's orders, strictly one after another.
 
-        Returns the failed swap-ins: their blocks are zeroed, and their tokens must be computed again.
+        Returns the failed swap-ins. Their blocks are zeroed, and their tokens must be computed again.
         """
 
     def read_block(self, group: int, block: int) -> Tensor:
@@ -82,11 +82,11 @@ class CacheBackend(Protocol):
         """Overwrite a block with bytes from `read_block`."""
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; blocks keep their ids and bytes, and new blocks are zero.
+        """Enlarge the pools. Existing blocks keep their ids and bytes, and new blocks are zeroed.
 
         Raises:
             ConfigError: a pool would shrink.
-            OutOfMemory: the larger pools don't fit; no data is lost.
+            OutOfMemory: the larger pools don't fit in memory; no data is lost.
         """
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class CacheBackend(Protocol):
 
 
 class CacheFactory(Protocol):  # D227: needs nothing but a layout
-    """Callable that makes a `CacheBackend`, such as a class with this constructor."""
+    """Callable that creates a `CacheBackend`, such as a class with this constructor."""
 
     def __call__(
         self,
@@ -109,12 +109,12 @@ class CacheFactory(Protocol):  # D227: needs nothing but a layout
 
         Raises:
             ConfigError: this backend can't store the recipe, `layout.recipe`.
-            OutOfMemory: the blocks don't fit; nothing stays allocated.
+            OutOfMemory: the blocks don't fit in memory; nothing stays allocated.
         """
 
 
 class _BackendStore(LayerStore):
-    """One layer of a backend whose `write` and `attend` take a layer index."""
+    """Store for one layer of a backend whose `write` and `attend` take a layer index."""
 
     def __init__(self, cache: Any, layer: int) -> None:
         self._cache = cache
@@ -134,7 +134,7 @@ class _BackendStore(LayerStore):
 
 
 class _WithStores:
-    """Wrapper with a store for each layer, for a backend whose `write` and `attend` take a layer index."""
+    """Wrapper that adds a store per layer to a backend whose `write` and `attend` take a layer index."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -149,17 +149,17 @@ class _WithStores:
 
 
 def with_stores(cache: Any) -> CacheBackend:
-    """Return a cache in the form that models use: a cache without `stores` is wrapped."""
+    """Return a cache in the form that models use. A cache without `stores` is wrapped."""
     return cast(CacheBackend, cache if hasattr(cache, "stores") else _WithStores(cache))
 
 
 def cache_backends() -> list[str]:
-    """Return the names that `cache_backend` knows, without loading any backend."""
+    """Return the names that `cache_backend` accepts, without loading any backend."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def cache_backend(name: str) -> CacheFactory:
-    """Return the backend with this name, built in or from an installed package's entry point.
+    """Return the backend with this name, either built in or from an installed package's entry point.
 
     Raises:
         ConfigError: the name is unknown, two packages claim it, or the backend can't be loaded.

@@ -1,4 +1,4 @@
-"""Block operations of all caches, independent of the blocks' content: copies, swaps, reads and writes."""
+"""Block operations of all caches, independent of the blocks' content: copy, swap, read and write."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -28,8 +28,8 @@ class _SwapStore(Protocol):
 class BlockCache:
     """Base class of cache backends: the part of `CacheBackend` that moves whole blocks.
 
-    A backend adds `stores` and `grow`, and fills `_parts`: for each layer group, all bytes of its blocks,
-    as tensors uint8 [num_blocks, bytes of one block in the tensor].
+    A backend adds `stores` and `grow`, and sets `_parts`: for each layer group, all bytes of its blocks, as
+    uint8 tensors [num_blocks, bytes of one block in the tensor].
     """
 
     states: StateSlots | None = None  # recurrent states

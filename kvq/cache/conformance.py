@@ -1,7 +1,7 @@
 """Conformance suite for cache backends: run `check_backend` on your backend.
 
-Expected attention is computed here in fp64 from every row as the recipe's formats store it, so a
-backend with these formats has to agree within `tolerance`, whatever the formats' own error is.
+The expected attention is computed in fp64 from the rows as the recipe's formats store them. A backend with
+these formats therefore has to agree within `tolerance`, regardless of the formats' own error.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def check_backend(
     device: torch.device | None = None,
     tolerance: float = 2e-3,
 ) -> None:
-    """Run every check on backends made by `make`.
+    """Run all checks on backends created by `make`.
 
-    `kv`: formats, written as on the command line. `tolerance`: the largest allowed max|a - b| / max|b|
-    for attention outputs and log-sum-exps.
+    `kv`: formats, written as on the command line. `tolerance`: maximum allowed max|a - b| / max|b| for
+    attention outputs and log-sum-exps.
 
     Raises:
-        NotConforming: some checks failed; the message has each one and the reason.
+        NotConforming: some checks failed; the message lists each failed check with the reason.
     """
     trial = Trial(make=make, kv=kv, order=order, device=device or torch.device("cpu"), tolerance=tolerance)
     failures = []
@@ -99,7 +99,7 @@ def _attend_and_compare(trial: Trial, cache: CacheBackend, step: Step, layer: in
 
 
 def _ignores_what_free_blocks_hold(trial: Trial) -> None:
-    """Check that results stay the same if every unwritten byte is a NaN."""
+    """Check that results stay the same if every unwritten byte is part of a NaN."""
     clean, poisoned = trial.cache(), trial.cache()
     for group, count in enumerate(poisoned.num_blocks):
         for block in range(count):
@@ -125,7 +125,7 @@ def _flags_rows_that_are_not_finite(trial: Trial) -> None:
 
 
 def _blocks_do_not_overlap(trial: Trial) -> None:
-    """Check that no two blocks share bytes, and that together they have the reported size."""
+    """Check that no two blocks share bytes, and that all blocks together have the reported size."""
     cache = trial.cache()
     blocks = trial.fill(cache)
     _require_blocks(cache, blocks, "blocks overlap")
@@ -134,7 +134,7 @@ def _blocks_do_not_overlap(trial: Trial) -> None:
 
 
 def _carries_out_orders_one_by_one(trial: Trial) -> None:
-    """Check that copies, chains of copies, swaps and scrubs end as in a plain simulation."""
+    """Check that copies, chains of copies, swaps and scrubs give the same bytes as a plain simulation."""
     orders: list[Order] = [
         *(_copy(0, a, b) for a, b in ((0, 1), (1, 2), (3, 1), (1, 4))),
         *(_copy(1, a, b) for a, b in ((5, 6), (6, 5))),
@@ -193,7 +193,7 @@ def _scrubs(trial: Trial) -> None:
 
 
 def _grows(trial: Trial) -> None:
-    """Check that blocks keep their ids, bytes and attention results, and that new blocks are zero."""
+    """Check that existing blocks keep their ids, bytes and results, and that new blocks are zeroed."""
     cache, step = trial.cache(), trial.steps()[0]
     blocks = trial.fill(cache)
     for layer in LAYERS:
@@ -221,7 +221,7 @@ def _grows(trial: Trial) -> None:
 
 
 def _forgets_what_left_the_window(trial: Trial) -> None:
-    """Check that table entries before the window are not read; block managers leave them stale."""
+    """Check that table entries before the window are not read, since block managers leave them stale."""
     cache = trial.cache()
     for step in trial.steps():
         trial.write(cache, step, _SLIDING)

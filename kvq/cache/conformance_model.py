@@ -1,4 +1,4 @@
-"""The small model, the sequences and the expected attention of the conformance suite."""
+"""Conformance model: the small model, sequences and expected attention of the conformance suite."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +41,7 @@ LAYERS = range(len(_HEAD_DIMS))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step of all sequences; `tables` by layer group and sequence."""
+    """One step of all sequences. `tables` are by layer group and sequence."""
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def blocks(self) -> set[tuple[int, int]]:
-        """All (group, block) pairs in the tables."""
+        """All (group, block) pairs in the step's tables."""
         return {(g, block) for g, tables in enumerate(self.tables) for table in tables for block in table}
 
     def batch(self, device: torch.device, group: int = 0) -> SequenceBatch:
@@ -69,7 +69,7 @@ class Step:
         return SequenceBatch.of(padded, slots, self.query_lens, self.context_lens, device)
 
     def with_stale_entries(self, group: int, lost: list[int], block: int) -> "Step":
-        """Return this step with the first lost[i] entries of table i replaced by another block."""
+        """Return this step with the first `lost[i]` entries of table i replaced by `block`."""
         tables = list(self.tables)
         tables[group] = [[block] * n + table[n:] for n, table in zip(lost, self.tables[group], strict=True)]
         return replace(self, tables=tables)
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Backend under test: the function that makes it, and the formats."""
+    """Backend under test: the function that creates it, and the KV formats."""
 
     make: CacheFactory
     kv: str
@@ -88,7 +88,7 @@ class Trial:
 
     @cached_property
     def layout(self) -> KVLayout:
-        """Layout of `kv` blocks for all layers, with static scales if the format needs them."""
+        """Layout of all layers' blocks in the `kv` format, with static scales if the format needs them."""
         recipe = KVRecipe.uniform(self.kv, _HEAD_DIMS)
         if recipe.is_static:
             heads = tuple(_LARGEST * (1 + h / 4) for h in range(_KV_HEADS))
@@ -106,7 +106,7 @@ class Trial:
         return with_stores(made)
 
     def steps(self) -> list[Step]:
-        """Return the steps, on scattered blocks that no two sequences share."""
+        """Return the steps. Their blocks are scattered, and no two sequences share blocks."""
         lengths = [sum(counts) for counts in zip(*_STEPS, strict=True)]
         tables = []
         for group, count in enumerate(self.num_blocks):
@@ -128,7 +128,7 @@ class Trial:
         return AttentionOptions(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
 
     def rows(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of a step's new tokens, fp32 [tokens, kv_heads, dim]."""
+        """Return K and V of the step's new tokens, fp32 [tokens, kv_heads, dim]."""
         parts = [
             [x[context - new : context] for x in self._history(layer, i)]
             for i, (new, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True))
@@ -141,7 +141,7 @@ class Trial:
         return _random((step.tokens, _Q_HEADS, _HEAD_DIMS[layer][0]), seed=sum(step.context_lens) + layer)
 
     def write(self, cache: CacheBackend, step: Step, layer: int) -> Tensor:
-        """Write a step's new rows of one layer and return the flags."""
+        """Write one layer's new rows of a step, and return the backend's flags for non-finite rows."""
         store = cache.stores[layer]
         return store.write(*self.rows(step, layer), store.batch_of(self.batches(step)).slots)
 
@@ -156,7 +156,7 @@ class Trial:
         return [step.batch(self.device, group) for group in range(len(self.num_blocks))]
 
     def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp in fp64 on the host, computed from rows as the formats store them."""
+        """Return output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
         queries = self.queries(step, layer).double().split(step.query_lens)
         results = []
         for i, (q, context) in enumerate(zip(queries, step.context_lens, strict=True)):
@@ -169,7 +169,7 @@ class Trial:
         return torch.cat(outs), torch.cat(lses)
 
     def fill(self, cache: CacheBackend) -> list[list[Tensor]]:
-        """Write random bytes to every block and return them by group and block."""
+        """Write random bytes to every block, and return the bytes by group and block."""
         filled = []
         for group, count in enumerate(self.num_blocks):
             size = cache.read_block(group, 0).numel()

@@ -1,4 +1,4 @@
-"""Dense cache backend, the simplest one: unquantized K and V as plain tensors, attention in PyTorch."""
+"""Dense cache backend, the simplest backend: unquantized K and V as plain tensors, attention in PyTorch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class _DenseStore(LayerStore):
 
 
 class DenseCache(BlockCache):
-    """K and V of every layer in blocks of one floating-point dtype; an example for new backends."""
+    """Cache that stores all K and V in one floating-point dtype. It is an example for new backends."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class DenseCache(BlockCache):
     ) -> None:
         """Allocate `num_blocks` blocks of `layout.block_size` tokens per layer group.
 
-        `host_slots`: accepted with any counts; swapped-out blocks stay in host memory.
+        `host_slots`: any counts are accepted; swapped-out blocks stay in host memory.
 
         Raises:
-            ConfigError: the recipe is not fp32, bf16 or fp16 for all layers, or a swap folder is given.
-            OutOfMemory: the blocks don't fit; nothing stays allocated.
+            ConfigError: the recipe is not fp32, bf16 or fp16 for all layers, or a swap folder is set.
+            OutOfMemory: the blocks don't fit in memory; nothing stays allocated.
         """
         self._dtype = _common_dtype(layout.recipe)
         if swap_folder is not None:
@@ -109,7 +109,8 @@ class DenseCache(BlockCache):
     def _allocate(self, layer: LayerGeometry, group: int, count: int) -> _DenseStore:
         """Return a layer's zeroed blocks.
 
-        They are allocated outside inference mode, even while a model runs, to be writable in both modes.
+        The blocks are allocated outside inference mode, even while a model runs, to be writable in both
+        modes.
         """
 
         def rows(dim: int) -> Tensor:
@@ -136,7 +137,7 @@ class DenseCache(BlockCache):
 
 
 class _InMemory:
-    """Swapped-out blocks in memory, by group and slot."""
+    """Swapped-out blocks in host memory, keyed by group and slot."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], Tensor] = {}

@@ -1,4 +1,4 @@
-"""Digests of blocks and layouts, and seals of the headers that are stored with blocks."""
+"""Digests of blocks and layouts, and seals for the headers stored with blocks."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from kvq.layout import VERSION, GroupLayout, KVLayout
 
 
 class BlockDigests:
-    """xxh3-128 digests of one layer group's blocks, over their bytes, layout, recipe and location.
+    """Hasher of one layer group's blocks: xxh3-128 over their bytes, layout, recipe and location.
 
-    They cover everything that determines how a block's bytes are interpreted.
+    The digests cover everything that determines how a block's bytes are interpreted.
     """
 
     def __init__(self, layout: GroupLayout, recipe: KVRecipe) -> None:
@@ -23,7 +23,7 @@ class BlockDigests:
     def of(self, content: Tensor, place: int) -> bytes:
         """Return the 16-byte digest of `content`, host bytes uint8 [...], as stored at `place`.
 
-        `place` is a host slot or the index of a stored block, so bytes that were moved elsewhere don't match.
+        `place` is a host slot or the index of a stored block, so bytes moved elsewhere don't match.
         """
         hasher = xxhash.xxh3_128(self._context)
         hasher.update(place.to_bytes(8, "little"))
@@ -32,9 +32,9 @@ class BlockDigests:
 
 
 def layout_numbers(layout: GroupLayout) -> dict[str, object]:
-    """Return every number that determines where a value is in a block's runs, ready for JSON.
+    """Return all numbers that determine a value's position in a block's runs, in a form for JSON.
 
-    The block order is not included: `GroupLayout.runs` lists the same bytes in both orders.
+    The block order is not included, since `GroupLayout.runs` lists the same bytes for both orders.
     """
     states = [
         [one.number, one.tensor.name, one.tensor.index, list(one.tensor.shape), one.tensor.dtype, one.offset]
@@ -63,16 +63,16 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
 
 
 def layout_digest(layout: KVLayout) -> str:
-    """Return the SHA-256 of `layout_numbers` of all groups, in hex."""
+    """Return the SHA-256 digest, in hex, of all groups' `layout_numbers`."""
     numbers = json.dumps([layout_numbers(group) for group in layout.groups], sort_keys=True)
     return hashlib.sha256(numbers.encode()).hexdigest()
 
 
 def header_text(header: dict[str, Any]) -> str:
-    """Return a header in the form in which it is written and sealed."""
+    """Return the text of a header, as written to the file and sealed."""
     return json.dumps(header, sort_keys=True)
 
 
 def seal(header: str) -> str:
-    """Return the SHA-256 of a header's text, in hex."""
+    """Return the SHA-256 digest of a header's text, in hex."""
     return hashlib.sha256(header.encode()).hexdigest()

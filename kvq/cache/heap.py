@@ -1,10 +1,10 @@
-"""Release of freed memory to the system, also for processes without torch."""
+"""Memory release: returns freed memory to the system, even in processes without torch."""
 
 import ctypes
 
 
 def give_back() -> bool:
-    """Return freed memory to the system; False if the C library can't (musl, macOS)."""
+    """Return freed memory to the system. Return False if the C library can't (musl, macOS)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

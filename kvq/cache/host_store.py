@@ -21,17 +21,17 @@ _ZEROS = bytes(1 << 20)
 
 
 class HostStore:
-    """Slots for blocks outside the device, in host memory or in an unnamed file in a folder.
+    """Host slots for blocks, in host memory or in an unnamed file in a folder.
 
-    The digests stay in memory, so any change to the file from outside is detected, even if an
-    older, formerly valid block returns.
+    The digests stay in memory, so any outside change to the file is detected, even if an older block that was
+    valid before is put back.
     """
 
     def __init__(self, layout: KVLayout, host_slots: list[int], folder: str | Path | None = None) -> None:
-        """Reserve space for `host_slots` blocks now; the list has one entry per layer group.
+        """Reserve space for `host_slots` blocks immediately. The list has one entry per layer group.
 
-        `folder`: where to store them in a file. The file has no name there, can be opened only by this
-        process's user, and is deleted when it is closed or when the process ends for any reason.
+        `folder`: folder for a file with the blocks. The file has no name in the folder, can be opened only by
+        this process's user, and is deleted when it is closed or when the process ends for any reason.
 
         Raises:
             ConfigError: a count is negative, or no file can be created in the folder.
@@ -65,7 +65,7 @@ class HostStore:
         self._stored[group, slot] = self._digests[group].of(content, slot)
 
     def get(self, group: int, slot: int) -> Tensor | None:
-        """Return a slot's bytes, uint8 [block_bytes], or None unless they are exactly the stored ones."""
+        """Return a slot's bytes, uint8 [block_bytes], or None if they differ from the stored bytes."""
         offset = self._offset(group, slot)
         expected = self._stored.get((group, slot))
         if expected is None:
@@ -81,7 +81,7 @@ class HostStore:
         return content
 
     def close(self) -> None:
-        """Release the memory or the file; all slots are empty afterwards."""
+        """Release the memory or the file. Afterwards, all slots are empty."""
         self._stored.clear()
         self._storage.close()
 
@@ -95,7 +95,7 @@ class HostStore:
 
 
 class _Memory:
-    """Storage in host memory; reads return views of it."""
+    """Storage in host memory. Reads return views of the memory."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = allocate_bytes(nbytes, torch.device("cpu"), purpose="the host store")
@@ -111,7 +111,7 @@ class _Memory:
 
 
 class _File:
-    """Unnamed file of a fixed size with reserved disk space; reads return zeros if it was truncated."""
+    """Unnamed file of fixed size with reserved disk space. If the file was truncated, reads return zeros."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         try:
@@ -148,7 +148,7 @@ class _File:
 
 
 def _reserve(file: int, nbytes: int) -> None:
-    """Reserve a file's full disk space now, so that no later write finds the disk full."""
+    """Reserve a file's full disk space immediately, so that no later write finds the disk full."""
     if hasattr(os, "posix_fallocate"):
         if nbytes:
             os.posix_fallocate(file, 0, nbytes)

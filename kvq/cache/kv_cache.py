@@ -19,10 +19,10 @@ from kvq.layout import KVLayout, Role
 
 
 class KVCache(BlockCache):
-    """The blocks of all layer groups of one model on one device.
+    """Blocks of all layer groups of one model on one device.
 
-    `stores`: the objects that models write to and attend over, by layer index; `grow` replaces them.
-    Methods that take a layer index are shortcuts for the methods of its store.
+    `stores`: the objects that models write to and attend over, keyed by layer index; `grow` replaces them.
+    Methods that take a layer index are shortcuts for the methods of the layer's store.
     """
 
     stores: dict[int, PagedStore]
@@ -44,7 +44,7 @@ class KVCache(BlockCache):
 
         Raises:
             ConfigError: a static format has no scales, or no file can be created in the folder.
-            OutOfMemory: the pools or the host store don't fit; nothing stays allocated.
+            OutOfMemory: the pools or the host store don't fit in memory; nothing stays allocated.
             UnsupportedKernel: no backend can run one of the layers.
         """
         layout.recipe.require_scales()
@@ -75,7 +75,7 @@ class KVCache(BlockCache):
         return self._pools[group].memory
 
     def layer(self, index: int) -> PagedKV:
-        """Return the blocks of one layer; for a staged layer, the sealed blocks."""
+        """Return the blocks of one layer, or the sealed blocks if the layer is staged."""
         return self.stores[index].blocks
 
     def batch_of(self, layer: int, batches: Sequence[SequenceBatch]) -> LayerBatch:
@@ -112,15 +112,15 @@ class KVCache(BlockCache):
         self._copy.run(self._parts[group], pairs)
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; blocks keep their ids and their bytes, and new blocks are zero.
+        """Enlarge the pools. Existing blocks keep their ids and bytes, and new blocks are zeroed.
 
         Existing tensors and stores keep referring to the old pools. The groups grow one after
         another, so the old and new bytes of only one group exist at the same time.
 
         Raises:
             ConfigError: a pool would shrink.
-            OutOfMemory: the larger pools don't fit. Nothing was changed, unless a device refused
-                memory that it had reported free; then some groups are larger and the others unchanged.
+            OutOfMemory: the larger pools don't fit. Nothing was changed, unless a device refused memory that
+            it had reported as free; in that case, some groups are larger and the others unchanged.
         """
         self._check_growth(num_blocks)
         peak = added = 0
@@ -138,9 +138,9 @@ class KVCache(BlockCache):
 
     @torch.inference_mode(False)
     def _view(self) -> dict[int, dict[Role, PagedKV]]:
-        """Return views of all layers' blocks in the pools, by layer index and role; also set `states`.
+        """Return views of all layers' blocks in the pools, by layer index and role. Also set `states`.
 
-        Views made in inference mode could not be written to outside it.
+        Views are created outside inference mode, so that they can be written in any mode.
         """
         views: dict[int, dict[Role, PagedKV]] = {}
         for pool in self._pools:

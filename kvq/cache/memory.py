@@ -1,4 +1,4 @@
-"""Free memory of a device, and allocations that are checked before they can fail."""
+"""Free memory of a device, and allocations that are checked in advance."""
 
 import mmap
 import os
@@ -19,7 +19,7 @@ _REMEDIES = {
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the free bytes on the device, including PyTorch's cached memory, or None if unknown."""
+    """Return the number of free bytes on the device, including PyTorch's cached memory; None if unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -37,7 +37,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes in use: by PyTorch's tensors on a GPU, else by this process; 0 if unknown.
+    """Return the bytes in use by PyTorch's tensors on a GPU, or by this process on a CPU; 0 if unknown.
 
     Memory-mapped files, including libraries, don't count.
     """

@@ -1,4 +1,4 @@
-"""The bytes of one layer group's blocks, viewed by block or by layer."""
+"""Bytes of one layer group's blocks, viewed by block or by layer."""
 
 import torch
 from torch import Tensor
@@ -33,16 +33,16 @@ class PoolBytes:
         """Return the codes and scales of the layer at `position` in its group.
 
         Raises:
-            ConfigError: the static scales are for another number of KV heads.
+            ConfigError: the static scales are for a different number of KV heads.
         """
         base, stride = self.layout.base(position, self.num_blocks), self.layout.block_stride(position)
         return paged_layer(self.memory[base:], self.layout.layers[position], recipe, stride, self.num_blocks)
 
     def grown(self, num_blocks: int) -> "PoolBytes":
-        """Return a larger pool with the same bytes under the same block ids; this pool is unchanged.
+        """Return a larger copy of the pool, with the same bytes and block ids. This pool is unchanged.
 
         Raises:
-            OutOfMemory: the two pools don't fit on the device at the same time.
+            OutOfMemory: both pools together don't fit on the device.
         """
         larger = PoolBytes(self.layout, num_blocks, self.memory.device)
         for new, old in zip(larger.parts, self.parts, strict=True):
@@ -56,13 +56,13 @@ def paged_layer(
     """Return one layer's codes and scales, in blocks that start every `stride` bytes in `memory`, uint8.
 
     Raises:
-        ConfigError: the static scales are for another number of KV heads.
+        ConfigError: the static scales are for a different number of KV heads.
     """
     heads = layer.geometry.kv_heads
     block_size = layer.k_codes.nbytes // (heads * layer.k_codes.row_bytes)
 
     def view(region: Region, dtype: torch.dtype, rows: int = block_size) -> Tensor:
-        """Return a region of all blocks as [num_blocks, kv_heads, rows, row] of `dtype`."""
+        """Return a region of all blocks as [num_blocks, kv_heads, rows, row] in `dtype`."""
         size, typed = dtype.itemsize, memory[: memory.numel() // 16 * 16].view(dtype)
         row = region.row_bytes // size
         return typed.as_strided(
@@ -97,7 +97,7 @@ def paged_layer(
 def _static_scale(
     recipe: KVRecipe, layer: LayerLayout, part: str, fmt: KVFormat, device: torch.device
 ) -> Tensor | None:
-    """Return the static scales, fp32 [kv_heads], or None for a format without them."""
+    """Return the static scales, fp32 [kv_heads], or None if the format has none."""
     if not fmt.is_static:
         return None
     assert recipe.static_scales is not None, "checked by KVCache"

@@ -1,8 +1,8 @@
-"""Prefixes stored in files: the blocks of a prompt's indexed prefix, saved once and restored later.
+"""Prefix files: the blocks of a prompt's indexed prefix, saved once and restored later.
 
 A file is in safetensors format: one uint8 tensor [blocks, block_bytes] per layer group, with codes and
-scales, and a sealed header. It is valid only for the model, recipe, layout, salt and tokens it was made
-for; any mismatch or damage counts as a miss, and the tokens are computed again.
+scales, and a sealed header. The file is valid only for the model, recipe, layout, salt and tokens that it was
+made for. Any mismatch or damage counts as a miss, and the tokens are computed again.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ _HEADER_LIMIT = 1 << 20  # bytes
 
 
 class _Miss(Exception):
-    """File that can't be used; never leaves this module."""
+    """File that can't be used. This exception never leaves the module."""
 
 
 def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:
-    """Write the longest indexed prefix of a prompt, in whole blocks, to a file.
+    """Write the longest indexed prefix of a prompt, in complete blocks, to a file.
 
-    The file appears complete or not at all, and only its owner can read it, as K and V reveal the text.
+    The file appears complete or not at all. Only its owner can read it, since K and V reveal the text.
     Returns the number of tokens saved.
 
     Raises:
-        ConfigError: no whole block of the prompt is indexed, the file can't be written, the block
+        ConfigError: no complete block of the prompt is indexed, the file can't be written, the block
             manager has no identity or does not belong to the cache, or orders are pending.
     """
     _check_pair(cache, manager)
@@ -63,10 +63,10 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
 
 
 def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:  # D76
-    """Restore a prefix that `save_prefix` wrote, if this prompt starts with the prefix.
+    """Restore a prefix that `save_prefix` wrote, if `prompt` starts with this prefix.
 
-    Returns the number of the prompt's tokens that are now in the prefix index for `start` to reuse. If
-    the file does not match or is damaged, logs the reason and returns 0; nothing is then changed, except
+    Returns the number of the prompt's tokens that are now in the prefix index for `start` to reuse. If the
+    file does not match or is damaged, logs the reason and returns 0. In that case, nothing is changed, except
     that other cached blocks may have been evicted.
 
     Raises:
@@ -84,7 +84,7 @@ def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
 def _restore(
     header: dict[str, Any], tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: PrefixQuery
 ) -> int:
-    """Write checked blocks to the cache; they are indexed only after the last block is written."""
+    """Write checked blocks to the cache. They are indexed only after the last block is written."""
     held, _, _ = manager.held_prefix(prompt)
     length: int = header["length"]
     if held >= length:
@@ -106,7 +106,7 @@ def _restore(
 
 
 def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a file's header and its blocks by group, after checks against this cache and prompt."""
+    """Return a file's header and its blocks by group, after checking them against the cache and prompt."""
     blocks = len(prompt.tokens) // cache.layout.block_size
     limit = _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
     raw = _content(path, limit=limit)
@@ -160,7 +160,7 @@ def _content(path: str | Path, *, limit: int) -> bytes:
 
 
 def _sealed_header(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a file's metadata if its seal is valid."""
+    """Return the JSON object in a file's metadata, which must have a valid seal."""
     size = int.from_bytes(raw[:8], "little")
     try:
         metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
@@ -176,7 +176,7 @@ def _sealed_header(raw: bytes) -> dict[str, Any]:
 
 
 def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
-    """Return the blocks by group, uint8 [counts[g], block_bytes], checked for shape and size only."""
+    """Return the blocks by group, uint8 [counts[g], block_bytes]. Only their shapes and sizes are checked."""
     try:
         found = dict(deserialize(raw))
     except SafetensorError as error:
@@ -198,7 +198,7 @@ def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
 def _header(
     cache: KVCache, prompt: PrefixQuery, length: int, starts: list[int], digests: list[str]
 ) -> dict[str, Any]:
-    """Return the header of a file. All digests are hex; the salt and the tokens appear only as digests."""
+    """Return the header of a file. All digests are in hex. Salt and tokens appear only as digests."""
     return {
         "format_version": FORMAT_VERSION,
         "layout": layout_digest(cache.layout),
@@ -213,8 +213,9 @@ def _header(
 
 
 def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tensor:  # D77
-    """Return the blocks' bytes, uint8 [blocks, block_bytes], 0 where no token is written, so that no data of
-    another request gets into a file. A window of one token keeps no token of a prefix."""
+    """Return the blocks' bytes, uint8 [blocks, block_bytes], with unwritten slots zeroed, so that no data of
+    another request gets into a file. A window of one token keeps no token of a prefix.
+    """
     found = [cache.read_block(group, block) for block in held]
     width, first = cache.layout.groups[group].block_bytes, cache.layout.written_from(group)
     blocks = torch.stack(found) if found else torch.empty(0, width, dtype=torch.uint8)
@@ -232,7 +233,7 @@ def _name(group: int) -> str:
 
 
 def _check_pair(cache: KVCache, manager: BlockManager) -> None:
-    """Raise ConfigError unless manager and cache match, know their model and have no pending orders."""
+    """Raise ConfigError unless manager and cache match, have an identity and have no pending orders."""
     counts = [pool.num_blocks for pool in manager.pools]
     if manager.block_size != cache.layout.block_size or counts != cache.num_blocks:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The engine: continuous batching over quantized blocks, for offline use and for asyncio."""
+"""Engine with continuous batching over quantized blocks, for offline and asyncio use."""
 
 from typing import TYPE_CHECKING
 

@@ -51,12 +51,13 @@ class AsyncLLM(LoopedEngine):
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[Piece]:
-        """Yield pieces of one prompt's results as they are generated; the last one has the whole `output`.
+        """Yield pieces of one prompt's results as they are generated; the last piece carries the complete
+        `output`.
 
         `cache_salt`: cached prefixes are shared only among requests of the tenant with the same salt.
 
         Raises:
-            RequestError: the request can't be served, or failed while running.
+            RequestError: the request can't be served, or it failed while running.
             EngineError: the engine was closed or has failed.
         """
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -96,10 +97,10 @@ class AsyncLLM(LoopedEngine):
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> RequestOutput:
-        """Return one prompt's results once they are complete; arguments as for `stream`.
+        """Return one prompt's results once they are complete. The arguments are those of `stream`.
 
         Raises:
-            RequestError: the request can't be served, or failed while running.
+            RequestError: the request can't be served, or it failed while running.
         """
         output: RequestOutput | None = None
         async for piece in self.stream(
@@ -142,7 +143,7 @@ class AsyncLLM(LoopedEngine):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _leave(self) -> None:
-        """End the thread when the program exits, without errors for waiting callers."""
+        """Stop the engine's thread when the program exits, without raising errors for waiting callers."""
         self._is_leaving = True
         self.close()
 
@@ -175,7 +176,7 @@ class AsyncLLM(LoopedEngine):
             self.core.refuse(job, EngineError(f"it could not be queued: {type(error).__name__}: {error}"))
 
     def _end(self, error: KVQError) -> None:
-        """Accept no more commands, and end all requests that still wait, with an error."""
+        """Reject all further commands, and end all waiting requests with `error`."""
         with self._lock:
             self._error = error
         self.core.close(error)

@@ -30,14 +30,14 @@ from kvq.sizing.pools import PoolPlan, reserve_blocks
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
-_POOLED = {"max_num_seqs", "max_num_batched_tokens", "max_context"}  # that the pools may narrow
+_POOLED = {"max_num_seqs", "max_num_batched_tokens", "max_context"}  # options that the pools may reduce
 _GOALS = {field.name for field in fields(SchedulerConfig)} & set(_ENGINE_OPTIONS) - _POOLED
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedEngine:
-    """Checked engine whose weights are not loaded yet; made by `check_engine`."""
+    """Engine configuration that passed all checks; weights are not loaded yet. Made by `check_engine`."""
 
     model: PreparedModel
     recipe: KVRecipe
@@ -46,11 +46,11 @@ class CheckedEngine:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the recipe's blocks."""
+        """Block layout for the recipe."""
         return self.model.layout(self.recipe)
 
     def pools(self, free_bytes: int | None, activation_bytes: int) -> PoolPlan:
-        """Return the sizes of the pools; arguments and errors are as for `planned_pools`."""
+        """Return the pool sizes. The arguments and errors are those of `planned_pools`."""
         return planned_pools(
             self.layout,
             self.config,
@@ -78,7 +78,7 @@ def check_cache(model: PreparedModel) -> None:
 def check_engine(
     model: str | Path | ModelSource, kv: str | KVRecipe, options: dict[str, Any]
 ) -> CheckedEngine:
-    """Check the model and the options of an engine, which are those of `EngineConfig` and of `kvq.load`.
+    """Check an engine's model and options. The options are those of `EngineConfig` and `kvq.load`.
 
     Raises:
         ModelError: the model is missing, damaged or refused.
@@ -106,12 +106,12 @@ def check_engine(
 def build(
     model: str | Path | ModelSource | Model, kv: str | KVRecipe, options: dict[str, Any]
 ) -> tuple[Model, EngineConfig]:
-    """Load the model, unless it is loaded already, and return it with the engine's configuration.
+    """Load the model if it isn't loaded yet, and return it with the engine's configuration.
 
     Raises:
         ModelError: the model is missing, damaged or refused.
         ConfigError: an option can't be used, or options of `load` are given for a loaded model.
-        BrokenFormat: the format breaks a model that was not loaded before, and this was not accepted.
+        BrokenFormat: the format breaks the newly loaded model, and `accept_divergence` is not set.
         UnsupportedKernel: no kernel on this machine runs the formats.
         OutOfMemory: not even one block fits into `kv_memory`.
     """
@@ -134,9 +134,9 @@ def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
 def build_parts(
     model: Model, config: EngineConfig, max_context: int, helper: Helper
 ) -> tuple[Scheduler, Runner]:
-    """Measure a full-size step on a small pool, then make the real pools, the scheduler and the runner.
+    """Measure a full-size step on a small pool, then create the real pools, the scheduler and the runner.
 
-    A drafting helper gets a pool for the same number of tokens out of the same free memory.
+    A drafting helper gets a pool for the same number of tokens, allocated from the same free memory.
     """
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0

@@ -16,16 +16,16 @@ from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Limits and goals of an engine. Everything is fixed when it is built, and nothing grows later.
+    """Limits and goals of an engine, fixed when the engine is built. No allocation grows later.
 
-    The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction`
-    of the device's free memory. `swap_memory`: host memory (or space in `swap_folder`) for preempted
-    requests. `max_context`: tokens, if shorter than the model's context. `async_scheduling`: plan and
-    launch a step while the previous one runs or is processed; by default on GPUs, where launching takes
-    time, and on CPUs if steps are short.
+    The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
+    the device's free memory after activations. `swap_memory`: host memory (or space in `swap_folder`) for
+    preempted requests. `max_context`: context limit in tokens, if below the model's own. `async_scheduling`:
+    plan and launch a step while the previous one runs or is processed; by default, enabled on GPUs, where
+    launching takes time, and on CPUs if steps are short.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
-    `watermark`: which texts are marked, by `watermark_scheme` with the secret in `watermark_key_file`: none
+    `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none
     ("off"), those requested ("asked"), all except declined ones ("unless-declined"), or all ("always").
     """
 

@@ -20,8 +20,8 @@ class LLM(LoopedEngine):
         for output in llm.generate(["Once upon"], kvq.SamplingParams(max_tokens=64)):
             print(output.outputs[0].text, output.receipt)
 
-    Requests are batched continuously: each step computes the next token of every running request, and a
-    part of the prompts of new requests.
+    Requests are batched continuously: each step computes the next token of every running request and a chunk
+    of new requests' prompts.
     """
 
     def generate(
@@ -34,14 +34,14 @@ class LLM(LoopedEngine):
         cache_salt: str | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Generate results for all prompts, in order. `params`: one for all prompts, or one per prompt.
+        """Generate results for all prompts, in order. `params`: one set for all prompts, or one per prompt.
 
         All requests are checked before any is run. If a request fails while running, its output has an
         `error`, and the others continue. `cache_salt`: cached prefixes are shared only among requests of the
-        tenant with the same salt. `progress` is called with (ended, total).
+        tenant with the same salt. `progress` is called with (requests finished, total).
 
         Raises:
-            RequestError: a prompt or its parameters can't be served; nothing was run.
+            RequestError: a prompt or its parameters can't be served; no request was run.
         """
         many = as_prompts(prompts)
         given = [
@@ -71,7 +71,7 @@ class LLM(LoopedEngine):
         Leaving the loop early cancels the request.
 
         Raises:
-            RequestError: the request can't be served, or failed while running.
+            RequestError: the request can't be served, or it failed while running.
         """
         events: list[Event] = []
         options = RequestOptions(params=as_params(params), tenant=tenant, cache_salt=cache_salt)
@@ -83,7 +83,7 @@ class LLM(LoopedEngine):
         return self.core.on_step(subscriber)
 
     def step(self) -> None:
-        """Run one step, for callers that drive the engine themselves."""
+        """Run one step. For callers that drive the engine themselves."""
         self._loop.step()
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class LLM(LoopedEngine):
         self.close()
 
     def _run(self, jobs: list[Job]) -> None:
-        """Submit jobs and run steps until all have ended; an interruption cancels the jobs."""
+        """Submit jobs and run steps until all jobs have ended. An interrupt cancels the jobs."""
         try:
             for job in jobs:
                 while not self.core.can_submit(job):

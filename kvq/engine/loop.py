@@ -1,4 +1,4 @@
-"""Engine loop: runs commands from other threads, then a step, under a watchdog."""
+"""Engine loop: alternates between commands from other threads and engine steps, under a watchdog."""
 
 import logging
 import queue
@@ -23,10 +23,10 @@ _log = logging.getLogger("kvq")
 
 
 class _Watchdog:
-    """Thread that reports, once, a step that exceeds its deadline, since the step's own thread is busy."""
+    """Thread that reports a step once it exceeds its deadline, since the step's own thread is busy."""
 
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
-        """`on_stuck` is called in the watchdog's thread with the seconds that the step has taken so far."""
+        """`on_stuck`: called in the watchdog's thread with the seconds that the step has taken so far."""
         self.deadline_s = deadline_s
         self._on_stuck = on_stuck
         self.began: float | None = (
@@ -69,7 +69,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
     """Loop that steps one engine under a watchdog and runs commands from other threads between steps."""
 
     def __init__(self, core: EngineCore, on_stuck: Callable[[float], object] | None = None) -> None:
-        """`on_stuck`: called in the watchdog's thread for a step beyond its deadline."""
+        """`on_stuck`: called in the watchdog's thread if a step exceeds its deadline."""
         self.core = core
         self.watchdog = _Watchdog(core.config.step_deadline_s, on_stuck)
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         self._commands.put(command)
 
     def step(self) -> bool:
-        """Run one step; False if nothing ran. Sleeps briefly if all work waits for grammars."""
+        """Run one step; return False if nothing ran. Sleep briefly if all work is waiting for grammars."""
         self.watchdog.began = monotonic()
         try:
             ran = self.core.step()
@@ -90,7 +90,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         return ran
 
     def obey(self, *, timeout_s: float | None = None) -> bool:
-        """Run queued commands; without work, wait up to `timeout_s` for one. Returns False to end."""
+        """Run queued commands; if idle, wait up to `timeout_s` for one. Return False to end the loop."""
         block = not self.core.has_work
         while True:
             try:
@@ -123,15 +123,15 @@ class LoopedEngine(NotCopyable):
         on_stuck: Callable[[float], object] | None = None,
         **options: Any,
     ) -> None:
-        """Load `model`, a folder or a name, unless it is a model from `kvq.load`, and build the engine.
+        """Build the engine. `model`: a folder or a name to load, or a model from `kvq.load`.
 
         Options are the fields of `EngineConfig` and, if the model is not loaded yet, options of `kvq.load`.
-        `on_stuck`: called in the watchdog's thread for a step beyond its deadline.
+        `on_stuck`: called in the watchdog's thread if a step exceeds its deadline.
 
         Raises:
             ModelError: the model is missing, damaged or refused.
             ConfigError: an option is unknown or out of range.
-            OutOfMemory: the pools don't fit.
+            OutOfMemory: the pools don't fit in memory.
         """
         loaded, config = build(model, kv, options)
         self.core = EngineCore(loaded, config)
@@ -142,13 +142,13 @@ class LoopedEngine(NotCopyable):
 
     @property
     def model(self) -> Model:
-        """The model of the engine."""
+        """The engine's model."""
         return self.core.model
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's generation_config.json recommends.
 
-        They are not applied automatically. Fields missing from the file have their defaults: greedy, 64
+        They are not applied automatically. Fields missing from the file keep their defaults: greedy, 64
         tokens.
         """
         return SamplingParams(**read_defaults(self.model.prepared.folder).fill({}, ()))

@@ -26,7 +26,7 @@ Check = Callable[[Any, str], None]  # of an object and a field's name; raises Re
 def param(default: Any, check: Check, *, with_beams: bool = True) -> Any:
     """Declare a sampling parameter; `check` applies to all values except the default.
 
-    `with_beams`: whether it can be combined with beam search.
+    `with_beams`: whether the parameter can be combined with beam search.
     """
     return field(default=default, metadata={"check": check, "with_beams": with_beams})
 
@@ -65,7 +65,7 @@ def optional(check: Check) -> Check:
 
 
 def flag(params: object, name: str) -> None:
-    """Check that a value is True or False."""
+    """Raise RequestError unless the parameter `name` is True or False."""
     if not isinstance(getattr(params, name), bool):
         raise RequestError(f"{name} must be True or False, got {getattr(params, name)!r}")
 
@@ -113,11 +113,12 @@ def _structured(params: object, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutput:
-    """Constraint on the generated text, given by exactly one of the first four fields.
+    """Constraint on the generated text, specified by exactly one of the first four fields.
 
-    `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression that must match the whole
+    `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression that must match the entire
     text. `choice`: the allowed strings. `lark`: a grammar in llguidance's Lark dialect or in llama.cpp's
-    GBNF. `before`: Lark with a rule `before` for text that precedes it, such as a model's reasoning.
+    GBNF. `before`: Lark with a rule `before` for text that precedes the constrained text, such as a model's
+    reasoning.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -143,19 +144,20 @@ class StructuredOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Parameters for choosing tokens and ending a request. Temperature 0 takes the most likely token.
+    """Parameters for choosing tokens and ending a request. Temperature 0 selects the most likely token.
 
-    `n`: results returned; `best_of`: results generated, of which the most likely n are returned.
+    `n`: number of results returned; `best_of`: number of results generated, of which the most likely n are
+    returned.
     `beam_width`: beam search with this many beams, of which the best n are returned; deterministic.
     `max_tokens`: None generates as much as the context and the block pool allow, or up to `most_tokens`.
     `top_k`: None keeps all tokens. `seed`: makes tokens independent of the batch in which the request runs.
     `stop`: strings that end the text and are removed from it unless `include_stop` is set.
-    `logprobs`: how many of the most likely tokens' log-probabilities to return in addition to the chosen
+    `logprobs`: number of most likely tokens whose log-probabilities are returned in addition to the chosen
     token's. `prompt_logprobs`: the same for every prompt token from `prompt_logprobs_start` on; earlier
     tokens may come from the prefix cache. Log-probabilities are from the model's distribution, before
-    temperature, penalties and filters. `echo`: the text starts with the prompt. `kept_special_ids`: special
-    tokens that are shown even if `skip_special_tokens` hides the others. `watermark`: whether to mark the
-    text, if the engine leaves this to requests; None for the engine's default.
+    temperature, penalties and filters. `echo`: whether the text starts with the prompt. `kept_special_ids`:
+    special tokens that are shown even if `skip_special_tokens` hides the others. `watermark`: whether to mark
+    the text, if the engine leaves this to requests; None for the engine's default.
     """
 
     n: int = param(1, whole(1, MAX_SAMPLES))
@@ -204,17 +206,17 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """The `stop` strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that run concurrently."""
+        """Number of sequences that the request runs concurrently."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always taken."""
+        """True if the most likely token is always selected."""
         return self.temperature == 0
 
     @property
@@ -225,7 +227,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixPin:
-    """Pin for a prompt's first `length` tokens in the prefix index, in whole blocks."""
+    """Pin that keeps a prompt's first `length` tokens in the prefix index, in complete blocks."""
 
     length: int  # tokens
     seconds: float  # since the tokens were computed or found; another request restarts it
@@ -239,7 +241,7 @@ Params = SamplingParams | Mapping[str, Any]  # or a mapping of its fields
 
 
 def as_params(params: Params | None) -> SamplingParams:
-    """Return sampling parameters from an object, a dict of its fields, or None for the defaults.
+    """Convert `params` to SamplingParams: an object, a mapping of its fields, or None for the defaults.
 
     Raises:
         RequestError: a field is unknown or out of range, or `params` has another type.
@@ -258,7 +260,7 @@ def as_params(params: Params | None) -> SamplingParams:
 
 
 def each_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    """Return the parameters for each of `count` prompts, from one for all or a list; see `as_params`."""
+    """Return one set of parameters per prompt, from a single set or a list; see `as_params`."""
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [as_params(params)] * count
     if not isinstance(params, Sequence):
@@ -274,7 +276,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError for token ids that the model can't generate.
 
     Raises:
-        RequestError: logit_bias or stop_token_ids contains a token of `vocab_size` or above.
+        RequestError: logit_bias or stop_token_ids contains a token id of `vocab_size` or above.
     """
     for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
         beyond = [token for token in tokens if token >= vocab_size]

@@ -19,10 +19,11 @@ _SPELLING = "off, ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if t
 class Speculation:
     """Drafting method and its limits.
 
-    `method`: "ngram" proposes the tokens that followed an earlier occurrence of the last ones, in the
-    request's text or in recent answers to its tenant; "draft" runs a smaller model of the same vocabulary;
-    "self" runs the model itself with rounded weights, over the blocks of its own cache; "heads" runs the
-    multi-token-prediction layers of its checkpoint. `k`: most drafts per sequence and step, if that many pay.
+    `method`: "ngram" finds an earlier occurrence of the last tokens in the request's text or in its tenant's
+    recent outputs, and proposes the tokens that followed; "draft" runs a smaller model with the same
+    vocabulary; "self" runs the model itself with rounded weights, on its own cache; "heads" runs the
+    multi-token-prediction layers of the model's checkpoint. `k`: maximum number of drafts per sequence and
+    step; fewer are made if fewer pay off.
     """
 
     method: Method

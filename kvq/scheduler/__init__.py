@@ -1,4 +1,4 @@
-"""Continuous batching: chooses each step's requests and tokens. Plain Python; no clock, no torch."""
+"""Continuous batching: chooses the requests and tokens of each step. Plain Python; no clock, no torch."""
 
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts

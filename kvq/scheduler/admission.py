@@ -1,4 +1,4 @@
-"""Admission: decides whether a request without blocks may start or resume beside running ones."""
+"""Admission: decides whether a request without blocks may start or resume alongside running requests."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from kvq.scheduler.step import Step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """Checks of a request's needs against free blocks, rows and latency goals. They change nothing."""
+    """Checks of a request's needs against free blocks, free rows and latency goals, without side effects."""
 
     manager: BlockManager
     config: SchedulerConfig
@@ -22,7 +22,7 @@ class Admission:
     shape: PoolShape
 
     def num_blocks(self, tokens: int) -> int:
-        """Return the number of full-attention blocks for `tokens` tokens."""
+        """Return the number of full-attention blocks that `tokens` tokens need."""
         return -(-tokens // self.shape.block_size)
 
     def taken(self, start: int, end: int) -> list[int]:
@@ -35,7 +35,7 @@ class Admission:
         ]
 
     def promised(self, step: Step) -> list[int]:
-        """Return the blocks per layer group that unfinished prefills will still need."""
+        """Return the number of blocks per layer group that unfinished prefills will still need."""
         promised = [0] * len(self.shape.reaches)
         for branch in step.unfinished:
             if branch.sequence is not None:
@@ -43,21 +43,21 @@ class Admission:
         return promised
 
     def has_rows(self, request: Request) -> bool:
-        """Return True if all branches get rows and steps would still meet the inter-token goal."""
+        """Return True if all branches get rows and the larger batch still meets the inter-token goal."""
         if not self.running.has_rows(request):
             return False
         goal, running = self.config.itl_slo_s, self.running.num_sequences
         return goal is None or not running or self.costs.decode_s(running + len(request.live)) <= goal
 
     def can_start(self, step: Step, request: Request, prompt: PrefixQuery, found: int) -> bool:
-        """Return True if the first chunk fits and running requests can grow; `found`: tokens of the hit."""
+        """Return True if the first chunk fits and running requests can grow. `found`: cached tokens."""
         total = len(prompt.tokens)
         count = min(total - found, step.budget, request.max_chunk or total)
         promised = added(step.promised, self.taken(found + count, total))
         return self.manager.can_admit(prompt, count, spare=self._spare(request, promised))
 
     def can_swap_in(self, step: Step, request: Request) -> bool:
-        """Return True if there is room for the blocks of a swapped-out request and for growth."""
+        """Return True if a swapped-out request's blocks fit and running requests can still grow."""
         sequence = held(request.live[0])
         need = [len(slots) for slots in sequence.swapped or []]
         pools = zip(self.manager.pools, need, self._spare(request, step.promised), strict=True)
@@ -65,12 +65,12 @@ class Admission:
         return fits and self.manager.can_swap_in(sequence)
 
     def _spare(self, request: Request, promised: list[int]) -> list[int]:
-        """Return the blocks per layer group that must stay free when a request starts.
+        """Return the number of blocks per layer group that must stay free when a request starts.
 
-        These are the reserve and the promised blocks. A preempted request also waits until each running one
-        could grow by some blocks, more after every preemption; otherwise it would soon be preempted again.
-        If no request runs, it may take all blocks. A sequence in a layer group with a window takes at most
-        one block before it releases one.
+        These are the reserve and the promised blocks. A preempted request also waits until each running
+        request could grow by some blocks (more after every preemption); otherwise, it would soon be preempted
+        again. If no request is running, the new request may take all blocks. A sequence in a layer group with
+        a window takes at most one block before it releases one.
         """
         if not self.running.requests:
             return [0] * len(self.shape.reaches)
@@ -87,5 +87,5 @@ class Admission:
 
 
 def added(some: list[int], more: list[int]) -> list[int]:
-    """Return the sum of two lists of counts by layer group."""
+    """Return the element-wise sum of two lists of counts per layer group."""
     return [a + b for a, b in zip(some, more, strict=True)]

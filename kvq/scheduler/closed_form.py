@@ -1,4 +1,4 @@
-"""Closed form of many identical decode steps, for simulations, which know all tokens in advance."""
+"""Closed form for many identical decode steps, used by simulations, which know all tokens in advance."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from kvq.scheduler.scheduler import Scheduler
 
 
 def is_settled(scheduler: Scheduler) -> bool:
-    """Return True if the next steps equal the last one until a request arrives, ends or has waited long.
+    """Return True if the next steps repeat the last one until a request arrives, ends or becomes urgent.
 
-    Then no waiting request can start, if there are any, and no block turns out to be cached already.
+    In that case, no waiting request can start, and no block turns out to be cached already.
     """
     config = scheduler.config
     if len(scheduler.waiting) and (not scheduler.nobody_fits or config.itl_slo_s is not None):
@@ -22,9 +22,9 @@ def is_settled(scheduler: Scheduler) -> bool:
 
 # D235: only simulations know all tokens in advance
 def repeat(scheduler: Scheduler, branches: Sequence[Branch], tokens: Sequence["array[int]"]) -> None:
-    """Plan and commit several decode steps at once; `tokens` has the same number of tokens for each branch.
+    """Plan and commit several decode steps at once. `tokens` has the same number per branch.
 
-    `is_settled` must be True throughout.
+    `is_settled` must be True for all these steps.
 
     Raises:
         OutOfBlocks: the tokens don't fit; nothing was changed.

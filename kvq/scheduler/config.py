@@ -1,4 +1,4 @@
-"""Scheduler configuration: limits of a step and latency goals."""
+"""Scheduler configuration: step limits and latency goals."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step and latency goals; times are in seconds on the caller's clock."""
+    """Step limits and latency goals; times are in seconds on the caller's clock."""
 
     max_num_seqs: int = 256  # sequences that run at the same time
-    max_num_batched_tokens: int = 2048  # new tokens of a step, including decodes
+    max_num_batched_tokens: int = 2048  # new tokens per step, including decodes
     max_context: int = 1 << 20  # tokens of one sequence
     prefix_caching: bool = True
     max_step_stretch: float = 1.7  # time of a step with prefill and streams / a step without prefill
-    min_chunk: int = 4  # least prefill tokens of a step, however slow they are
+    min_chunk: int = 4  # minimum prefill tokens of a step, even if they are slow
     aging_s: float = 10.0  # after this wait, a batch request counts as interactive
     itl_slo_s: float | None = None  # limit for the time of a step; also limits the batch
     ttft_slo_s: float | None = None  # if at risk, prefill gets a larger share of steps

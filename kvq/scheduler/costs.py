@@ -11,13 +11,13 @@ _DRIFT = 0.05  # relative drift of coefficients from one measurement to the next
 class _Regression:
     """Linear estimate that follows noisy measurements: a Kalman filter.
 
-    Each measurement is a weighted sum of the coefficients, which are never negative. Its deviation is
-    attributed to the coefficients that are least certain and have the largest weight.
+    Each measurement is a weighted sum of the coefficients, which are never negative. The deviation from the
+    estimate is attributed mainly to the coefficients that are least certain and have the largest weight.
     Source: R. E. Kalman 1960, with a random walk as the state transition.
     """
 
     def __init__(self, coefficients: Sequence[float], deviations: Sequence[float]) -> None:
-        """Start from initial guesses and their standard deviations."""
+        """Start from initial estimates of the coefficients and their standard deviations."""
         self.coefficients = list(coefficients)
         n = len(self.coefficients)
         self._covariance = [[deviations[i] ** 2 if i == j else 0.0 for j in range(n)] for i in range(n)]
@@ -27,7 +27,7 @@ class _Regression:
         return sum(c * w for c, w in zip(self.coefficients, weights, strict=True))
 
     def observe(self, weights: Sequence[float], measured: float, deviation: float) -> None:
-        """Learn from one measured sum with the given standard deviation."""
+        """Learn from one measured sum, whose standard deviation is `deviation`."""
         spread = [sum(p * w for p, w in zip(row, weights, strict=True)) for row in self._covariance]
         variance = sum(s * w for s, w in zip(spread, weights, strict=True)) + deviation**2
         furthest = _FURTHEST * sqrt(variance)
@@ -41,7 +41,7 @@ class _Regression:
 
 
 class CostModel(ABC):
-    """Predictor of step times. By default, swaps cost a fixed time per block, and nothing is learned."""
+    """Predictor of step times. By default, a swap takes a fixed time per block, and nothing is learned."""
 
     def __init__(self, *, swap_block_s: float) -> None:
         self._swap_block_s = swap_block_s
@@ -51,40 +51,40 @@ class CostModel(ABC):
         """Return the time of a step with only `num_decodes` decodes."""
 
     def verify_s(self, num_decodes: int, num_drafts: int) -> float:
-        """Return the time of a step of decodes with `num_drafts` drafts."""
+        """Return the time of a step that computes decodes and verifies `num_drafts` drafts."""
         return self.decode_s(num_decodes + num_drafts)
 
     def knows_decode(self, num_decodes: int) -> bool:
-        """Return True if a step of this size was measured recently, as a reference for other steps."""
+        """Return True if a step of this size was measured recently and can serve as a reference."""
         return True
 
     @abstractmethod
     def prefill_token_s(self, depth: int) -> float:
-        """Return the time that one more prefill token at a position near `depth` adds to a step."""
+        """Return the time that an additional prefill token at a position near `depth` adds to a step."""
 
     @abstractmethod
     def prefill_step_s(self) -> float:
-        """Return the time that prefill adds to a step regardless of its tokens."""
+        """Return the fixed time that prefill adds to a step, regardless of the number of tokens."""
 
     def prefill_share(self, num_decodes: int) -> float:
-        """Return the share of its prefill that a step should compute to make its time informative."""
+        """Return the share of its prefill tokens that a step should compute to make its time informative."""
         return 1.0
 
     def swap_s(self, num_blocks: int) -> float:
-        """Return the time to move blocks to host memory and back."""
+        """Return the time to move blocks to host memory and back again."""
         return num_blocks * self._swap_block_s
 
     def observe(  # noqa: B027 - there may be nothing to learn
         self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
     ) -> None:
-        """Learn that a step took `seconds`, excluding the time to make its drafts."""
+        """Learn from a step that took `seconds`, not counting the time to make its drafts."""
 
     def observe_swap(self, num_blocks: float, seconds: float) -> None:  # noqa: B027 - nor here
-        """Learn the time to swap blocks out and in; a move in one direction counts as half a block."""
+        """Learn from the time of a swap out and in; a move in one direction counts as half a block."""
 
 
 class FixedCosts(CostModel):
-    """Fixed costs, given in advance."""
+    """Cost model with fixed costs, specified in advance."""
 
     def __init__(
         self,
@@ -102,32 +102,32 @@ class FixedCosts(CostModel):
         self._prefill_token_s = prefill_token_s
 
     def decode_s(self, num_decodes: int) -> float:
-        """Return a fixed time plus a time per decode."""
+        """Return the fixed step time plus the time per decode."""
         return self._step_s + num_decodes * self._decode_token_s
 
     def prefill_token_s(self, depth: int) -> float:
-        """Return the given time, regardless of the depth."""
+        """Return the configured time, regardless of the depth."""
         return self._prefill_token_s
 
     def prefill_step_s(self) -> float:
-        """Return the given time, regardless of the number of tokens."""
+        """Return the configured time, regardless of the number of tokens."""
         return self._prefill_step_s
 
 
 _SLOWLY, _QUICKLY = 0.1, 0.5  # weight of one new measurement in an estimate
 _NOISE = 0.1  # of a step's time
-_HALVE, _OMIT = 16, 64  # steps with prefill until one takes half of its prefill, or none
-_SURE = 3  # measurements of decodes alone at one size before prefill joins them
+_HALVE, _OMIT = 16, 64  # steps with prefill until one step takes half of its prefill, or none
+_SURE = 3  # measurements of decodes alone at one size before prefill is added
 # D233: a single stall must not skew the estimates
 _OUTLIER = 2.0  # longer measurements are clamped to this multiple of the estimate
-_FADE = 0.998  # for estimates of larger sizes, per step; else they might never be tried again
+_FADE = 0.998  # per step, for estimates of larger sizes, which otherwise might never be tried again
 
 
 class BySize:  # D232: table for decode times, regression for prefill
-    """Running estimates of a duration by size, in powers of two.
+    """Running estimates of a duration, one per size class (sizes are grouped by powers of two).
 
-    No formula fits decode steps on all devices: on CPUs, 16 rows cost less than 15; on GPUs, 64 cost as
-    much as one. The estimates follow faster steps more quickly than slower ones.
+    No formula fits decode steps on all devices: on CPUs, 16 rows take less time than 15; on GPUs, 64 rows
+    take as long as one. The estimates adapt more quickly to faster steps than to slower ones.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class BySize:  # D232: table for decode times, regression for prefill
         self._counts: dict[int, int] = {}  # measurements
 
     def __call__(self, size: int) -> float:
-        """Return the estimate for the nearest measured size; 0 before the first measurement."""
+        """Return the estimate for the nearest measured size, or 0 before the first measurement."""
         known = self._seconds
         return known[_nearest(size.bit_length(), known)] if size and known else 0.0
 
@@ -144,13 +144,13 @@ class BySize:  # D232: table for decode times, regression for prefill
         return self._counts.get(size.bit_length(), 0)
 
     def took_more(self, size: int, seconds: float) -> None:
-        """Learn from a step with additional work: the size alone takes at most `seconds`."""
+        """Learn from a step with additional work, which shows that the size alone takes at most `seconds`."""
         key = size.bit_length()
         if key in self._seconds:
             self._seconds[key] = min(self._seconds[key], seconds)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow faster steps quickly and slower ones slowly; a new size starts from its neighbor."""
+        """Adapt quickly to faster steps and slowly to slower ones. A new size starts from its neighbor."""
         key, known = size.bit_length(), self._seconds
         before = known[_nearest(key, known)] if known else seconds
         seconds = min(seconds, _OUTLIER * before) if before > 0 else seconds
@@ -165,16 +165,16 @@ class BySize:  # D232: table for decode times, regression for prefill
 
 
 class MeasuredCosts(CostModel):
-    """Running estimates: decode steps by size, prefill as a linear regression.
+    """Running estimates of step times: a table by size for decodes, and a linear regression for prefill.
 
     Prefill adds a fixed part (other kernels, no CUDA graph), a part per token, and a part per token and depth
     (its attention). If the fixed part were spread over the tokens, small chunks would look expensive and stay
     small forever. To separate these parts from each other and from decodes, some steps take less prefill than
-    they could. Drafts add a fixed part to decodes of a size, and a part per draft.
+    they could. For decodes of each size, drafts add a fixed part and a part per draft.
     """
 
     def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:
-        """Start from the arguments, which apply until steps have been measured."""
+        """Start from initial estimates, which apply until steps have been measured."""
         super().__init__(swap_block_s=swap_block_s)
         self._decodes = BySize()
         self._drafts: dict[int, _Regression] = {}  # by size, fixed time that drafts add, and time per draft
@@ -185,17 +185,17 @@ class MeasuredCosts(CostModel):
         self._prefill = _Regression((0.0, prefill_token_s, 0.0), deviations)
 
     def decode_s(self, num_decodes: int) -> float:
-        """Return the estimate for the nearest measured size; 0 before the first measurement."""
+        """Return the estimate for the nearest measured size, or 0 before the first measurement."""
         return self._decodes(num_decodes)
 
     def verify_s(self, num_decodes: int, num_drafts: int) -> float:
-        """Return the learned time; before the first measurement, drafts count as prompt tokens."""
+        """Return the learned time. Before the first measurement, drafts count as prompt tokens."""
         learned = self._drafts.get(num_decodes.bit_length())
         added = num_drafts * self.prefill_token_s(0) if learned is None else learned((1, num_drafts))
         return self._decodes(num_decodes) + added
 
     def knows_decode(self, num_decodes: int) -> bool:
-        """Return False until such steps were measured a few times, and again now and then."""
+        """Return False until such steps have been measured several times, and again from time to time."""
         is_sure = self._decodes.count(num_decodes) >= _SURE
         return is_sure and self._since.get(num_decodes.bit_length(), 0) < _OMIT
 
@@ -208,20 +208,20 @@ class MeasuredCosts(CostModel):
         return self._prefill((1, 0, 0))
 
     def prefill_share(self, num_decodes: int) -> float:
-        """Return 0 if decodes alone were not measured recently, 0.5 now and then, and otherwise 1."""
+        """Return 0 if decodes alone were not measured recently, 0.5 from time to time, and otherwise 1."""
         age = self._age.get(num_decodes.bit_length(), self._num_prefills)
         if self._decodes.count(num_decodes) < _SURE or self._num_prefills - age >= _OMIT:
             return 0.0
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
     def observe_swap(self, num_blocks: float, seconds: float) -> None:
-        """Adjust the time per block slowly."""
+        """Adapt the estimated time per block slowly to a new measurement."""
         self._swap_block_s += _SLOWLY * (seconds / num_blocks - self._swap_block_s)
 
     def observe(
         self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
     ) -> None:
-        """Learn from a step of decodes alone, or from the time that prefill tokens added."""
+        """Learn from a step with decodes only, or from the time that prefill tokens added."""
         if not prefill_tokens:
             key = num_decodes.bit_length()
             if num_drafts:
@@ -239,7 +239,7 @@ class MeasuredCosts(CostModel):
         self._prefill.observe(weights, max(0.0, seconds - usual), _NOISE * seconds)
 
     def _observe_drafts(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
-        """Learn the time that drafts added: a fixed part and a part per draft."""
+        """Learn the time added by drafts: a fixed part and a part per draft."""
         key = num_decodes.bit_length()
         self._since[key] = self._since.get(key, 0) + 1
         self._decodes.took_more(num_decodes, seconds)

@@ -1,10 +1,10 @@
-"""Draft depth: chooses how many drafts pay off, given their acceptance rate and the costs of each step.
+"""Draft depth: chooses the number of drafts that pays off, given acceptance rates and step costs.
 
 A step over B sequences that drafts n tokens in total, in d passes of the draft model, takes verify(B, n) +
-d * draft(B). The j-th draft of a sequence with acceptance rate a adds a^j tokens. Drafts are therefore
-chosen in the order of the tokens they add, as many as maximize the tokens per second; none are chosen if a
-step without drafts gives more. Source: Leviathan et al. 2023, section 3; here, the costs are measured, and
-each sequence has its own rate.
+d * draft(B). The j-th draft of a sequence with acceptance rate a adds a^j tokens. Drafts are therefore chosen
+in descending order of the tokens they add, up to the number that maximizes tokens per second; none are chosen
+if a step without drafts is faster. Source: Leviathan et al. 2023, section 3; here, the costs are measured,
+and each sequence has its own rate.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ _HOPED = 0.7  # assumed acceptance rate before any draft was checked
 _HOPE = 4.0  # number of drafts that this prior counts as
 _SHARED = 8.0  # drafts that the rate of all requests counts as, as the prior for one request
 _MEMORY = 0.98  # weight of older counts, per step
-_GAIN = 1.02  # least relative gain in tokens per second
+_GAIN = 1.02  # minimum relative gain in tokens per second
 _TRIALS = 2  # draft passes for a number of sequences before their cost is known
 _REST = 16  # steps of the same branches without a new choice after one in which no draft paid
 
 
 def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
-    """Return the branches that decode in the next step with the number of drafts allowed, at most `k` each.
+    """Return the branches that decode in the next step, each with its allowed number of drafts, at most `k`.
 
     No drafts are allowed while prompts wait for prefill tokens, since drafts would reduce their share.
     """
@@ -43,7 +43,7 @@ def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
 
 @dataclass(slots=True)
 class _Seen:
-    """Counts of checked and accepted drafts; older ones weigh less."""
+    """Counts of checked and accepted drafts. Older counts weigh less."""
 
     looked_at: float = 0.0
     right: float = 0.0
@@ -54,32 +54,32 @@ class _Seen:
         self.right = self.right * _MEMORY + right
 
     def fade(self) -> None:
-        """Age the counts by one step without drafts."""
+        """Fade the counts by one step without adding drafts."""
         self.looked_at *= _MEMORY
         self.right *= _MEMORY
 
     def share(self, prior: float, weight: float) -> float:
-        """Return the acceptance rate, with a prior that counts as `weight` drafts."""
+        """Return the acceptance rate, including a prior that counts as `weight` drafts."""
         return (self.right + prior * weight) / (self.looked_at + weight)
 
 
 @dataclass(slots=True)
 class Depth:  # D257: depth by measured costs; every 64th step has no drafts
-    """Choice of the number of drafts for every sequence of a step."""
+    """Selector of the number of drafts for each sequence of a step."""
 
     costs: CostModel
     takes_passes: bool  # each further draft token takes another pass of a model
     adapts: bool = True  # False: as many as allowed, regardless of their cost
-    draft_s: BySize = field(default_factory=BySize)  # time of one pass, by the number of sequences
+    draft_s: BySize = field(default_factory=BySize)  # time of one pass, keyed by the number of sequences
     seen: _Seen = field(default_factory=_Seen)  # of all requests
     rests: int = 0  # upcoming steps without a new choice while the branches stay the same
     _by_branch: dict[Branch, _Seen] = field(default_factory=dict)
 
     def choose(self, most: Mapping[Branch, int], num_decodes: int) -> dict[Branch, int]:
-        """Return how many drafts to make per branch; `most`: the maximum per branch, each at least 1.
+        """Return the number of drafts to make per branch. `most`: the maximum per branch, each at least 1.
 
-        No drafts are made while this number of decodes has to be measured alone; otherwise the costs of
-        drafts and of prefill would both stay unknown, and prefill waits for its own.
+        No drafts are made while this number of decodes has to be measured alone; otherwise, the costs of
+        drafts and prefill would both stay unknown, and prefill waits until its costs are known.
         """
         self.rests = 0
         costs, usual = self.costs, self.costs.decode_s(num_decodes)
@@ -95,7 +95,7 @@ class Depth:  # D257: depth by measured costs; every 64th step has no drafts
         return chosen
 
     def rest(self, steps: int = 1) -> None:
-        """Skip the choice for `steps` steps, at most `rests`."""
+        """Skip the choice for `steps` steps, which must be at most `rests`."""
         self.rests -= steps
         for _ in range(steps):
             self.seen.fade()
@@ -124,13 +124,13 @@ class Depth:  # D257: depth by measured costs; every 64th step has no drafts
         return chosen
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:
-        """Learn that of a branch's `drafted` drafts the first `right` were accepted."""
+        """Record that the first `right` of a branch's `drafted` drafts were accepted."""
         looked_at = min(drafted, right + 1)
         self.seen.add(looked_at, right)
         self._by_branch.setdefault(branch, _Seen()).add(looked_at, right)
 
     def forget(self, branch: Branch) -> None:
-        """Drop the counts of a branch that ended."""
+        """Drop the counts of an ended branch."""
         self._by_branch.pop(branch, None)
 
     def _seconds(self, num_decodes: int, num_drafts: int, passes: int, drafting: int) -> float:

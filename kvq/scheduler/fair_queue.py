@@ -1,6 +1,6 @@
 """Fair queue: always serves the tenant that has used the least time so far.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996), charged with the time that each item took.
+Source: start-time fair queueing (Goyal, Vin and Cheng, 1996), charged with the actual time of each item.
 """
 
 from collections import deque
@@ -11,14 +11,15 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Queue of items by tenant, first come first served within each tenant.
+    """Queue of items grouped by tenant, first come, first served within each tenant.
 
         queue.put("a", item)
         tenant, item = queue.take()
         queue.charge(tenant, seconds)  # as soon as the time is known
 
-    It has no clock and no threads. A tenant that returns starts level with the others, so that no one can
-    save up time by staying away. Only tenants that wait, or have used more than those, are remembered.
+    The queue has no clock and no threads. A returning tenant starts level with the others, so no tenant can
+    save up time by staying away. Only tenants that wait, or have used more than waiting tenants, are
+    remembered.
     """
 
     def __init__(self) -> None:
@@ -39,14 +40,14 @@ class FairQueue(Generic[T]):
         self._length += 1
 
     def put_back(self, tenant: str, item: T) -> None:
-        """Return an unfinished item to the front of its tenant's queue."""
+        """Put an unfinished item back at the front of its tenant's queue."""
         self.put(tenant, item)
         self._items[tenant].rotate()
 
     def take(self, passed_over: Collection[str] = ()) -> tuple[str, T] | None:
-        """Remove and return the first item of the tenant that has used the least; oldest first on ties.
+        """Remove and return the first item of the tenant that has used the least time; ties go to the oldest.
 
-        Returns None if no tenant waits, apart from those in `passed_over`.
+        Returns None if no tenant outside `passed_over` is waiting.
         """
         there = [tenant for tenant in self._items if tenant not in passed_over]
         if not there:
@@ -62,14 +63,14 @@ class FairQueue(Generic[T]):
         return tenant, item
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Add the time of an item to the tenant's use."""
+        """Add the time that an item took to the tenant's use."""
         self._used[tenant] = max(self._used.get(tenant, 0.0), self._now) + seconds
         if not self._items:  # no other tenant had to wait for it
             self._now = max(self._used.values())
         self._forget()
 
     def remove(self, item: T) -> bool:
-        """Remove an item; return False if the queue does not contain it."""
+        """Remove an item. Return False if the queue does not contain it."""
         for tenant, waiting in self._items.items():
             for i, one in enumerate(waiting):
                 if one is item:
@@ -81,7 +82,7 @@ class FairQueue(Generic[T]):
         return False
 
     def _forget(self) -> None:
-        """Forget tenants without items whose use does not exceed that of the others."""
+        """Forget tenants that have no items and have used no more time than the others."""
         if len(self._used) > 2 * len(self._items) + 16:
             self._used = {
                 tenant: used

@@ -1,4 +1,4 @@
-"""Fit check: whether the worst case of a request fits into an empty pool."""
+"""Fit check: determines whether a request fits into an empty pool even in the worst case."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvq.scheduler.config import SchedulerConfig
 
 
 class Reach(NamedTuple):
-    """Tokens that a layer group keeps; None means all."""
+    """Tokens that a layer group keeps; None means no restriction."""
 
     window: int | None = None
     limit: int | None = None
@@ -35,10 +35,11 @@ def most_blocks(
     *,
     num_branches: int = 1,
 ) -> list[int]:
-    """Return the most blocks per layer group that a request can hold: its prompt once, the rest per branch.
+    """Return the maximum number of blocks per layer group that a request can hold at once.
 
-    A sliding window moves past the prompt, so each branch may end up owning all of its blocks.
-    The last generated token needs no slot. `chunk`: the most tokens in one step.
+    The prompt counts once, later tokens count per branch. A sliding window moves past the prompt, so each
+    branch may end up with separate blocks for its entire window. The last generated token needs no slot.
+    `chunk`: maximum number of tokens in one step.
     """
     size, length = block_size, prompt_tokens + max(max_tokens, 1) - 1
     blocks = []
@@ -55,10 +56,10 @@ def most_blocks(
 
 
 def check_room(prompt_length: int, max_tokens: int | None, max_context: int) -> int:
-    """Return how many tokens fit into the context after a prompt.
+    """Return the number of tokens that fit into the context after a prompt.
 
     Raises:
-        RequestError: the request needs more tokens than that, or none fit.
+        RequestError: the request needs more tokens than fit, or none fit.
     """
     room = max_context - prompt_length
     if room < (max_tokens or 1):
@@ -78,7 +79,8 @@ def resolve_max_tokens(
     most_tokens: int | None = None,
     num_branches: int = 1,
 ) -> int:
-    """Return how many tokens a request may generate; for None, as many as fit, up to `most_tokens`.
+    """Return the number of tokens that a request may generate: `max_tokens`, or by default as many as fit,
+    up to `most_tokens`.
 
     Raises:
         RequestError: the request can never fit; the message has the numbers.

@@ -1,4 +1,4 @@
-"""Preemption: which request gives up its blocks when they run out, and whether by swapping."""
+"""Preemption: selects the request to preempt when blocks run out, and decides whether to swap it out."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from kvq.scheduler.running import Running
 
 
 def recompute_s(request: Request, costs: CostModel) -> float:
-    """Return the time to recompute a request's tokens; tokens that branches share count once."""
+    """Return the time to recompute a request's tokens. Tokens shared by several branches count once."""
     branches = [branch.sequence for branch in request.live if branch.sequence is not None]
     own = sum(max(0, sequence.length - request.prompt_length) for sequence in branches)
     depth = max((sequence.length for sequence in branches), default=0)
@@ -17,9 +17,9 @@ def recompute_s(request: Request, costs: CostModel) -> float:
 
 
 def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
-    """Return the request's only branch if that can be swapped out now, else None.
+    """Return the request's only branch if the branch can be swapped out now, or None otherwise.
 
-    Forks are recomputed instead: if swapped one by one, they would no longer share blocks.
+    Forks are recomputed instead, since they would no longer share blocks if swapped one by one.
     """
     live = request.live
     if len(live) != 1 or live[0].sequence is None or not live[0].sequence.ready:
@@ -28,18 +28,18 @@ def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
 
 
 def swap_s(branch: Branch, costs: CostModel) -> float:
-    """Return the time to swap a branch's blocks out and in again."""
+    """Return the time to swap a branch's blocks out and back in."""
     assert branch.sequence is not None, "only a branch with blocks can be swapped"
     return costs.swap_s(branch.sequence.num_held)
 
 
 def prefers_swap(branch: Branch, costs: CostModel) -> bool:
-    """Return True if swapping a branch out and in costs less than recomputing it."""
+    """Return True if swapping a branch out and in takes less time than recomputing it."""
     return swap_s(branch, costs) < recompute_s(branch.request, costs)
 
 
 def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Request]:
-    """Return the requests that a branch may preempt, without those whose blocks are being swapped in."""
+    """Return the requests that a branch may preempt, excluding requests that are being swapped in."""
     requests, active = running.requests, running.active
     after = min(request.place for request in requests) if is_decode else branch.request.place
     return [r for r in requests if r.place > after and any(other in active for other in r.live)]
@@ -47,9 +47,9 @@ def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Re
 
 # D231: the oldest request is never preempted
 def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
-    """Return the request whose preemption costs least: the cheapest to resume of the lowest priority.
+    """Return the request that is cheapest to resume among those of the lowest priority.
 
-    Each earlier preemption doubles a request's cost, so that the same request is not chosen every time.
+    Each earlier preemption doubles a request's cost, to avoid choosing the same request every time.
     """
 
     def loss(request: Request) -> tuple[int, float, int]:

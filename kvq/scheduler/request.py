@@ -1,4 +1,4 @@
-"""Scheduler request: a prompt, and the branches that continue it."""
+"""Scheduler request: a prompt, and the branches that extend it."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ class Priority(IntEnum):
     """Urgency class of a request."""
 
     INTERACTIVE = 0  # a user waits for every token
-    BATCH = 1  # only the whole result counts
+    BATCH = 1  # only the complete result counts
 
 
 class RequestState(Enum):
@@ -26,7 +26,7 @@ class RequestState(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Branch:
-    """One result in progress: the tokens of the prompt and those generated after them.
+    """Result in progress: the tokens of the prompt, and the tokens generated after them.
 
     `sequence` is None while the branch has no blocks. Tokens beyond `sequence.length` have yet to be
     computed: many in a prefill, one in a decode.
@@ -54,13 +54,13 @@ class Branch:
 
     @property
     def most_drafts(self) -> int:  # D254: only a number here; the engine has the tokens
-        """Most drafts for the next step, which adds one more token, possibly the last."""
+        """Maximum number of drafts for the next step, which adds one more token, possibly the last."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.request.max_tokens - self.num_generated - 1 if self.request.is_forked else 0
 
     @property
     def goal(self) -> int:
-        """Tokens to compute before the next one can be chosen, or before the request can fork."""
+        """Number of tokens to compute before the next token can be chosen, or before the request can fork."""
         return len(self.tokens) if self.request.is_forked else len(self.request.tokens)
 
     @property
@@ -98,7 +98,7 @@ class Request:
     error: KVQError | None = None  # the reason if the request was given up
 
     def make_branches(self, *, max_tokens: int, now: float) -> None:
-        """Create the branches of a request that now starts to wait, each for up to `max_tokens` tokens."""
+        """Create the branches of a newly queued request, each for up to `max_tokens` generated tokens."""
         self.max_tokens = max_tokens
         self.is_forked = self.num_branches == 1
         self.branches = [Branch(request=self, tokens=self.tokens[:]) for _ in range(self.num_branches)]
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def is_preempted(self) -> bool:
-        """True while the request waits to resume."""
+        """True while the request is waiting to resume."""
         return self.state is RequestState.PREEMPTED
 
     @property
@@ -121,6 +121,6 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Maximum final number of tokens of a branch, including the prompt."""
+        """Maximum total number of tokens of a branch, including the prompt."""
         assert self.max_tokens is not None, "set when the request was added"
         return len(self.tokens) + self.max_tokens

@@ -1,4 +1,4 @@
-"""Running requests, which hold blocks; starts, forks, preempts and ends their branches."""
+"""Running requests: starts, forks, preempts and ends the branches of requests that hold blocks."""
 
 from array import array
 from collections.abc import Sequence as Items
@@ -10,7 +10,7 @@ from kvq.scheduler.request import Branch, Priority, Request, RequestState
 
 
 class Running:
-    """Executor of the scheduler's decisions. A row is a branch's index in persistent tables."""
+    """Executor of the scheduler's decisions. A branch's row is its index in persistent tables."""
 
     def __init__(self, manager: BlockManager, config: SchedulerConfig) -> None:
         self.manager = manager
@@ -24,15 +24,15 @@ class Running:
 
     @property
     def num_sequences(self) -> int:
-        """Number of branches that run concurrently."""
+        """Number of branches that run at the same time."""
         return self._num_rows - len(self._free_rows)
 
     def has_rows(self, request: Request) -> bool:
-        """Return True if all branches of a request could run in addition to the running ones."""
+        """Return True if there are enough free rows for all branches of a request."""
         return len(request.live) <= len(self._free_rows)
 
     def prompt(self, request: Request) -> PrefixQuery:
-        """Return a query for the tokens that a request's first branch has to compute, hashed only once."""
+        """Return a query for the tokens that a request's first branch has to compute; hashed only once."""
         tokens = request.live[0].tokens if request.is_forked else request.tokens
         if request.query is None or len(request.query.tokens) != len(tokens):
             request.query = self.manager.prompt(
@@ -45,7 +45,7 @@ class Running:
         return request.query
 
     def start(self, request: Request, prompt: PrefixQuery) -> Branch:
-        """Start a request's first branch with the part of its tokens that the prefix index holds."""
+        """Start a request's first branch, reusing the leading tokens that the prefix index contains."""
         root = request.live[0]
         if self._caching:
             root.sequence = self.manager.start(prompt)
@@ -59,14 +59,14 @@ class Running:
         return root
 
     def swap_in(self, request: Request) -> Branch:
-        """Order a swap-in of a request's blocks; its branch becomes active once that is confirmed."""
+        """Order the swap-in of a request's blocks. The branch becomes active once this is confirmed."""
         branch = request.live[0]
         self.manager.swap_in(held(branch))
         self._enter(request)
         return branch
 
     def swap_out(self, branch: Branch) -> None:
-        """Order a swap-out of the only branch of a request.
+        """Order the swap-out of a request's only branch.
 
         Raises:
             OutOfBlocks: there are too few host slots; nothing was changed.
@@ -74,7 +74,7 @@ class Running:
         sequence = held(branch)
         if not self.manager.swap.can_swap_out(sequence):
             raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
-        if sequence.length != sequence.committed:  # this step was going to compute more of it
+        if sequence.length != sequence.committed:  # this step had planned to compute more of the sequence
             self.manager.truncate(sequence, sequence.committed)
             if self._caching:
                 self.manager.commit(sequence, branch.tokens[sequence.committed :])
@@ -92,7 +92,7 @@ class Running:
         self._leave(request)
 
     def close(self, branch: Branch) -> None:
-        """End one branch and free its blocks and its row."""
+        """End one branch, freeing its blocks and its row."""
         if branch.sequence is not None:
             self._free(branch)
         self._give_row_back(branch)
@@ -102,7 +102,7 @@ class Running:
             branch.request.state = RequestState.ENDED
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
-        """Give branches the tokens and blocks of their parents, and the next token; see `Scheduler`."""
+        """Give each new branch its parent's tokens and blocks, and its next token; see `Scheduler`."""
         before = [(branch.sequence, branch.tokens) for branch in request.branches]
         keeper = {parent: i for i, (parent, _) in reversed(list(enumerate(picks)))}
         keeper |= {parent: i for i, (parent, _) in enumerate(picks) if i == parent}
@@ -127,7 +127,7 @@ class Running:
         request.is_forked = True
 
     def keep_drafts(self, branch: Branch, known: int, new: Items[int]) -> None:
-        """Drop the drafts after the first `known` tokens, except those that were accepted into `new`."""
+        """Drop the drafts after the first `known` tokens, except the accepted ones, which are in `new`."""
         sequence, accepted = held(branch), len(new) - 1
         if self.manager.blocks.states is not None and known + accepted < sequence.length:
             branch.rewound, accepted = accepted, 0  # only the state after all drafts was kept
@@ -135,7 +135,7 @@ class Running:
         self.manager.commit(sequence, new if self._caching else None)
 
     def fork_again(self, root: Branch) -> None:
-        """Fork all branches again from a prompt that was recomputed after a preemption."""
+        """Fork all branches again once a preempted request's prompt has been recomputed."""
         request = root.request
         sequence = held(root)
         for branch in request.live:
@@ -147,7 +147,7 @@ class Running:
         request.is_forked = True
 
     def _know(self, branch: Branch, length: int) -> None:
-        """Commit the tokens after the prompt, and count them as recomputed."""
+        """Commit the branch's tokens after the prompt, and count them as recomputed."""
         branch.request.usage.recomputed += max(0, branch.lost_tokens - length)
         branch.lost_tokens = 0
         if self._caching:
@@ -189,6 +189,6 @@ class Running:
 
 
 def held(branch: Branch) -> Sequence:
-    """Return the sequence of a branch that has one."""
+    """Return the sequence of a branch, which must have one."""
     assert branch.sequence is not None, "the branch has no blocks"
     return branch.sequence

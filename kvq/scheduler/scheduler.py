@@ -53,10 +53,10 @@ class Scheduler:
 
     @property
     def num_held_up(self) -> int:
-        """Number of requests that wait despite free rows: the preempted ones.
+        """Number of requests that wait although rows are free: all preempted requests.
 
-        All others count, too, while the first of them lacks blocks or would slow running requests down beyond
-        their goal, but not while it waits for prefill tokens or for a prefix that another request computes.
+        The others also count while the first of them lacks blocks or would slow running requests down too
+        much, but not while it waits for prefill tokens or for a prefix that another request computes.
         """
         return len(self.waiting if self._holds_up else self.waiting.preempted)
 
@@ -69,7 +69,7 @@ class Scheduler:
         return take_snapshot(self.counters, self.running, self.waiting, held_up=self.num_held_up)
 
     def check(self, request: Request) -> int:
-        """Return how many tokens a request may generate. Changes nothing.
+        """Return the number of tokens that a request may generate. Changes nothing.
 
         Raises:
             RequestError: the request can never fit; the message has the numbers.
@@ -101,10 +101,10 @@ class Scheduler:
         self.nobody_fits = False
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None if nothing can run.
+        """Plan the next step. Return None if nothing can run.
 
-        Tokens get their slots here, so every plan must be committed before the next call. Only plans from
-        `schedule_ahead` may be made earlier.
+        Slots are allocated here, so every plan must be committed before the next call. Only `schedule_ahead`
+        may be called earlier.
         """
         self.nobody_fits = False
         step = Step(now)
@@ -125,11 +125,11 @@ class Scheduler:
         return self._plan(step)
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, whose tokens are not known yet; None if the step depends on them.
+        """Plan the step after `plan` before `plan` has tokens. Return None if the step depends on them.
 
-        It does not depend on them if every branch continues with one token. Branches that reach their last
-        token in `plan` are left out; a branch that ends for another reason computes one token in vain.
-        Commit `plan` first, then the plan returned here.
+        The step doesn't depend on these tokens if every branch continues with one token. Branches that reach
+        their last token in `plan` are left out; a branch that ends for another reason computes one token that
+        is not used. Commit `plan` first, then the plan returned here.
         """
         waits = (len(self.waiting) > 0 and not self.nobody_fits) or plan.num_drafts > 0
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
@@ -159,9 +159,9 @@ class Scheduler:
     ) -> None:
         """Record the results of a plan: for each branch, its accepted drafts and the next token.
 
-        A branch without tokens is in the middle of a prefill, or `branch_out` follows.
-        `bad`: indices of branches whose K, V or logits are not finite; `fail` must follow.
-        `failed_swaps`: swap-in orders whose bytes were damaged; their tokens are computed again.
+        A branch without tokens is in the middle of a prefill, or is about to be continued by `branch_out`.
+        `bad`: indices of branches with non-finite K, V or logits; call `fail` for them afterwards.
+        `failed_swaps`: swap-in orders whose bytes were damaged; the affected tokens are computed again.
         """
         manager, ends, work = self.manager, plan.ends, []
         for i, (branch, new) in enumerate(zip(plan.branches, tokens, strict=True)):
@@ -188,14 +188,14 @@ class Scheduler:
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
         """Continue branches according to `picks`: for each new branch, (index of its parent, next token).
 
-        After a prompt, all branches continue branch 0; in beam search, a branch may be continued several
+        After a prompt, all branches continue branch 0. In beam search, a branch may be continued several
         times or not at all. Blocks are shared until one of the branches writes. If there are fewer picks than
         branches, the last branches end.
         """
         self.running.branch_out(request, picks)
 
     def finish(self, branch: Branch) -> None:
-        """End one branch. A request ends with its last branch."""
+        """End one branch. A request ends when its last branch ends."""
         request = branch.request
         if branch.is_done:
             return
@@ -209,12 +209,12 @@ class Scheduler:
         self.counters.ended += request.state is RequestState.ENDED
 
     def end(self, request: Request) -> None:
-        """End a request in any state, because it was cancelled or is complete."""
+        """End a request in any state, because it was cancelled or is finished."""
         for branch in request.live:
             self.finish(branch)
 
     def fail(self, request: Request, error: KVQError) -> None:
-        """End a request whose values can't be trusted: zero its blocks and remove them from the index."""
+        """End a request whose values can't be trusted: zero its blocks, and remove them from the index."""
         request.error = error
         for branch in request.live:
             if branch.sequence is not None and branch.sequence.ready:
@@ -222,17 +222,17 @@ class Scheduler:
             self.finish(branch)  # one by one: the last branch is the sole owner of shared blocks
 
     def take_failed(self) -> list[Request]:
-        """Return the requests that the scheduler has given up since the last call, each with its error."""
+        """Return the requests, each with its error, that the scheduler has given up since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     def preempt(self, request: Request, now: float, *, swap: bool) -> None:
-        """Preempt a running request, which loses its blocks, keeps its place and resumes later.
+        """Preempt a running request. It loses its blocks, keeps its place in the order and resumes later.
 
         With `swap`, its blocks move to host memory; otherwise, they are computed again.
 
         Raises:
-            OutOfBlocks: it has several branches or there are too few host slots; nothing was changed.
+            OutOfBlocks: it has several branches, or there are too few host slots; nothing was changed.
             ConfigError: the request is not running.
         """
         if request not in self.running.requests:
@@ -253,7 +253,7 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _decode(self, step: Step) -> None:
-        """Collect the branches that compute one token, and those with more to compute.
+        """Collect the branches that compute one token, and the branches that have more tokens to compute.
 
         Branches may be preempted to make room.
         """
@@ -279,10 +279,10 @@ class Scheduler:
             step.decodes = [branch for branch in done if branch in self.running.active]
 
     def _make_room(self, branch: Branch, count: int, now: float, *, is_decode: bool = False) -> bool:
-        """Append to a branch, preempting others if needed; False if it has to wait or lost its blocks.
+        """Append to a branch, preempting requests if needed. Return False if it must wait or lost its blocks.
 
-        The oldest request is never preempted, so at least one makes progress. A prefill preempts only
-        younger requests; a decode preempts the request that loses the least, possibly its own.
+        The oldest request is never preempted, so at least one request makes progress. A prefill preempts only
+        younger requests; a decode preempts the request that is cheapest to resume, possibly its own.
         """
         while branch in self.running.active:
             try:
@@ -303,7 +303,7 @@ class Scheduler:
         return False
 
     def _give_up(self, request: Request, error: KVQError) -> None:
-        """End a request that can't continue although it runs alone and no pin is left to release."""
+        """End a request that can't continue although it is the only one running and no pins are left."""
         request.error = error
         self._failed.append(request)
         self.end(request)
@@ -325,7 +325,7 @@ class Scheduler:
             step.budget -= count
 
     def _admit(self, step: Step) -> None:
-        """Start or resume requests without blocks, in order, while there is room."""
+        """Start or resume requests without blocks, in order, as long as there is room."""
         below: Priority | None = None
         step.promised = self._admission.promised(step)
         while step.budget > 0 and (request := self.waiting.first(step.now, below)) is not None:
@@ -347,7 +347,7 @@ class Scheduler:
                 break
 
     def _start(self, step: Step, request: Request) -> bool:
-        """Start, resume or park a request; False if it has to keep waiting."""
+        """Start, resume or park a request. Return False if the request has to keep waiting."""
         admission, is_back = self._admission, request.is_preempted
         if not admission.has_rows(request):
             return False
@@ -386,7 +386,7 @@ class Scheduler:
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)
 
     def _plan(self, step: Step) -> StepPlan | None:
-        """Pack the chosen branches, without those preempted later in the step."""
+        """Pack the chosen branches, leaving out those that were preempted later in the step."""
         active = self.running.active
         decodes = [branch for branch in step.decodes if branch in active]
         chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]

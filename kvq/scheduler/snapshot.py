@@ -1,4 +1,4 @@
-"""Scheduler snapshot: counts of requests, tokens and blocks between two steps, as plain data."""
+"""Scheduler snapshot: counts of requests, tokens and blocks, taken between two steps, as plain data."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -43,12 +43,12 @@ class Snapshot:
     pools: list[PoolUsage]  # by layer group
 
     def known(self) -> dict[str, Any]:
-        """Return the fields by name, to build an extended snapshot."""
+        """Return the fields as keyword arguments for an extended snapshot."""
         return {field.name: getattr(self, field.name) for field in fields(Snapshot)}
 
 
 def take_snapshot(counters: Counters, running: Running, waiting: WaitingQueue, *, held_up: int) -> Snapshot:
-    """Return a snapshot of the scheduler's parts."""
+    """Return a snapshot of the scheduler's state."""
     return Snapshot(
         running=len(running.requests),
         sequences=running.num_sequences,

@@ -1,4 +1,4 @@
-"""Step plan: the work of one step, and the prefill tokens that it may take."""
+"""Step plan: the work of one step, and the number of prefill tokens that the step may take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ from kvq.scheduler.snapshot import Counters
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepPlan:
-    """Plan of one step. Lists are in the order in which the branches' tokens are packed, decodes first.
+    """Plan of one step. All lists are in the order in which the branches' tokens are packed, decodes first.
 
-    `ends[i]` is the length of branch i including the step's tokens, which have the positions from
-    `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token; the others are in the middle
-    of a prefill. A step may be planned while the previous one runs: `token_ids` are then zeros, and the
-    token of branch i is sampled for branch `follows[i]` of the previous step.
+    `ends[i]` is the length of branch i including the step's tokens, which start at position `ends[i] -
+    counts[i]`. Only branches with `samples[i]` need a token; the others are in the middle of a prefill. A
+    step may be planned while the previous one runs: `token_ids` are then zeros, and the token of branch i is
+    sampled for branch `follows[i]` of the previous step.
     """
 
     number: int
@@ -40,13 +40,13 @@ class StepPlan:
     follows: list[int] | None = None  # for a step planned ahead: indices in the previous step
 
     def part(self, index: int) -> "StepPlan":
-        """Return the step of one branch alone, with its orders and table changes already carried out."""
+        """Return a step for one branch alone. Its orders and table changes are already carried out."""
         count, before = self.counts[index], sum(self.counts[:index])
         tokens = self.token_ids[before : before + count]
         return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
 
     def after_all(self) -> "StepPlan":
-        """Return a step planned ahead with its tokens now known and its orders already carried out."""
+        """Return a step planned ahead, with its tokens now known and its orders already carried out."""
         left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
         tokens = [self.branches[i].tokens[-1] for i in left]
         return replace(self._only(left, tokens), num_decodes=len(left), follows=None)
@@ -73,17 +73,17 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens of the step, including drafts."""
+        """Number of new tokens in the step, including drafts."""
         return len(self.token_ids)
 
     @property
     def num_drafts(self) -> int:
-        """Number of draft tokens of the step."""
+        """Number of draft tokens in the step."""
         return sum(self.drafts)
 
     @property
     def prefill_tokens(self) -> int:
-        """Number of prompt tokens of the step."""
+        """Number of prompt tokens in the step."""
         return sum(self.counts[self.num_decodes :])
 
     def guess(self, index: int, tokens: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class Step:
     restored: list[Branch] = field(default_factory=list)
 
     def forget(self, request: Request) -> None:
-        """Drop the branches of a request that was preempted in the meantime and starts again."""
+        """Drop the branches of a request that was preempted earlier in the step and is starting again."""
         self.decodes = [branch for branch in self.decodes if branch.request is not request]
         self.prefills = [(branch, count) for branch, count in self.prefills if branch.request is not request]
 
@@ -115,7 +115,7 @@ class Step:
 def extend_with_drafts(step: Step, work: Work, manager: BlockManager, most_tokens: int) -> bool:
     """Append the decodes of a step and their drafts to their sequences.
 
-    Returns False and appends nothing if there are no drafts or they don't fit.
+    If there are no drafts, or they don't fit, append nothing and return False.
     """
     longer, left = [], most_tokens - step.decode_tokens
     for branch, (sequence, count) in zip(step.decodes, work, strict=True):
@@ -145,7 +145,7 @@ def pack(
     restored: Sequence[Branch] = (),
     follows: list[int] | None = None,
 ) -> StepPlan:
-    """Return the plan for these (branch, number of tokens) pairs, whose slots are already taken."""
+    """Return the plan for (branch, number of tokens) pairs whose slots are already allocated."""
     plan = StepPlan(
         number=counters.steps,
         branches=[branch for branch, _ in chosen],
@@ -193,14 +193,14 @@ def prefill_budget(
 ) -> int:
     """Return the number of prefill tokens for this step.
 
-    Without interactive streams, these are as many as a step may hold. With streams, they are as many as the
-    inter-token goal leaves time for: the SLO, or the usual step stretched by `max_step_stretch`. If the fixed
-    cost of prefill nearly uses up that time, its tokens may take the same time again, since smaller chunks
-    would delay the streams more often for little progress.
+    Without interactive streams, the limit is the step's capacity. With streams, it is the number of tokens
+    that the inter-token goal leaves time for: the SLO, or the usual step time multiplied by
+    `max_step_stretch`. If the fixed cost of prefill nearly uses up this time, prefill tokens may take the
+    same time again, since smaller chunks would delay the streams more often for little progress.
 
-    `oldest`: the request that has waited longest for its first token; it gets a larger share if its TTFT
-    goal is at risk. `last`: prefill tokens of the last step with streams; a step takes at most twice as
-    many, since the cost of more is unknown.
+    `oldest`: the request that has waited longest for its first token; prefill gets a larger share if this
+    request's TTFT goal is at risk. `last`: prefill tokens of the last step with streams; a step takes at most
+    twice as many, since the cost of larger steps is unknown.
     """
     num_decodes, unfinished = len(step.decodes), step.unfinished
     most = config.max_num_batched_tokens - step.decode_tokens

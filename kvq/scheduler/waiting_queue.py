@@ -14,11 +14,11 @@ from kvq.blockmgr import Sequence
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Priority, Request
 
-_MOST_TENANTS = 10_000  # whose served tokens are remembered
+_MOST_TENANTS = 10_000  # maximum number of tenants whose served tokens are remembered
 
 
 class _Tenants:
-    """Tokens served per tenant. A tenant that was idle starts level with the least-served waiting tenant.
+    """Tokens served per tenant. A returning tenant starts level with the least-served waiting tenant.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models" (virtual token counters), 2024.
     """
@@ -28,24 +28,24 @@ class _Tenants:
         self.last_to_leave = ""  # the tenant whose last waiting request was removed most recently
 
     def served(self, tenant: str) -> float:
-        """Return the tokens counted for a tenant."""
+        """Return the number of tokens counted for a tenant."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Add tokens to the count of a tenant."""
+        """Add tokens to a tenant's count."""
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
         self._served.move_to_end(tenant)
         if len(self._served) > _MOST_TENANTS:
             self._served.popitem(last=False)
 
     def lift(self, tenant: str, floor: float) -> None:
-        """Raise a returning tenant's count to `floor`, so that idle time earns no burst."""
+        """Raise a returning tenant's count to `floor`, so that idle time doesn't earn a burst."""
         if self.served(tenant) < floor:
             self._served[tenant] = floor
 
 
 class _Class:
-    """Waiting requests of one priority: a queue per tenant, least-served tenant first."""
+    """Waiting requests of one priority: one queue per tenant, the least-served tenant first."""
 
     def __init__(self, tenants: _Tenants) -> None:
         self._tenants = tenants
@@ -69,7 +69,7 @@ class _Class:
         line.append(request)
 
     def first(self) -> Request | None:
-        """Return the next request to serve, or None."""
+        """Return the next request to serve, or None if there is none."""
         while self._order:
             served, _, tenant = self._order[0]
             if tenant in self._lines and self._tenants.served(tenant) <= served:
@@ -99,7 +99,7 @@ class _Class:
 
 
 class _FairQueue:
-    """Requests that never had blocks. All operations except `remove` take O(log tenants)."""
+    """Fair queue of requests that never had blocks. All operations except `remove` take O(log tenants)."""
 
     def __init__(self, *, aging_s: float) -> None:
         self.tenants = _Tenants()
@@ -136,13 +136,13 @@ class _FairQueue:
             batch.popleft()
 
     def next_aging_s(self) -> float:
-        """Return when the next batch request will have waited long enough; infinity if none is waiting."""
+        """Return the time at which the next batch request will have waited long enough; infinity if none."""
         waiting = self._classes[Priority.BATCH]
         since = (request.arrival_s for request in self._batch if self._where.get(request) is waiting)
         return next(since, inf) + self._aging_s
 
     def first(self) -> Request | None:
-        """Return the next request to serve, or None."""
+        """Return the next request to serve, or None if there is none."""
         return self._classes[Priority.INTERACTIVE].first() or self._classes[Priority.BATCH].first()
 
     def rank(self, request: Request) -> Priority:
@@ -161,7 +161,7 @@ class _FairQueue:
 
 @dataclass(slots=True, eq=False)
 class _Parked:
-    """Requests whose next prefix blocks are being computed by a running sequence."""
+    """Requests whose next prefix blocks a running sequence is computing."""
 
     depth: int  # indexed blocks of the sequence when they were parked
     requests: list[Request] = field(default_factory=list)
@@ -189,7 +189,7 @@ class WaitingQueue:
         return len(self) - len(self.preempted)
 
     def requests(self) -> list[Request]:
-        """Return all requests."""
+        """Return all requests without blocks."""
         parked = [request for group in self._parked.values() for request in group.requests]
         ready = [request for line in self._ready.values() for request in line]
         return [*self.preempted, *ready, *parked, *self.queue]
@@ -199,13 +199,13 @@ class WaitingQueue:
         insort(self.preempted, request, key=lambda other: other.place)
 
     def park(self, request: Request, owner: Sequence) -> None:
-        """Make a request wait until a sequence has indexed more blocks or has ended."""
+        """Make a request wait until `owner` has indexed more blocks or has ended."""
         self.remove(request)
         self._parked.setdefault(owner, _Parked(owner.depth)).requests.append(request)
         self.num_parked += 1
 
     def wake(self) -> None:
-        """Unpark requests whose prefix has grown or will not be computed. O(sequences waited for)."""
+        """Unpark requests whose prefix has grown or won't be computed. O(number of sequences waited for)."""
         for owner, group in list(self._parked.items()):
             if owner.depth != group.depth or not owner.announced:
                 del self._parked[owner]
@@ -214,9 +214,9 @@ class WaitingQueue:
                     self._ready[request.priority].append(request)
 
     def first(self, now: float, below: Priority | None) -> Request | None:
-        """Return the next request to serve; `below`: only of priorities more urgent than this one.
+        """Return the next request to serve. `below`: consider only priorities more urgent than this one.
 
-        A preempted request precedes waiting ones of its priority, so that none overtakes it.
+        A preempted request precedes waiting requests of the same priority, so that none overtakes it.
         """
         outside = [*self.preempted, *(line[0] for line in self._ready.values() if line)]
         ranked = [(self.rank(request, now), request) for request in outside]
@@ -226,19 +226,19 @@ class WaitingQueue:
         return min(ranked, key=lambda entry: entry[0], default=(None, None))[1]
 
     def rank(self, request: Request, now: float) -> Priority:
-        """Return the priority of a request outside the fair queue, with the same aging as inside."""
+        """Return the priority of a request outside the fair queue, with the same aging as inside it."""
         since = request.preempted_s if request.is_preempted else request.arrival_s
         return Priority.INTERACTIVE if now - since >= self._aging_s else request.priority
 
     def next_aging_s(self) -> float:
-        """Return when the next waiting request will become more urgent; infinity if none will."""
+        """Return the time at which the next waiting request becomes more urgent, or infinity if none will."""
         since = [request.preempted_s for request in self.preempted if request.priority is Priority.BATCH]
         since += [request.arrival_s for request in self._ready[Priority.BATCH]]
         times = [begin + self._aging_s for begin in since]
         return min([*times, self.queue.next_aging_s()])
 
     def remove(self, request: Request) -> None:
-        """Remove a request from whichever queue it is in."""
+        """Remove a request from the queue that contains it."""
         if request.is_preempted:
             self.preempted.remove(request)
         elif request in self.queue:

@@ -1,6 +1,6 @@
-"""Watermarks of generated text and their detection: the schemes, the secret key, the test. No torch.
+"""Watermarks for generated text: the schemes, the secret key and the detection test. Without torch.
 
-The effect of a watermark on a step's logits is in `kvq/engine/sampling/watermarks.py`.
+`kvq/engine/sampling/watermarks.py` applies a watermark to a step's logits.
 """
 
 from typing import TYPE_CHECKING

@@ -15,9 +15,10 @@ from kvq.watermark.schemes import Green, Scheme, Tournament
 class Detection:
     """Result of a watermark test.
 
-    `tokens`: number of tokens in the text; `counted`: tokens that follow a context, each pair of context
-    and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers; `expected`: that
-    share without a mark. `z`: standard deviations above it. `p`: probability of at least `share` by chance.
+    `tokens`: number of tokens in the text; `counted`: number of tokens that follow a context, counting each
+    pair of context and token once. `share`: share of green tokens, or of 1 bits in a tournament's layers;
+    `expected`: the share expected without a mark. `z`: standard deviations above `expected`. `p`: probability
+    of reaching `share` by chance.
     """
 
     tokens: int
@@ -29,13 +30,13 @@ class Detection:
 
 
 def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:  # D265
-    """Test a text for a mark from its token ids alone; neither the prompt nor the model is needed.
+    """Test a text for a mark. Only its token ids are needed, not the prompt or the model.
 
-    Over all keys, a text that was not marked with `key` has a p below x with probability x, whatever the
-    text: the words of n-grams are independent, and no n-gram counts twice.
+    Over all keys, a text that was not marked with `key` has a p below x with probability x, whatever the text
+    is: the n-grams' random words are independent, and no n-gram counts twice.
 
-    Sources: Kirchenbauer et al. 2023, section 3; Dathathri et al. 2024, the mean score. Their normal
-    approximation is replaced by the binomial tail, because it is far off at small p.
+    Sources: Kirchenbauer et al. 2023, section 3; Dathathri et al. 2024, the mean score. The binomial tail
+    replaces their normal approximation, which is inaccurate for small p.
     """
     grams = _distinct(np.asarray(tokens, dtype=np.int64), scheme)
     contexts = [key.word(scheme.tag, context) for context in grams[:, :-1].tolist()]
@@ -55,20 +56,20 @@ def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:  # D26
 
 
 def least_p(counted: int, scheme: Scheme) -> float:
-    """Return the p of `counted` tokens that are all fully marked."""
+    """Return the p of `counted` tokens if all are fully marked."""
     trials, expected = _chance(counted, scheme)
     return float(expected**trials)
 
 
 def _chance(counted: int, scheme: Scheme) -> tuple[int, float]:
-    """Return the number of bits of `counted` tokens, and the share of 1 among them without a mark."""
+    """Return the number of bits in `counted` tokens, and the share of 1 bits expected without a mark."""
     return (counted, scheme.gamma) if isinstance(scheme, Green) else (counted * scheme.layers, 0.5)
 
 
 def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.int64]:
-    """Return contexts with their tokens, [counted, context + 1], in the text's order.
+    """Return the distinct pairs of context and token, [counted, context + 1], in the text's order.
 
-    In a tournament, only the first token after a context was drawn with the context's bits.
+    In a tournament, only the first token after each context was sampled with the context's bits.
     """
     if len(tokens) <= scheme.context:
         return np.zeros((0, scheme.context + 1), dtype=np.int64)
@@ -79,7 +80,7 @@ def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.i
 
 
 def binomial_tail(successes: int, trials: int, share: float) -> float:
-    """Return P(X >= successes) for a binomial X, with relative error 1e-9; terms are added largest first."""
+    """Return P(X >= successes) for a binomial X, with relative error 1e-9. Adds the largest terms first."""
     if successes <= 0:
         return 1.0
     if successes <= trials * share:
@@ -88,7 +89,7 @@ def binomial_tail(successes: int, trials: int, share: float) -> float:
 
 
 def _upper(successes: int, trials: int, share: float) -> float:
-    """Return the upper tail above the mean, where terms decrease."""
+    """Return the upper tail, which must start above the mean, where its terms decrease."""
     if successes > trials:
         return 0.0
     first = (

@@ -1,7 +1,7 @@
-"""Watermark key: the secret for marking texts and finding marks, and random words derived from it.
+"""Watermark key: the secret for marking texts and detecting marks, and random words derived from it.
 
 A token's word after a context is SplitMix64 of the context's word and the token. The sampler computes the
-same in torch (`kvq/engine/sampling/watermarks.py`); a test keeps the two in agreement.
+same words in torch (`kvq/engine/sampling/watermarks.py`); a test checks that they agree.
 
 Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 16.
 """
@@ -32,22 +32,22 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """32 secret bytes, which are never shown. A key is equal only to itself."""
+    """Secret of 32 bytes, which are never shown. A key is equal only to itself."""
 
     _secret: bytes = field(repr=False)
 
     def word(self, tag: bytes, context: Sequence[int]) -> int:
         """Return 64 bits that depend on the key, a scheme and the preceding tokens.
 
-        BLAKE2b with a key is a pseudo-random function: anyone who learns the words of some contexts, such as
-        from the texts themselves, learns nothing about the words of other contexts or the key.
+        BLAKE2b with a key is a pseudo-random function: anyone who learns the words of some contexts, for
+        example from the texts, learns nothing about the key or the words of other contexts.
         """
         tokens = np.asarray(context, dtype="<u4").tobytes()
         return int.from_bytes(blake2b(tokens, key=self._secret, person=tag, digest_size=8).digest(), "little")
 
 
 def key_from(secret: bytes) -> Key:
-    """Return the key for the content of a file, ignoring surrounding white space."""
+    """Derive a key from the content of a file, ignoring leading and trailing white space."""
     return Key(blake2b(secret.strip(), person=b"kvq-watermark", digest_size=32).digest())
 
 
@@ -55,7 +55,7 @@ def read_key(path: str | Path) -> Key:
     """Read a key from a file: at least 16 bytes, as hexadecimal digits or as any text.
 
     Raises:
-        ConfigError: the file doesn't exist, its secret is too short, or others can read it (`check_secret`).
+        ConfigError: the file doesn't exist, others can read it (`check_secret`), or the secret is too short.
     """
     try:
         with open(path, "rb") as file:
@@ -77,7 +77,8 @@ def make_key(path: str | Path) -> None:
     """Write a new random key to a new file that only its owner can read.
 
     Raises:
-        ConfigError: the file exists, and its marked texts would become undetectable, or it can't be written.
+        ConfigError: the file can't be written, or already exists (replacing a key makes its marks
+            undetectable).
     """
     try:
         with open(path, "xb", opener=partial(os.open, mode=PRIVATE)) as file:
@@ -92,7 +93,7 @@ def make_key(path: str | Path) -> None:
 
 
 def _secret_bytes(secret: bytes) -> int:
-    """Return the length of a secret in bytes; two hexadecimal digits count as one byte."""
+    """Return the length of a secret in bytes. Two hexadecimal digits count as one byte."""
     try:
         return len(bytes.fromhex(secret.decode("ascii")))
     except (ValueError, UnicodeDecodeError):
@@ -100,7 +101,7 @@ def _secret_bytes(secret: bytes) -> int:
 
 
 def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:  # D264
-    """Return the words of tokens. `contexts`: `Key.word` of each token's context, in a matching shape."""
+    """Return the words of tokens. `contexts`: `Key.word` of each token's context, in a compatible shape."""
     words = contexts + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(FIRST)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(SECOND)
@@ -119,6 +120,6 @@ def is_green(words: Words, scheme: Green) -> npt.NDArray[np.bool_]:
 
 
 def layer_bits(words: Words, layers: int) -> npt.NDArray[np.uint8]:
-    """Return the bits of tokens in a tournament's layers, [..., layers]; the lowest bit is for the first."""
+    """Return the tokens' bits in a tournament's layers, [..., layers]; the lowest is for the first layer."""
     shifts = np.arange(layers, dtype=np.uint64)
     return (words[..., None] >> shifts & np.uint64(1)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Watermark schemes: green lists and tournaments, with their parameters."""
+"""Watermark schemes: green lists and tournaments, and their parameters."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
@@ -14,10 +14,11 @@ MODES = ("off", "asked", "unless-declined", "always")  # which texts an engine m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Green:
-    """Scheme that adds `delta` to the logits of a share `gamma` of tokens, chosen by `context` earlier ones.
+    """Scheme that adds `delta` to the logits of green tokens, a share `gamma` of the vocabulary.
 
-    Whether a token is green is drawn for each context and token, so the number of green tokens in a text
-    without the mark is exactly binomial. Works at temperature 0, too, and changes token probabilities.
+    Which tokens are green depends on the `context` preceding tokens. Each pair of context and token is green
+    independently, so the number of green tokens in an unmarked text is exactly binomial. The scheme also
+    works at temperature 0, and it changes token probabilities.
 
     Source: Kirchenbauer et al. 2023, "A Watermark for Large Language Models", algorithm 2 (soft red list).
     """
@@ -35,10 +36,10 @@ class Green:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tournament:
-    """Scheme that draws 2**layers candidates; a tournament in pairs, by random bits of each, picks one.
+    """Scheme that samples 2**layers candidates and selects one by a pairwise tournament of random bits.
 
-    Averaged over all keys, tokens are as likely as without it. A context that occurred earlier in the text is
-    skipped, since its bits would be the same. Greedy text involves no draw, so it can't be marked.
+    Averaged over all keys, tokens are as likely as without the tournament. A context that occurred earlier in
+    the text is skipped, since its bits would be the same. Greedy text is not sampled, so it can't be marked.
 
     Source: Dathathri et al. 2024, "Scalable watermarking for identifying large language model outputs",
     Nature 634 (SynthID-Text): non-distortionary, two candidates.
@@ -58,7 +59,7 @@ SCHEMES: dict[str, type[Green] | type[Tournament]] = {"green": Green, "tournamen
 
 
 def parse_scheme(text: str) -> Scheme:
-    """Return a scheme from its name and the numbers that differ from the defaults: `green,delta=3`.
+    """Parse a scheme's name, followed by the numbers that differ from the defaults: `green,delta=3`.
 
     Raises:
         ConfigError: the scheme or a number is unknown, or a number is out of range.
@@ -81,7 +82,7 @@ def parse_scheme(text: str) -> Scheme:
 
 
 def spelled(scheme: Scheme) -> str:
-    """Return the text for `parse_scheme`, with all numbers."""
+    """Return a scheme in the form that `parse_scheme` reads, with all numbers."""
     name = next(name for name, kind in SCHEMES.items() if isinstance(scheme, kind))
     return ",".join([name, *(f"{key}={value}" for key, value in asdict(scheme).items())])
 
@@ -96,7 +97,7 @@ def _number(value: str, given: str) -> int | float:
 
 
 def _check(scheme: Scheme, name: str, low: float, high: float) -> None:
-    """Raise ConfigError unless a number is within its bounds, and whole if the bounds are whole."""
+    """Raise ConfigError unless a number is within its bounds, and an integer if the bounds are integers."""
     value, is_whole = getattr(scheme, name), isinstance(low, int)
     is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:

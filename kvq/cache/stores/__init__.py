@@ -1,1 +1,1 @@
-"""Layer stores: the K and V of one layer, with one module per form of storage."""
+"""Layer stores: the K and V of one layer, with one module per storage form."""

@@ -1,4 +1,4 @@
-"""Layer store: the K and V of one layer, in any form."""
+"""Layer store: K and V of one layer, in any storage form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Views = Mapping[Role, PagedKV]  # one layer's blocks in the pools of its layer g
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CompiledLayer:
-    """The blocks of a layer whose K and V are written and read entirely in C++."""
+    """Blocks of a layer whose K and V are written and read entirely in C++."""
 
     kv: PagedKV | StagedKV
     group: int  # layer group
@@ -29,27 +29,27 @@ class CompiledLayer:
 
 
 class LayerStore(Protocol):
-    """The K and V of one layer: models write to the store, then attend over it.
+    """Store of one layer's K and V. Models write to the store, then attend over it.
 
-    Derive from this class; a store needs only `batch_of`, `write` and `attend`.
+    To implement a store, derive from this class; only `batch_of`, `write` and `attend` are required.
     """
 
     def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
         """Return the batch for `attend`, from a step's batches of all layer groups.
 
-        Its `slots` are the argument of `write`.
+        The batch's `slots` are the argument of `write`.
         """
         ...
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        """Store new rows after RoPE: [tokens, kv_heads, dim] each, `slots` int64 [tokens].
+        """Store new rows of K and V after RoPE: [tokens, kv_heads, dim] each, `slots` int64 [tokens].
 
         Returns bool [tokens]: True where K or V contained NaN or infinity.
         """
         ...
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
-        """Compute causal attention of new tokens, written before, over their sequences' blocks.
+        """Compute causal attention of new tokens, already written, over their sequences' blocks.
 
         `q`: [tokens, q_heads, k_head_dim]. Returns out [tokens, q_heads, v_head_dim] in q's dtype
         and lse fp32 [tokens, q_heads], as a natural log that includes sinks.
@@ -77,24 +77,24 @@ class LayerStore(Protocol):
     ) -> Rows:
         """Return K and V at the positions [start, end) of every table, [sequences, kv_heads, tokens, dim].
 
-        `tables`: integer [sequences, blocks]; `unrotate`: whether rotated formats are rotated back.
+        `tables`: integer [sequences, blocks]; `unrotate`: whether to undo the rotation of rotated formats.
 
         Raises:
-            UnsupportedKernel: the store belongs to a backend whose rows can't be read back.
+            UnsupportedKernel: the store's backend can't read rows back.
         """
         raise UnsupportedKernel(f"{type(self).__name__} can't read K and V back; use the kvq cache backend")
 
     def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
-        """Return the indices of the sequences for which expanding latents to heads is less work."""
+        """Return the indices of the sequences for which expanding latents to heads saves work."""
         return []
 
     def compiled(self) -> CompiledLayer | None:
-        """Return the blocks for C++ code that runs whole steps; None if other code uses them, too."""
+        """Return the blocks for C++ code that runs entire steps; None if other code also uses them."""
         return None
 
 
 class PagedStore(LayerStore, Protocol):
-    """A layer's K and V in kvq's own blocks."""
+    """Store that keeps a layer's K and V in kvq's own blocks."""
 
     blocks: PagedKV  # codes and scales in the recipe's formats; for a staged layer, sealed blocks
 
@@ -103,27 +103,27 @@ class PagedStore(LayerStore, Protocol):
         ...
 
     def over(self, views: Views) -> Self:
-        """Return this store for pools that have grown."""
+        """Return a copy of this store for pools that have grown."""
         ...
 
     def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
-        """Quantize whole blocks, [blocks, kv_heads, block_size, dim], of tokens that were kept elsewhere.
+        """Quantize complete blocks, [blocks, kv_heads, block_size, dim], of tokens kept elsewhere until now.
 
         Raises:
-            ConfigError: the layer stores tokens one by one.
+            ConfigError: the layer stores tokens one by one rather than in complete blocks.
         """
         raise self._not_whole()
 
     def attend_with(
         self, q: Tensor, recent: Rows, batch: SequenceBatch, options: AttentionOptions
     ) -> Attended:
-        """Attend over stored blocks and the last rows, unquantized: [sequences, kv_heads, some, dim].
+        """Attend over stored blocks and unquantized recent rows, [sequences, kv_heads, some, dim].
 
-        The positions of a token and a query alone determine which form of the token the query sees, as with
-        a staging area.
+        As with a staging area, only the positions of a token and a query determine which form of the token
+        the query sees.
 
         Raises:
-            ConfigError: the layer stores tokens one by one.
+            ConfigError: the layer stores tokens one by one rather than in complete blocks.
         """
         raise self._not_whole()
 

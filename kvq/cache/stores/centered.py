@@ -20,10 +20,10 @@ from kvq.kernels.rope_write.reference import Angles, LayerHeads
 
 
 class _CenteredStore(PagedStore):  # D21: softmax is invariant to K's center; V's is added back
-    """A store of K - c and V - d, where c and d are the centers of each KV head.
+    """Store of K - c and V - d, where c and d are the centers of each KV head.
 
-    All scores of a query then lack scale * q.c, which leaves the softmax unchanged and shifts the
-    log-sum-exp; the output lacks d.
+    All scores of a query are then lower by scale * q.c, which leaves the softmax unchanged and shifts the
+    log-sum-exp, and the output is lower by d.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class _CenteredStore(PagedStore):  # D21: softmax is invariant to K's center; V'
     ) -> None:
         """Raises:
         ConfigError: the model caps its scores, so the softmax would depend on the center, or the
-            centers are for another number of KV heads.
+            centers are for a different number of KV heads.
         """
         if centers.k is not None and softcap is not None:
             raise ConfigError(
@@ -102,21 +102,21 @@ class _CenteredStore(PagedStore):  # D21: softmax is invariant to K's center; V'
         return self._restored(q, *self.inner.attend_with(q, rows, batch, options.without_sinks()), options)
 
     def _centered(self, k: Tensor, v: Tensor) -> Rows:
-        """Subtract the centers from rows [any, tokens, kv_heads, dim]; dtypes stay the same."""
+        """Subtract the centers from rows [any, tokens, kv_heads, dim]. Dtypes stay the same."""
         return (
             k if self._k is None else (k.float() - self._k).to(k.dtype),
             v if self._v is None else (v.float() - self._v).to(v.dtype),
         )
 
     def _centered_dense(self, k: Tensor, v: Tensor) -> Rows:
-        """Subtract the centers from rows [any, kv_heads, tokens, dim]; K and V then have the same strides."""
+        """Subtract the centers from rows [any, kv_heads, tokens, dim]. The results have the same strides."""
         k, v = self._centered(k.transpose(1, 2), v.transpose(1, 2))
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
     def _restored(self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Attended:
         """Convert attention over centered rows, without sinks, to attention over the original rows.
 
-        An empty part stays (0, -inf).
+        The result of an empty part stays (0, -inf).
         """
         if self._v is not None:
             added = out.float() + self._v.repeat_interleave(self._group, 0)
@@ -138,7 +138,7 @@ def with_centers(
     softcap: float | None,
     device: torch.device,
 ) -> PagedStore:
-    """Return a store that subtracts a recipe's centers, or the store itself if the layer has no centers.
+    """Return a store that subtracts the recipe's centers, or `store` if the layer has no centers.
 
     Raises:
         ConfigError: K has a center and the model caps its scores, or the number of heads differs.
@@ -150,7 +150,7 @@ def with_centers(
 
 
 def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:
-    """Return the centers as fp32 [kv_heads, head_dim], or None."""
+    """Return the centers as fp32 [kv_heads, head_dim], or None without centers."""
     if rows is None:
         return None
     if len(rows) != layer.kv_heads:

@@ -1,4 +1,4 @@
-"""The projection from latent vectors to keys and values of all heads, for attention over latents."""
+"""Projection from latent vectors to the keys and values of all heads, for attention over latents."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _FEWEST_ROWS = 4  # of a product: BLAS takes another code path for a single row
 class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to four
     """Replacement for a model's Linear layer from latents to heads.
 
-    While a kvq session attends, nothing is multiplied here: the input is kept for the layer's attention, and
-    the output is zeros of the right shape. For other attention functions, it behaves like the original Linear
+    In a kvq session, no product is computed here: the input is kept for the layer's attention, and the output
+    is zeros of the right shape. For other attention functions, the module behaves like the original Linear
     layer.
     """
 
@@ -47,7 +47,7 @@ class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes held in addition to parameters: those of the packed weight, if there is one."""
+        """Bytes held in addition to the parameters: the packed weight, if there is one."""
         return sum(held.nbytes for held in (self._keys, self._values) if held is not None)
 
     def forward(self, latents: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to
         """Return the latents [tokens, 1, latent dim] of the last call.
 
         Raises:
-            ModelError: they were already taken, or belong to other tokens.
+            ModelError: the latents were already taken, or belong to other tokens.
         """
         found, self._waiting = self._waiting, None
         if found is None or found.numel() != tokens * self.latent_dim:
@@ -71,8 +71,9 @@ class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to
         return found.reshape(tokens, 1, -1)
 
     def absorbed(self, q: Tensor) -> Tensor:
-        """Convert queries for keys, [tokens, q_heads, k_dim + rotary], to queries for stored rows: first the
-        latent's part, then the rotary part, [tokens, q_heads, latent dim + rotary]."""
+        """Convert queries for keys, [tokens, q_heads, k_dim + rotary], to queries for stored rows, [tokens,
+        q_heads, latent dim + rotary]: the latent part first, then the rotary part.
+        """
         own, rotary = q.split((self.dims.k_dim, q.shape[2] - self.dims.k_dim), dim=-1)
         if self._keys is not None:
             found = self._keys(own, room=rotary.shape[2])
@@ -97,7 +98,7 @@ class LatentExpansion(nn.Module):  # D203: packed by head; torch pads one row to
         return keys, values
 
     def _numbers(self) -> Tensor:
-        """Return the weight, [q_heads, k_dim + v_dim, latent dim], unpacked if necessary."""
+        """Return the weight, [q_heads, k_dim + v_dim, latent dim], unpacking it if necessary."""
         if self._keys is not None and self._values is not None:
             return torch.cat((self._keys.values().transpose(1, 2), self._values.values()), dim=1)
         assert self._weight is not None, "it is one or the other"

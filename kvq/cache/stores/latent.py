@@ -1,8 +1,8 @@
-"""Latent store, and attention over latents in the form that needs less work for each sequence.
+"""Latent store, and attention over latents in whichever form takes less work for a sequence.
 
 In absorbed form, each pair of a query row and a key takes two products of the latent's width. In expanded
-form, stored latents are first multiplied out to keys and values of all heads, one chunk at a time, which
-pays when many new tokens share them. The results of chunks are merged by their log-sum-exp.
+form, stored latents are first expanded to the keys and values of all heads, one chunk at a time, which pays
+off if many new tokens share the expansion. The results of chunks are merged by their log-sum-exp.
 
 Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
 """
@@ -29,12 +29,12 @@ LEAST_NEW = 64  # fewest new tokens for which a sequence is expanded
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentStore(PlainStore):
-    """Layer of latents: per token, V is one latent and K the rotary part of its key, shared by all heads."""
+    """Store of latents. For each token, V is a latent and K its key's rotary part, shared by all heads."""
 
     geometry: LayerGeometry
 
     def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
-        """Return the sequences to expand; none on GPUs, where the kernel is as fast without expansion."""
+        """Return the indices of sequences to expand; none on GPUs, where expansion saves no time."""
         assert isinstance(batch, SequenceBatch), "of a plain layer"
         if batch.tables.device.type != "cpu":
             return []
@@ -55,7 +55,7 @@ def attend_latents(
     options: AttentionOptions,
     expansion: LatentExpansion,
 ) -> Tensor:
-    """Attend with the heads' queries, [tokens, q_heads, k_dim + rotary], over latents written before.
+    """Attend with the heads' queries, [tokens, q_heads, k_dim + rotary], over latents already written.
 
     Returns [tokens, q_heads, v_dim], in q's dtype.
     """
@@ -75,7 +75,7 @@ def attend_latents(
 
 
 def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:  # D202
-    """Return True if expanding is less work for `new` tokens at the end of a context.
+    """Return True if expanding takes less work for `new` tokens at the end of a context.
 
     `rate`: the number of absorbed-kernel products that take as long as one product in expanded form.
     """

@@ -1,4 +1,4 @@
-"""Factory for the store of a layer: the only place that checks a layer's kind."""
+"""Factory for layer stores: the only place that checks a layer's kind."""
 
 from dataclasses import replace
 
@@ -17,10 +17,10 @@ from kvq.layout import STAGED_FORMAT, KVLayout, LayerLayout, Role
 def make_store(
     layout: KVLayout, layer: LayerLayout, group: int, views: Views, device: torch.device, backend: str
 ) -> PagedStore:
-    """Choose a layer's kernels and its store. `group`: the layer group of its sealed blocks.
+    """Choose a layer's kernels and store. `group`: the layer group of its sealed blocks.
 
     Raises:
-        ConfigError: the layer can't have the calibrated centers.
+        ConfigError: the layer can't use the calibrated centers.
         UnsupportedKernel: no backend can run the layer.
     """
     # D379: the only place that checks the kind
@@ -47,7 +47,7 @@ def make_store(
 
 
 def kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
-    """Return the properties of a layer that kernels need."""
+    """Return the properties of a layer that kernels depend on."""
     return KernelSpec(
         formats=layer.formats,
         q_heads=layout.geometry.q_heads_of(layer.geometry.index),
@@ -60,7 +60,7 @@ def kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
 def _kernels(
     layout: KVLayout, layer: LayerLayout, group: int, device: Device, backend: str
 ) -> dict[str, Kernel]:
-    """Choose a layer's kernels by operation; for a staged recipe, writing kernels take waiting tokens."""
+    """Choose a layer's kernels by operation. In a staged recipe, new tokens go to the staging blocks."""
     spec, is_latent = kernel_spec(layout, layer), layer.geometry.is_latent
     written = _spec_of_written(layout, layer, group, spec)
     attend = "attend_latent" if is_latent else "attend"
@@ -80,7 +80,7 @@ def _kernels(
 
 
 def _spec_of_written(layout: KVLayout, layer: LayerLayout, group: int, spec: KernelSpec) -> KernelSpec:
-    """Return the spec of the blocks that new tokens are written to, or that hold them until sealing."""
+    """Return the spec of the blocks that receive new tokens; if staged, these are the recent blocks."""
     own = layer.geometry
     if layout.is_staged:
         staging = layout.staging_of(group).layers

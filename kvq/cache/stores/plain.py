@@ -1,4 +1,4 @@
-"""Plain store: rows are quantized into blocks as they arrive."""
+"""Plain store: quantizes rows into blocks as they arrive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

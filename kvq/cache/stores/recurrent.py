@@ -14,7 +14,7 @@ class StateSlots:
     """State tensors of all layers, with one row per block."""
 
     def __init__(self, layout: GroupLayout, memory: Tensor) -> None:
-        """`memory`: uint8 [num_blocks, block_bytes], a pool of the group of states."""
+        """`memory`: uint8 [num_blocks, block_bytes], the pool of the group of states."""
         self._layers: dict[int, Tensors] = {}  # by layer number in the model's code
         for region in layout.states:
             key = region.tensor.name, region.tensor.index

@@ -1,8 +1,8 @@
-"""Staged store: keeps the most recent and the first tokens unquantized, and the others in sealed blocks.
+"""Staged store: keeps the most recent and the first tokens unquantized, and all others in sealed blocks.
 
-Before it attends, a step seals the blocks that it makes old enough. The positions of a token and of a query
-alone determine which form of the token the query sees, so it makes no difference whether tokens arrived in
-chunks, from a prefix, after a swap or after a recomputation.
+Before it attends, a step seals the blocks that become old enough in this step. Only the positions of a token
+and a query determine which form of the token the query sees, so it makes no difference whether tokens arrived
+in chunks, from a prefix, after a swap or after a recomputation.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from kvq.layout import Role
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate layer groups
-    """Layer with a staging area: tokens wait in recent blocks until their block is sealed."""
+    """Store with a staging area: tokens wait unquantized in recent blocks until their block is sealed."""
 
     kv: StagedKV  # `blocks`, and the staging area, which the writing kernels use
     num_kinds: int  # kinds of layers; groups are ordered: all sealed, all recent, all sinks
@@ -49,7 +49,7 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate lay
         return turned_queries(joined, heads)
 
     def seal(self, batch: StagedBatch) -> None:
-        """Quantize the blocks that become old enough through the step's new tokens, already written."""
+        """Quantize the blocks that become old enough with the step's new tokens, already written."""
         self.kernels["seal"].run(self.kv, batch)
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
@@ -77,9 +77,9 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate lay
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeBlockStore(PlainStore):
-    """Layer of a staged recipe without a staging area: takes whole blocks; newer tokens are kept elsewhere.
+    """Store for a staged recipe that takes only complete blocks. Newer tokens are kept elsewhere.
 
-    `KvqCache` keeps the last tokens of its rows itself, and chunks for LMCache have none.
+    `KvqCache` keeps each row's last tokens itself, and chunks for LMCache have no such tokens.
     """
 
     exact: ExactTokens
@@ -104,7 +104,7 @@ class WholeBlockStore(PlainStore):
 
 
 def staged_views(views: Views, exact: ExactTokens) -> StagedKV:
-    """Return the blocks of a staged layer. `exact`: exact tokens, in whole blocks."""
+    """Return the blocks of a staged layer. `exact`: numbers of exact tokens, in complete blocks."""
     return StagedKV(
         sealed=views[Role.SEALED], recent=views[Role.RECENT], sinks=views.get(Role.SINKS), exact=exact
     )

@@ -1,9 +1,9 @@
 """Attention functions that kvq registers with transformers.
 
-`attn_implementation="kvq"` attends over the blocks of a `KvqCache`. Its mask function passes the
-2-D padding mask through, unexpanded. `"kvq_packed"` is for kvq's own sessions, which pass their
-step as a keyword. It has no mask function, because with one, transformers would search for packed
-sequences and synchronize the device in every step.
+`attn_implementation="kvq"` attends over the blocks of a `KvqCache`. Its mask function passes the 2-D padding
+mask through without expanding it. `"kvq_packed"` is for kvq's own sessions, which pass their step as a
+keyword. The latter has no mask function, since transformers would then search for packed sequences and
+synchronize the device in every step.
 """
 
 import threading
@@ -38,7 +38,7 @@ class PackedAttention(Protocol):
         """
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend like `attend`, over tokens that a layer has already written."""
+        """Attend like `attend`, but over tokens that a layer has already written."""
 
     def attend_latents(
         self,
@@ -54,7 +54,7 @@ class PackedAttention(Protocol):
 
 
 class _BatchAttention(Protocol):
-    """Layer of a cache, between its `update` and the attention call that follows."""
+    """Layer of a cache between `update` and the attention call that follows."""
 
     index: int
     handed: Tensor | None  # K as `update` returned it; None if the model code converts it
@@ -73,7 +73,7 @@ class _BatchAttention(Protocol):
 
 
 class _Passed(TypedDict, total=False):
-    """Keywords that model code passes in addition to Q, K and V; there are others."""
+    """Keywords that model code passes in addition to Q, K and V. The list is not complete."""
 
     scaling: float | None
     softcap: float | None
@@ -88,7 +88,7 @@ class _MaskKeywords(TypedDict, total=False):
 
 
 class _Waiting(threading.local):
-    """Layer that `update` handed over in this thread and that no attention call has taken yet."""
+    """Layer that `update` handed over in this thread and that no attention call has received yet."""
 
     step: _BatchAttention | None = None
 
@@ -97,9 +97,10 @@ _waiting = _Waiting()  # module state, since transformers calls attention by nam
 
 
 def register_attention() -> None:
-    """Register `attn_implementation="kvq"` with transformers; further calls change nothing.
+    """Register `attn_implementation="kvq"` with transformers. Further calls have no effect.
 
-    `KvqCache` does so, too; call this to use "kvq" in `from_pretrained` before there is a cache.
+    `KvqCache` also registers it. Call this function to use "kvq" in `from_pretrained` before creating a
+    cache.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -109,19 +110,19 @@ def register_attention() -> None:
 
 
 def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
-    """Return the 2-D padding mask unchanged, bool [batch, tokens so far]: the mask function of "kvq".
+    """Mask function of "kvq": return the 2-D padding mask unchanged, bool [batch, tokens so far].
 
-    If the model needs more than a causal mask (images, packed sequences), returns a mask of an invalid
-    shape, which a KvqCache refuses; kvq's sessions need no mask.
+    If the model needs more than a causal mask (images, packed sequences), return a mask of invalid shape,
+    which KvqCache refuses; kvq's sessions need no mask.
     """
     return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 
 
 def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
-    """Hand a layer's new tokens over to the attention call that follows in this thread.
+    """Hand a layer's new tokens over to the next attention call in this thread.
 
     Raises:
-        ConfigError: no attention call took the tokens that were handed over before.
+        ConfigError: the tokens handed over previously were never consumed by an attention call.
     """
     left, _waiting.step = _waiting.step, step
     if left is not None:
@@ -134,10 +135,10 @@ def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by a
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Make compiled code break its graph here and run the function, and all that it calls, uncompiled.
+    """Make compiled code break its graph here, and run the function and everything it calls uncompiled.
 
-    `torch.compiler.disable` does the same, but its imports take seconds, so it is deferred to the first call
-    from compiled code.
+    `torch.compiler.disable` does the same, but its imports take seconds, so they are deferred until the first
+    call from compiled code.
     """
 
     @wraps(function)
@@ -167,8 +168,9 @@ def kvq_attention(
     """Attend over kvq's blocks: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim].
 
     Raises:
-        ModelError: there is neither a kvq session nor a KvqCache, or values contradict the config.
-        RequestError: the mask is not left padding.
+        ModelError: there is neither a kvq session nor a KvqCache, or the model's values contradict its
+            config.
+        RequestError: the mask has padding that is not on the left.
     """
     number = getattr(module, "layer_idx", None)
     if not isinstance(number, int):
@@ -206,7 +208,7 @@ def kvq_attention(
 
 
 def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]) -> int:
-    """Return the layer index that stores the K and V of a layer.
+    """Return the index of the layer whose store holds the K and V of layer `number`.
 
     Raises:
         ModelError: the model code passes values that differ from its config.

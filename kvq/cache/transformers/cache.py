@@ -28,17 +28,17 @@ class KvqCache(Cache):  # type: ignore[misc]
 
         model.generate(**inputs, past_key_values=KvqCache(model.config, kv="int4"))
 
-    With any attention of transformers, each layer's rows are dequantized in every step into scratch
+    With transformers' own attention functions, each layer's rows are dequantized in every step into scratch
     memory that all layers share. With `model.set_attn_implementation("kvq")`, attention reads the blocks
-    instead, which is faster wherever compiled kernels run (see `kvq doctor`).
+    instead, which is faster if compiled kernels are available (see `kvq doctor`).
 
-    For inference: no gradients flow through it. Padding must be on the left; with "kvq" it takes no
-    blocks, otherwise it is stored like other tokens. A sliding-window layer's pool holds its window
-    and the longest prefill chunk; for long prompts, pass `prefill_chunk_size` to `generate`.
-    `copy.deepcopy` copies the blocks, so that one prompt can be continued in several ways.
+    For inference only: no gradients flow through the cache. Padding must be on the left. With "kvq", padding
+    takes no blocks; otherwise, it is stored like other tokens. A sliding-window layer's pool holds its window
+    and the longest prefill chunk; for long prompts, pass `prefill_chunk_size` to `generate`. `copy.deepcopy`
+    copies the blocks, so that one prompt can be continued in several ways.
 
-    NaN or infinity in K or V raises RequestError after a step's last layer (one synchronization per
-    step on a GPU), and again until those rows are dropped or `reset` is called.
+    NaN or infinity in K or V raises RequestError after a step's last layer (one synchronization per step on a
+    GPU), and again in each later step until those rows are dropped or `reset` is called.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class KvqCache(Cache):  # type: ignore[misc]
         order: BlockOrder = BlockOrder.LAYER_MAJOR,
         backend: str = "auto",
     ) -> None:
-        """Check all options; memory is allocated by the first forward pass, when the batch size is known.
+        """Check all options. Memory is allocated by the first forward pass, once the batch size is known.
 
-        `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a
-        KVRecipe. `max_tokens`: tokens per batch row to allocate at once and never exceed; by default,
-        the pools grow as needed. `scales`: a kvq.json with static scales made from this very model; the
-        config alone can't tell models with the same number of heads apart. `residual_length`: number of
-        last tokens per row that attention sees unquantized, like `+recent=N` of a format. These tokens,
-        and those of blocks that are not full, take a quarter more memory than without quantization.
+        `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a KVRecipe.
+        `max_tokens`: maximum number of tokens per batch row, allocated in advance; by default, the pools grow
+        as needed. `scales`: a kvq.json with static scales made from exactly this model, since the config
+        alone can't distinguish models with the same number of heads. `residual_length`: number of last tokens
+        per row that attention sees unquantized, like `+recent=N` of a format. These tokens, and tokens in
+        incomplete blocks, take a quarter more memory than without quantization.
 
         Raises:
             ConfigError: the family or format is unknown, the model is an encoder-decoder, static scales
@@ -90,7 +90,7 @@ class KvqCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes used for K and V: the pools of blocks, and unquantized recent tokens."""
+        """Bytes used for K and V: the block pools, and unquantized recent tokens."""
         return 0 if self._state.rows is None else self._state.rows.nbytes
 
     @property
@@ -100,7 +100,7 @@ class KvqCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> BatchRows | None:
-        """The batch's sequences and blocks; None before the first forward pass."""
+        """The batch's sequences and blocks, or None before the first forward pass."""
         return self._state.rows
 
     @property
@@ -109,7 +109,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         return -1 if self._state.rows is None or not self._state.length else self._state.rows.batch
 
     def reset(self) -> None:
-        """Drop all tokens; the pools stay for the next batch, of any size."""
+        """Drop all tokens. The pools stay allocated for the next batch, of any size."""
         if self._state.rows is not None:
             self._state.rows.start(self._state.rows.batch)
         self._state.layers_done = 0
@@ -117,7 +117,7 @@ class KvqCache(Cache):  # type: ignore[misc]
             layer.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every row; 0 only releases unneeded memory.
+        """Drop the last `-tokens_to_remove` tokens of every row. 0 only releases memory that is not needed.
 
         Raises:
             RequestError: the number is positive or exceeds the cached tokens, or a window has moved on
@@ -145,36 +145,36 @@ class KvqCache(Cache):  # type: ignore[misc]
             layer.cumulative_length -= count
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave a window until the next `crop`, so that crop can undo a step."""
+        """Keep tokens that leave a window until the next `crop`, so that `crop` can undo a step."""
         self._state.records_past = True
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True if that layer keeps tokens that leave its window until the next `crop`."""
+        """Return True if a layer keeps tokens that leave its window until the next `crop`."""
         return bool(self.layers[layer_idx].record_past)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue row `beam_idx[i]` as row i, for beam search; rows share blocks until they write."""
+        """Make row `beam_idx[i]` the new row i, for beam search. Rows share blocks until they write."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times; the copies share its blocks."""
+        """Repeat every row `repeats` times. The copies share the row's blocks."""
         rows = self._state.rows
         if rows is not None:
             self._select([row for row in range(rows.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the given rows: indices, or one bool per row."""
+        """Keep only the specified rows. `indices`: row indices, or one bool per row."""
         picked = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
         self._select(picked.tolist())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if any block references and tables disagree."""
+        """Raise AssertionError if block references and tables disagree."""
         if self._state.rows is not None:
             self._state.rows.manager.check_integrity()
 
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> "KvqCache":
-        """Return a copy with its own blocks and scratch memory; the model's config stays shared."""
+        """Return a copy with separate blocks and scratch memory. The model's config stays shared."""
         state = self._state
         for shared in (state.config, state.config.geometry, state.config.latent):
             memo[id(shared)] = shared

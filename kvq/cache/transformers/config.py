@@ -1,4 +1,4 @@
-"""Cache settings read from a transformers config: geometry, recipe and attention."""
+"""Cache settings read from a transformers config: geometry, recipe and attention function."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvq.layout import check_recipe_fits
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CacheConfig:
-    """Live config, read when needed, because a model's attention can change between two calls."""
+    """Settings from a model's live config, read when needed, as the attention can change between calls."""
 
     text: Any  # the decoder's own PreTrainedConfig, shared with the model's modules
     geometry: ModelGeometry  # K and V as attention sees them
@@ -25,7 +25,7 @@ class CacheConfig:
         """True if the model uses the "kvq" attention.
 
         Raises:
-            ConfigError: it uses the attention of kvq's sessions, or the model is not text only.
+            ConfigError: the model uses the attention of kvq's sessions, or is not a text-only model.
         """
         name = self.text._attn_implementation
         if name == PACKED_NAME:
@@ -42,20 +42,21 @@ class CacheConfig:
 
     @property
     def received(self) -> ModelGeometry:
-        """Geometry of the rows that `update` gets."""
+        """Geometry of the rows that `update` receives."""
         return self.geometry if self.latent is None else self.latent
 
     @property
     def stored(self) -> ModelGeometry:
-        """Geometry of the rows stored in blocks: latents only if the model code expands them itself."""
+        """Geometry of the stored rows; these are latents only if the model code itself expands latents."""
         return self.geometry if self.latent is None or self.attends_from_blocks else self.latent
 
 
 def read_config(config: Any) -> CacheConfig:
-    """Check a model's config and read the settings that a cache needs.
+    """Check a model's config, and read the settings that a cache needs.
 
     Raises:
-        ConfigError: not a transformers config, an encoder-decoder, not causal, or an unsupported family.
+        ConfigError: the config isn't from transformers, or its model is an encoder-decoder, not causal, or of
+            an unsupported family.
     """
     if not hasattr(config, "get_text_config"):
         raise ConfigError(
@@ -81,9 +82,9 @@ def read_config(config: Any) -> CacheConfig:
 
 
 def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, config: CacheConfig) -> KVRecipe:
-    """Return the recipe for `kv`, with the static scales it needs.
+    """Return the recipe for `kv`, with the static scales that it needs.
 
-    For latents, bare format names quantize each token separately, as in kvq's own sessions.
+    For latents, a format name without options quantizes each token separately, as in kvq's own sessions.
 
     Raises:
         ConfigError: the format is unknown, or the recipe or scales are missing or don't fit the layers.
@@ -101,7 +102,7 @@ def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, config: Ca
 
 
 def _latents(text: Any, geometry: ModelGeometry) -> ModelGeometry:
-    """Return the geometry of latent attention's cache: one latent and one rotated key row for all heads."""
+    """Return the geometry of latents in a cache: one latent and one rotated key row for all heads."""
     layers = tuple(
         LayerGeometry(
             index=layer.index,

@@ -1,4 +1,4 @@
-"""One layer of a KvqCache with the interface of transformers, and its attention over blocks."""
+"""Layer of a KvqCache, with the interface of transformers and attention over blocks."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypedDict, Unpack
@@ -23,7 +23,7 @@ class _Unused(TypedDict, total=False):
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses to act on a single layer, since all layers share the same blocks."""
+    """Return a method that raises an error, because layers share their blocks and can't change alone."""
 
     def refuse(*_: object) -> NoReturn:
         raise ConfigError(f"KvqCache can't {method} a single layer; call cache.{method} instead")
@@ -32,7 +32,7 @@ def _refused(method: str) -> Callable[..., NoReturn]:
 
 
 class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Layer with full or sliding attention; batch operations and `crop` belong to the whole cache."""
+    """Layer with full or sliding attention. Batch operations and `crop` belong to the entire cache."""
 
     is_croppable = True
     crop, reset, reorder_cache, offload, prefetch = map(
@@ -50,7 +50,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def geometry(self) -> ModelGeometry:
-        """K and V of the model as attention sees them."""
+        """Geometry of the model's K and V as attention sees them."""
         return self.state.config.geometry
 
     @property
@@ -69,15 +69,15 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(  # D225: one C++ call per layer and operation
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Unpack[_Unused]
     ) -> tuple[Tensor, Tensor]:
-        """Store new rows [batch, kv_heads, tokens, dim]; return the rows that `get_mask_sizes` describes.
+        """Store new rows [batch, kv_heads, tokens, dim], and return the rows that `get_mask_sizes` describes.
 
-        The result is in scratch memory that the next layer overwrites. With the "kvq" attention, the new
-        rows are returned unchanged, and stored when attention receives them. Further arguments from
-        transformers are meant for other caches and ignored.
+        The result is in scratch memory that the next layer overwrites. With the "kvq" attention, the new rows
+        are returned unchanged, and stored when attention receives them. Further arguments from transformers
+        are meant for other caches and are ignored.
 
         Raises:
             RequestError: shapes, dtype, batch size or padding don't fit, or NaN or infinity was stored.
-            OutOfMemory: the pools can't grow.
+            OutOfMemory: there is too little memory to grow the pools.
         """
         rows, config = self.lazy_initialization(key_states, value_states), self.state.config
         if config.attends_from_blocks:
@@ -95,7 +95,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
-        """Write, then attend over the blocks; see `attention._BatchAttention`."""
+        """Write the new rows, then attend over the blocks; see `attention._BatchAttention`."""
         self.handed = None
         rows, seen = self.state.rows, self.cumulative_length
         assert rows is not None, "opened by update"
@@ -107,7 +107,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of rows that `update` will return, position of the first)."""
+        """Return the number of rows that `update` will return, and the position of the first."""
         return self.cumulative_length - self._oldest + query_length, self._oldest
 
     def get_seq_length(self) -> int:
@@ -115,12 +115,12 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.cumulative_length
 
     def get_max_length(self) -> int:
-        """Return the window or the cache's max_tokens, or -1 if there is no limit."""
+        """Return the window size or the cache's max_tokens, or -1 if there is no limit."""
         return self.window or self.state.max_tokens or -1
 
     @property
     def _oldest(self) -> int:
-        """First position that the next token can still see."""
+        """First position that is still visible to the next token."""
         return 0 if self.window is None else max(0, self.cumulative_length - self.window + 1)
 
     def _write(self, rows: BatchRows, key: Tensor, value: Tensor, padding: list[int] | None) -> None:
@@ -133,10 +133,10 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _left_padding(mask: Tensor | None, batch: int, total: int) -> list[int]:
-    """Return the number of padding tokens before each row. Synchronizes the device, once per step.
+    """Return each row's number of leading padding tokens. Synchronizes the device, once per step.
 
     Raises:
-        RequestError: the mask doesn't cover the whole context, or padding isn't on the left.
+        RequestError: the mask doesn't cover the entire context, or padding isn't on the left.
     """
     if mask is None:
         return [0] * batch

@@ -1,4 +1,4 @@
-"""The last tokens of every row, unquantized: recent ones, and those whose block is not full yet."""
+"""Unquantized rows of every sequence's last tokens: recent tokens, and tokens of incomplete blocks."""
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ class RecentRows:  # D24: a dense tail instead of a staging area
         self._layers.clear()
 
     def take(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a step's rows; return the exact rows that end with them.
+        """Store a step's rows, and return the unquantized rows up to and including the step's rows.
 
-        `k`, `v`: [batch, kv_heads, count, dim]. Returns the rows held before and all rows of the step,
+        `k`, `v`: [batch, kv_heads, count, dim]. Returns the previously held rows followed by the step's rows,
         [batch, kv_heads, count + up to `limit`, dim], valid until the layer's next step.
         """
         if layer not in self._layers:
@@ -32,18 +32,18 @@ class RecentRows:  # D24: a dense tail instead of a staging area
         return self._layers[layer].push(k, v, self.limit)
 
     def truncate(self, count: int) -> None:
-        """Drop the last `count` tokens; earlier tokens that are held stay."""
+        """Drop the last `count` tokens. Earlier tokens stay if they are held."""
         for tail in self._layers.values():
             tail.held = max(0, tail.held - count)
             tail.end -= min(tail.end, count)
 
     @property
     def held(self) -> int:
-        """Number of last tokens that all layers hold."""
+        """Number of last tokens that all layers still hold."""
         return min((tail.held for tail in self._layers.values()), default=0)
 
     def rows(self, layer: int, count: int) -> Rows:
-        """Return a copy of a layer's last `count` rows, with zeros for rows that are not held."""
+        """Return a copy of a layer's last `count` rows. Rows that are not held are zero."""
         tail = self._layers[layer]
         have = [x[:, :, tail.end - tail.held : tail.end] for x in (tail.k, tail.v)]
         k, v = (torch.nn.functional.pad(x[:, :, -count:], (0, 0, max(0, count - tail.held), 0)) for x in have)
@@ -63,7 +63,7 @@ class RecentRows:  # D24: a dense tail instead of a staging area
 
 
 def _rows_of(x: Tensor, room: int) -> Tensor:
-    """Return zeros [batch, kv_heads, room, dim] for rows like `x`."""
+    """Return zeros [batch, kv_heads, room, dim] for rows with the dtype and device of `x`."""
     shape = torch.Size((*x.shape[:2], room, x.shape[3]))
     nbytes = shape.numel() * x.element_size()
     memory = allocate_bytes(nbytes, x.device, purpose="KvqCache's recent tokens")
@@ -73,7 +73,7 @@ def _rows_of(x: Tensor, room: int) -> Tensor:
 class _Tail:
     """One layer's recent rows: the last `held` rows before position `end` in two buffers.
 
-    The buffers have room for a quarter more rows than are held, so that rows seldom move.
+    The buffers have room for a quarter more rows than `limit`, so that rows seldom have to be moved.
     """
 
     @torch.inference_mode(False)

@@ -1,4 +1,4 @@
-"""Rows of a batch as sequences in their own pools: the storage of KvqCache, without transformers."""
+"""Rows of a batch as sequences in separate pools: the storage of KvqCache, without transformers."""
 
 import torch
 from torch import Tensor
@@ -17,19 +17,19 @@ _GROWTH = 32  # a full pool grows by at least 1 / _GROWTH
 
 
 class BatchRows:
-    """One sequence per batch row, all appended to together, and the blocks that hold them.
+    """Storage of a batch: one sequence per row, which all grow together, and their blocks.
 
-    `length` counts the tokens of every row as transformers sees them, including padding; row i stores
-    the last `length - padding[i]` of them.
+    `length` counts the tokens of every row as transformers sees them, including padding; row i stores its
+    last `length - padding[i]` tokens.
     """
 
     def __init__(
         self, layout: KVLayout, *, batch: int, max_tokens: int | None, device: torch.device, backend: str
     ) -> None:
-        """Start `batch` empty rows with memory for `max_tokens` per row, or for one block each.
+        """Start `batch` empty rows with memory for `max_tokens` tokens per row, or for one block per row.
 
         Raises:
-            OutOfMemory: the pools don't fit.
+            OutOfMemory: the pools don't fit in memory.
         """
         self.layout = layout
         self.max_tokens = max_tokens
@@ -50,7 +50,7 @@ class BatchRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes used for K and V: the pools, and the exact rows of recent tokens."""
+        """Bytes used for K and V: the pools, and unquantized rows of recent tokens."""
         return self.blocks.nbytes + (0 if self.recent is None else self.recent.nbytes)
 
     @property
@@ -58,7 +58,7 @@ class BatchRows:
         return len(self.sequences)
 
     def start(self, batch: int) -> None:
-        """Drop all rows and start `batch` empty rows in the same pools."""
+        """Drop all rows, and start `batch` empty rows in the same pools."""
         for sequence in self.sequences:
             self.manager.free(sequence)
         if self.recent is not None:
@@ -74,13 +74,13 @@ class BatchRows:
         self._may_copy = False
 
     def append(self, count: int, padding: list[int] | None = None) -> None:
-        """Make room for `count` more tokens in every row, without the first `padding[i]` of row i.
+        """Allocate slots for `count` more tokens in every row, except the first `padding[i]` tokens of row i.
 
         Without `padding`, padding tokens are stored like other tokens.
 
         Raises:
-            RequestError: there are more tokens than `max_tokens`, or padding after a row's first token.
-            OutOfMemory: the pools can't grow. After either error, nothing has changed.
+            RequestError: a row exceeds `max_tokens`, or has padding after its first token.
+            OutOfMemory: the pools can't grow. After either error, nothing is changed.
         """
         if padding is None and any(self.padding):
             raise RequestError(
@@ -118,9 +118,9 @@ class BatchRows:
         self._place = self._places(counts) if any(new != count for new in counts) else None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`.
+        """Store one layer's new rows, [batch, kv_heads, count, dim]; see `check_finite`.
 
-        If tokens wait for their block to fill up, `attend` and `dense` store them instead.
+        If tokens have to wait until their block is full, `attend` and `dense` store them instead.
         """
         rows = self._packed(k), self._packed(v)
         if self.recent is not None:
@@ -131,11 +131,11 @@ class BatchRows:
         self.bad_rows |= self._unpacked(bad).any(dim=1)
 
     def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], options: AttentionOptions) -> Tensor:
-        """Attend over one layer's blocks, after `write`.
+        """Attend over one layer's blocks. Call `write` first.
 
         `q`: [batch, q_heads, count, k_head_dim]; `new`: the step's own K and V, just written. Returns
-        [batch, count, q_heads, v_head_dim], zero where a token is padding. If only the reference kernel
-        is available, blocks are dequantized into `scratch` for torch's own attention, provided that it
+        [batch, count, q_heads, v_head_dim], zero where a token is padding. If only the reference kernel is
+        available, blocks are dequantized into `scratch` for torch's own attention, provided that torch
         supports the layer.
         """
         own = self.layout.geometry.layers[layer]
@@ -153,8 +153,8 @@ class BatchRows:
     def dense(self, layer: int, start: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
 
-        `new`: the step's own K and V, just written; the result has their dtypes. It is in `scratch` and
-        is overwritten by the next layer's result. Rows must not have padding.
+        `new`: the step's own K and V, just written; the result has the same dtypes. The result is in
+        `scratch`, and the next layer's result overwrites it. Rows must not have padding.
         """
         exact = self._exact(layer, new)
         tables = self.batches[self.blocks.group_of[layer]].tables
@@ -179,7 +179,7 @@ class BatchRows:
             )
 
     def commit(self) -> None:
-        """Commit the appended tokens; sliding groups release blocks that no later token can see."""
+        """Commit the appended tokens. Sliding-window groups release blocks that no later token can see."""
         for sequence in self.sequences:
             self.manager.commit(sequence)
 
@@ -187,7 +187,7 @@ class BatchRows:
         """Drop the last `count` tokens of every row.
 
         Raises:
-            RequestError: blocks that are visible there were released; nothing was changed.
+            RequestError: blocks that the shortened rows need were released; nothing was changed.
         """
         length = self.length - count
         padding = [min(pad, length) for pad in self.padding]
@@ -206,7 +206,7 @@ class BatchRows:
             self._refill(self.recent)
 
     def select(self, indices: list[int]) -> None:
-        """Replace each row i with the former row `indices[i]`; rows with equal indices share their blocks."""
+        """Replace each row i with the former row `indices[i]`. Rows with equal indices share their blocks."""
         self.commit()
         kept = set(indices)
         for index, sequence in enumerate(self.sequences):
@@ -228,7 +228,7 @@ class BatchRows:
                 self.recent.select(picked.clone())
 
     def _exact(self, layer: int, new: Rows) -> Rows | None:
-        """Return the last rows, including the step's own, unquantized; store the blocks that they fill."""
+        """Return the last rows unquantized, including the step's own, and store the blocks that they fill."""
         if self.recent is None:
             return None
         exact = self.recent.take(layer, *new)
@@ -245,7 +245,7 @@ class BatchRows:
         return exact
 
     def _refill(self, recent: RecentRows) -> None:
-        """Read tokens back from blocks that are no longer full, or whose tokens count as recent again."""
+        """Read tokens back from blocks that are no longer full, or whose tokens are recent again."""
         size, held = self.layout.block_size, recent.held
         old, *_ = parts_of(self.layout.exact, size)
         waiting = max(max(s.length % size, s.length - old.edge(s.length)) for s in self.sequences)
@@ -280,11 +280,11 @@ class BatchRows:
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
-        """Return the initial blocks per group for `batch` rows: `max_tokens` each, or one block."""
+        """Return the initial number of blocks per group: enough for `max_tokens` per row, or one per row."""
         return [batch * -(-(self.max_tokens or 1) // self.layout.block_size)] * len(self.layout.groups)
 
     def _make_room(self, work: list[tuple[Sequence, int]]) -> None:
-        """Grow the pools until the tokens fit: by the number of missing blocks, and a little more."""
+        """Grow the pools until the tokens fit, by the number of missing blocks or a little more."""
         if self.manager.can_append(work):
             return
         size = self.layout.block_size

@@ -1,4 +1,4 @@
-"""Dequantized rows of one layer for a whole batch, in scratch memory, and torch's attention over them."""
+"""Scratch memory for one layer's dequantized rows of a batch, and torch's attention over these rows."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from kvq.kernels.paged import Rows
 
 
 class DenseScratch:
-    """Scratch memory for the K and V of one layer of a cache; the next layer overwrites its content."""
+    """Scratch memory for the K and V of one layer of a cache. The next layer overwrites its content."""
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
         self._cache = cache
@@ -23,7 +23,7 @@ class DenseScratch:
         self._memory = [torch.empty(0, dtype=torch.uint8, device=device)] * 2  # K, V
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DenseScratch":
-        """Return empty scratch memory for the copied cache."""
+        """Return empty scratch memory for a copy of the cache."""
         return DenseScratch(copy.deepcopy(self._cache, memo), self._device)
 
     @property
@@ -39,9 +39,9 @@ class DenseScratch:
         dtypes: tuple[torch.dtype, torch.dtype],
         unrotate: bool,
     ) -> Rows:
-        """Return K and V at these positions of every sequence.
+        """Return K and V at `positions` of every sequence.
 
-        `tables`: integer [batch, blocks]; `unrotate`: whether rotated formats are rotated back.
+        `tables`: integer [batch, blocks]; `unrotate`: whether to undo the rotation of rotated formats.
         Returns [batch, kv_heads, positions, dim] in `dtypes`, valid until the next call.
         """
         kv = self._cache.layer(layer)
@@ -55,10 +55,10 @@ class DenseScratch:
     def attend(self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions) -> Tensor | None:
         """Compute causal attention of each row's last tokens, without softcap or sinks.
 
-        `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim]. A row's
-        new tokens are the last of its `count` queries; earlier ones are padding and give zero. Stored
-        rows stay rotated: Q is rotated instead, and the output is rotated once. Returns None for windows
-        over rows of unequal length, where some rows have released their oldest blocks.
+        `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim]. A row's new
+        tokens are the last of its `count` queries; earlier queries are padding, and their output is zero.
+        Stored rows stay rotated; Q is rotated instead, and the output is rotated back. Returns None for
+        windows over rows of unequal length, where some rows have released their oldest blocks.
         """
         count, lengths, formats = q.shape[2], batch.context_lens, self._cache.layer(layer).formats
         window, longest, even = options.window or options.chunk, max(lengths), len(set(lengths)) == 1
@@ -87,7 +87,7 @@ class DenseScratch:
         return out
 
     def _take(self, part: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return uninitialized memory of K (0) or V (1); if it grows, by a quarter at least."""
+        """Return uninitialized memory for K (0) or V (1). The memory always grows by at least a quarter."""
         needed, held = shape.numel() * dtype.itemsize, self._memory[part].numel()
         if needed > held:
             self._memory[part] = self._memory[part].new_empty(0)  # old memory is freed before new is taken

@@ -1,4 +1,4 @@
-"""Shared state of the layers of one KvqCache: rows, scratch memory and the current step."""
+"""State shared by the layers of one KvqCache: rows, scratch memory and the current step."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(kw_only=True, eq=False)
 class CacheState:
-    """The user's options, the rows, which the first update creates, and the current step."""
+    """State shared by all layers: the user's options, the rows (created by the first update), the step."""
 
     config: CacheConfig
     kv: str | Path | KVRecipe
@@ -34,11 +34,11 @@ class CacheState:
 
     @property
     def length(self) -> int:
-        """Tokens per row, including padding."""
+        """Number of tokens per row, including padding."""
         return 0 if self.rows is None else self.rows.length
 
     def plan(self) -> KVLayout:
-        """Return the layout of the blocks, for the attention that the config currently names.
+        """Return the layout of the blocks for the attention function that the config currently names.
 
         Raises:
             ConfigError: the options don't fit the model.
@@ -59,11 +59,11 @@ class CacheState:
         return plan_layout(self.config.stored, recipe, block_size=size, order=order, staging=False)
 
     def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
-        """Check new rows [batch, heads, tokens, dim] of one layer; allocate memory for the first ones.
+        """Check new rows [batch, heads, tokens, dim] of one layer. Allocate memory on the first call.
 
         Raises:
             RequestError: shapes, dtype, device or batch size don't match the model or earlier rows.
-            OutOfMemory: the pools don't fit.
+            OutOfMemory: the pools don't fit in memory.
         """
         shape = self.config.received.layers[layer]
         for name, x, dim in (("K", k, shape.k_head_dim), ("V", v, shape.v_head_dim)):
@@ -81,7 +81,7 @@ class CacheState:
         return self.rows
 
     def begin(self, rows: BatchRows, seen: int, count: int, padding: list[int] | None) -> None:
-        """Make room for a step of `count` tokens at its first layer; `seen`: tokens that this layer has.
+        """At a step's first layer, allocate slots for `count` tokens. `seen`: number of tokens in this layer.
 
         Raises:
             RequestError: the layer is out of step with the others.
@@ -96,7 +96,7 @@ class CacheState:
             )
 
     def layer_done(self, rows: BatchRows) -> None:
-        """Count a finished layer of the step; after the last layer, commit the step and check for NaN.
+        """Count a finished layer of the step. After the last layer, commit the step and check for NaN.
 
         Raises:
             RequestError: K or V contained NaN or infinity.
@@ -109,7 +109,7 @@ class CacheState:
             rows.check_finite()
 
     def check_whole(self) -> None:
-        """Raise RequestError if the last forward pass stopped between two layers."""
+        """Raise RequestError if the last forward pass was interrupted between two layers."""
         if self.layers_done:
             raise RequestError(
                 f"the last forward pass ended after {self.layers_done} of "
@@ -117,7 +117,7 @@ class CacheState:
             )
 
     def _reopen(self, k: Tensor, v: Tensor) -> None:
-        """Prepare rows for an empty cache, in the old pools if they fit or in new ones."""
+        """Prepare rows for an empty cache, in the old pools if they are compatible, or else in new pools."""
         batch, rows = k.shape[0], self.rows
         self._dtypes = (k.dtype, v.dtype)
         if rows is None or rows.layout.geometry is not self.config.stored or rows.device != k.device:

@@ -28,7 +28,7 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
     """Run a prefill step on a separate small pool, and measure its peak memory and time.
 
     Raises:
-        OutOfMemory: not even this step fits.
+        OutOfMemory: not even this step fits in memory.
     """
     device = model.weights.device
     tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
@@ -53,7 +53,7 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
 
 
 def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
-    """Return a plan to prefill `tokens` tokens in sequences up to `longest`, and the blocks it takes."""
+    """Return a plan to prefill `tokens` tokens in sequences of up to `longest`, and its number of blocks."""
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     request = Request(id="dry-run", tokens=array("I", (0,)), max_tokens=1)
     branches = [Branch(request=request, tokens=request.tokens, row=row) for row in range(len(counts))]
@@ -83,7 +83,7 @@ def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Start measuring and return the bytes in use now."""
+    """Start measuring peak memory, and return the number of bytes in use now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,7 +99,7 @@ def _reset_peak(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the most bytes in use since the last reset; 0 if the system doesn't count them."""
+    """Return the peak number of bytes in use since the last reset, or 0 if the system doesn't report it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)

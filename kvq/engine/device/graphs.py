@@ -1,4 +1,4 @@
-"""Decode graphs: steps of decodes alone as CUDA graphs; one replay replaces a thousand launches."""
+"""Decode graphs: captures decode-only steps as CUDA graphs. One replay replaces a thousand launches."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]  # records work; re
 
 @dataclass(frozen=True, slots=True)
 class Tables:  # D58: as wide as the pool
-    """Block tables by layer group, [rows, blocks] each, on the device and on the host."""
+    """Block tables, one [rows, blocks] table per layer group, on the device and on the host."""
 
     there: list[Tensor]  # int32, on the device
     here: list[npt.NDArray[np.int32]]  # copies on the host
@@ -33,11 +33,11 @@ class Tables:  # D58: as wide as the pool
 
 
 class DecodeGraphs:
-    """Graphs for decode steps, one per batch size: 1, 2, 4, 8, and every 16 up to the largest.
+    """Graphs for decode steps, one per batch size: 1, 2, 4, 8, and every multiple of 16 up to the largest.
 
     A graph repeats the same launches on the same memory. Therefore, everything that changes between steps is
-    in one small buffer, and grids are sized for the longest context. Unused rows of a batch compute
-    a token in a spare block.
+    in one small buffer, and grids are sized for the longest context. Each unused row of a batch computes a
+    token in a spare block.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class DecodeGraphs:
         keeps_hidden: bool = False,
         capture: Capture | None = None,
     ) -> None:
-        """Capture all sizes, largest first, so that they share one memory pool.
+        """Capture graphs for all batch sizes, largest first, so that they share one memory pool.
 
-        `keeps_hidden`: `hidden` will contain the hidden states of the last run's branches.
+        `keeps_hidden`: whether to keep the hidden states of the last run's branches in `hidden`.
 
-        The last of the tables' max_num_seqs + 1 rows refers to the spare block.
+        The tables have max_num_seqs + 1 rows; the last row refers to the spare block.
         """
         self._model = model
         self._cache = cache
@@ -84,16 +84,16 @@ class DecodeGraphs:
             self._replay[size] = record(self._work(size))
 
     def takes(self, plan: StepPlan) -> bool:  # D241: steps with a prefill chunk are not captured
-        """Return True for steps in which every branch computes one token and samples the next."""
+        """Return True if every branch of the step computes one token and samples the next."""
         if plan.num_tokens != len(plan.branches):  # also true for drafts
             return False
         return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits [branches, vocab] and bool [branches], which is True where K or V was not finite.
+        """Return logits [branches, vocab], and bool [branches], True for branches with non-finite K or V.
 
-        Both are valid until the next run. This method never waits for the device.
+        Both tensors are valid until the next run. This method never waits for the device.
         `tokens`: int64 [branches] on the device, to use instead of the plan's tokens.
         """
         count = len(plan.branches)
@@ -106,7 +106,7 @@ class DecodeGraphs:
         return self._logits[:count], self._bad[:count]
 
     def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
-        """Copy the inputs of a step to the device; missing branches are padded with one token each."""
+        """Copy the inputs of a step to the device, padding unused rows with one token each."""
         words, block_size = np.zeros(self._words(size), np.int64), self._block_size
         lens = words[self._rows * size :].view(np.int32)[: 3 * size].reshape(3, size)
         lens[0], lens[1:] = np.arange(size), 1
@@ -122,14 +122,14 @@ class DecodeGraphs:
         send(words, self._inputs[: len(words)])
 
     def _words(self, size: int) -> int:
-        """Return the number of 8-byte words of a step's inputs; `lens` takes three half words per branch."""
+        """Return the size of a step's inputs in 8-byte words; `lens` takes three half words per branch."""
         return self._rows * size + -(-3 * size // 2)
 
     def _work(self, size: int) -> Callable[[], None]:
         """Return a function that runs a decode step of this size, from the input buffer to logits and flags.
 
-        It reads only memory that it allocates or that outlives the capture: memory of this object, the model
-        or the cache.
+        The function reads only memory that it allocates or that outlives the capture: memory of this object,
+        the model or the cache.
         """
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
@@ -171,7 +171,7 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Return a function that records work as CUDA graphs of this device, which share their memory.
+    """Return a function that records work as CUDA graphs on `device`. The graphs share their memory.
 
     If a capture fails, the streams are restored.
     """
@@ -196,7 +196,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def decode_graphs(device: torch.device, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
-    """Return graphs on a CUDA device; None elsewhere, or with a warning if the model can't be captured."""
+    """Return decode graphs on a CUDA device, or None elsewhere or (with a warning) if capture fails."""
     if device.type != "cuda":
         return None
     try:

@@ -21,13 +21,13 @@ def planned_pools(
     free_bytes: int | None,
     activation_bytes: int,
 ) -> PoolPlan:
-    """Return the configured blocks, or as many as free memory holds and requests could use.
+    """Return the configured pool sizes, or as many blocks as requests could use and free memory can hold.
 
-    `free_bytes`: free after the weights were loaded; None if unknown. `activation_bytes`: memory that the
-    largest step needs in addition to weights and pools.
+    `free_bytes`: free memory after loading the weights, or None if unknown. `activation_bytes`: memory that
+    the largest step needs in addition to weights and pools.
 
     Raises:
-        ConfigError: kv_memory is not a size.
+        ConfigError: `kv_memory` is not a valid size.
         OutOfMemory: not even one block of every layer group fits.
     """
     if config.num_blocks is not None:
@@ -62,7 +62,7 @@ def planned_pools(
 
 
 def describe_pools(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
-    """Return a text with the number of requests that fit at once, by length, and the limiting resource."""
+    """Describe how many requests of several lengths fit at once, and which resource is the limit."""
     longest = longest_context(layout, pools, max_context)
     parts = []
     for tokens in (*(tokens for tokens in LENGTHS if tokens < longest), longest):
@@ -73,7 +73,7 @@ def describe_pools(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
 
 
 def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:
-    """Return host slots by layer group, in proportion to the pools; None without `swap_memory`."""
+    """Return the number of host slots per layer group, proportional to the pools, or None if swap is off."""
     budget = parse_bytes(config.swap_memory, "swap_memory")
     if not budget:
         return None

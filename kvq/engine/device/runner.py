@@ -1,4 +1,4 @@
-"""Runner: carries out a step plan with one packed forward pass."""
+"""Runner: executes a step plan as one packed forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StepOutput:
-    """Output of a forward pass; while the pass runs concurrently, its tensors are not filled yet."""
+    """Output of a forward pass. If the pass runs concurrently, the tensors are filled only after `wait`."""
 
     logits: Tensor  # [wanted rows, vocab] in the model's dtype, packed in the plan's order
     starts: list[int]  # per branch, the index of its first row of logits
@@ -46,9 +46,10 @@ class StepOutput:
 
     @torch.inference_mode()
     def begin(self, tokens: Tensor) -> bool:
-        """Begin a ready pass with its token ids, int64 [new tokens].
+        """Start a prepared pass with its token ids, int64 [new tokens].
 
-        Returns True if it runs concurrently, False if no threads were free and it has already ended.
+        Returns True if the pass runs concurrently, or False if no threads were free and the pass has already
+        finished.
         """
         assert self.concurrent is not None, "made ready"
         self.concurrent.tokens.copy_(tokens)
@@ -58,7 +59,7 @@ class StepOutput:
         """Wait until all tensors are filled.
 
         Raises:
-            Exception: the pass raised it; the pass may be run again.
+            Exception: any exception that the pass raised; the pass may be run again.
         """
         if self.concurrent is not None:
             self.concurrent.wait()
@@ -67,7 +68,7 @@ class StepOutput:
             self.concurrent = None
 
     def keep_states(self, index: int) -> None:
-        """Store the recurrent state after a branch's drafts, which were all accepted."""
+        """Store the recurrent state after a branch's last draft, once all its drafts are accepted."""
         states = self.states[index if len(self.states) > 1 else 0] if self.states else None
         if states is not None:
             states.keep(index if len(self.states) == 1 else 0)
@@ -78,7 +79,7 @@ _Inputs = tuple[Sequence[int] | Tensor, Integers | Tensor, Sequence[int] | Tenso
 
 
 class Runner:
-    """Model with its block pools. Everything that it needs between steps is allocated at the start."""
+    """Model with its block pools. All memory needed between steps is allocated at the start."""
 
     def __init__(
         self,
@@ -92,7 +93,8 @@ class Runner:
     ) -> None:
         """Allocate pools, host slots and block tables, for sequences of at most `max_context` tokens.
 
-        `swap`: host slots by layer group, and the folder if they are on disk; None disables swapping.
+        `swap`: number of host slots per layer group, and their folder if they are on disk; None disables
+        swapping.
         `uses_graphs`: whether to capture decode steps as graphs on a GPU.
         `keeps_hidden`: whether outputs contain hidden states, which are valid until the next step.
 
@@ -155,12 +157,13 @@ class Runner:
         tokens: Tensor | None = None,
         weights: LoadedWeights | None = None,
     ) -> StepOutput:
-        """Run the layers, which write K and V before they attend, and compute the wanted logits.
+        """Run the layers, which write K and V before attending, and compute the requested logits.
 
-        Wanted are the last row of each branch that samples, and the last `last_rows[i]` rows of branch i.
+        Logits are computed for the last row of each branch that samples and for the last `last_rows[i]` rows
+        of branch i.
         `tokens`: int64 [new tokens] on the device, to use instead of the plan's tokens.
         `weights`: the same model in another form, for drafting.
-        Nothing is committed: a plan that raised an error may be run again, whole or in parts.
+        Nothing is committed: if a plan raises an error, it may be run again, in full or branch by branch.
         """
         if not plan.branches:
             return self.nothing(plan)
@@ -200,9 +203,9 @@ class Runner:
 
     @torch.inference_mode()
     def get_ready(self, plan: StepPlan) -> StepOutput | None:
-        """Lay out a decode pass that `begin` starts once its tokens are known. Returns None except on a CPU.
+        """Lay out a decode pass that `begin` starts once its tokens are known. Return None on a GPU.
 
-        Another pass may run in the meantime; it has to end before this one begins.
+        Another pass may run in the meantime but must end before this pass begins.
         """
         if self._graphs is not None or self._device.type != "cpu" or not self.runs_concurrently:
             return None
@@ -233,7 +236,7 @@ class Runner:
         )
 
     def nothing(self, plan: StepPlan) -> StepOutput:
-        """Return the output of a plan that computes nothing."""
+        """Return the empty output of a plan that computes nothing."""
         logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
@@ -244,7 +247,7 @@ class Runner:
         self.cache.close()
 
     def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """Upload all integers of the step in one copy; the block tables are already on the device."""
+        """Upload all integer inputs of the step in one copy. The block tables are already on the device."""
         counts, rows = np.array(plan.counts), _rows(plan)
         positions = positions_of(plan.counts, plan.ends)
         known = () if tokens is not None else plan.token_ids
@@ -257,7 +260,7 @@ class Runner:
         return ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens)
 
     def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """Return inputs computed by numpy, which takes a tenth of torch's time for so little data."""
+        """Compute the inputs with NumPy, which takes a tenth of torch's time for so little data."""
         rows, positions = _rows(plan), positions_of(plan.counts, plan.ends)
         width = self._blocks_of(plan)
         slots = [torch.from_numpy(own) for own in self._slots(plan, rows, positions)]
@@ -273,7 +276,7 @@ class Runner:
         return [own[owners, index].astype(np.int64) * size + offset for own in self._tables.here]
 
     def _blocks_of(self, plan: StepPlan) -> int:
-        """Return the number of blocks of the step's longest sequence."""
+        """Return the number of blocks in the step's longest sequence."""
         return -(-max(plan.ends) // self._block_size)
 
     def _update_tables(self, plan: StepPlan) -> None:
@@ -300,14 +303,14 @@ class Runner:
 
 
 def _rows(plan: StepPlan) -> list[int]:
-    """Return the table row of every branch, or the last row for branches without one."""
+    """Return the table row of each branch; branches without a row get the last one."""
     return [-1 if branch.row is None else branch.row for branch in plan.branches]
 
 
 def _batches(
     plan: StepPlan, tables: Sequence[Tensor], slots: Sequence[Tensor], lens: Tensor | None
 ) -> tuple[SequenceBatch, ...]:
-    """Return the batches by layer group, with their tables and slots."""
+    """Return one batch per layer group, with the group's table and slots."""
     counts, ends = tuple(plan.counts), tuple(plan.ends)
     return tuple(
         SequenceBatch(query_lens=counts, context_lens=ends, tables=table, slots=own, lens=lens)
@@ -316,7 +319,7 @@ def _batches(
 
 
 def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
-    """Return the number of tokens of the longest sequence that the pools can hold.
+    """Return the length in tokens of the longest sequence that the pools can hold.
 
     Groups with windows and staging areas keep only some tokens and set no limit.
     """
@@ -329,7 +332,7 @@ def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: in
 
 
 def join(parts: list[StepOutput]) -> StepOutput:
-    """Return the combined output of a step whose branches were run one by one."""
+    """Combine the outputs of a step whose branches were run one by one."""
     starts, at = [], 0
     for part in parts:
         starts.append(at)
@@ -346,7 +349,7 @@ def join(parts: list[StepOutput]) -> StepOutput:
 
 
 def _wanted(plan: StepPlan, last_rows: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """Return each branch's first row among the wanted logits, and the packed rows that are wanted."""
+    """Return each branch's first row of logits, and the packed rows for which logits are computed."""
     starts: list[int] = []
     keep: list[int] = []
     at = 0

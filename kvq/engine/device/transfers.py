@@ -1,4 +1,4 @@
-"""Transfers between the host and the device, without waiting on either side."""
+"""Transfers between the host and the device, in which neither side waits for the other."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,14 @@ _ROOMS = 8  # of the least size: a step reads two or three times, and two steps 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Pinned memory for one copy, and the event that follows the copy."""
+    """Pinned memory for one copy, and the event recorded after the copy."""
 
     host: Tensor  # uint8 [bytes]
     copied: torch.cuda.Event
 
 
 class Readbacks:
-    """Copies to the host. On a GPU, they share pinned memory, allocated at the start: pinning is slow."""
+    """Pool of copies to the host. On a GPU, pinned memory is allocated in advance, since pinning is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._free: dict[int, list[_Room]] = {}  # by size in bytes
@@ -45,13 +45,13 @@ class Readbacks:
 
 
 class Readback:
-    """A copy of a tensor on its way to the host; on a CPU, the tensor itself.
+    """Pending copy of a tensor to the host; on a CPU, the tensor itself.
 
-    Work that is launched before the wait runs in the meantime.
+    Work launched before `wait` runs during the copy.
     """
 
     def __init__(self, host: Tensor, room: _Room | None, free: list[_Room]) -> None:
-        """`free`: the list to which `room` returns."""
+        """`free`: the free list to which `room` is returned."""
         self._host, self._room, self._free = host, room, free
         self._values: Any = None
 

@@ -1,4 +1,4 @@
-"""Grammar compiler: compiles outside the step loop, each grammar first in a child process."""
+"""Grammar compiler: compiles grammars outside the step loop, trying each in a child process first."""
 
 import os
 import sys
@@ -23,17 +23,16 @@ from kvq.scheduler.fair_queue import FairQueue
 
 
 def check_structured(spec: StructuredOutput) -> None:  # D251: once over bytes, before the weights
-    """Raise RequestError if a spec's grammar is invalid, too deep or too large; needs no model."""
+    """Raise RequestError if a spec's grammar is invalid, too deep or too large. No model is needed."""
     limits = GrammarLimits()
     _compile(LLTokenizer("byte"), grammar_text(spec, limits), limits)
 
 
 class GrammarCompiler:  # D250: tried first in a child process, with a deadline and a memory limit
-    """Compiler of structured output for one model, with a thread and a child process.
+    """Compiler of structured output for one model. It uses a thread and a child process.
 
-    Grammars that passed in a child are remembered by their text (at most `limits.max_cached`, evicted in LRU
-    order) and later compiled without the child. Refusals are not remembered, since a busy machine may
-    have caused them.
+    Grammars that compiled in the child are cached by text (at most `limits.max_cached`, with LRU eviction)
+    and later compiled without the child. Refusals are not cached, since a busy machine may have caused them.
     """
 
     def __init__(
@@ -59,18 +58,19 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
         self._sound: OrderedDict[str, str] = OrderedDict()
 
     def has_room(self, tenant: str = "") -> bool:  # D252: fair queue; at most three quarters for one key
-        """Return False if `submit` would refuse a grammar: too many wait, in total or of this tenant."""
+        """Return False if `submit` would refuse a grammar: too many are waiting, in total or for `tenant`."""
         with self._changed:
             return self._has_room(tenant)
 
     def submit(self, spec: StructuredOutput, *, tenant: str = "") -> Future[Matcher]:
-        """Compile `spec` on another thread; the future may be cancelled while it waits.
+        """Compile `spec` on another thread. The future may be cancelled while its grammar is queued.
 
-        It fails with a RequestError if the grammar is invalid, too deep, too large or too slow. Tenants are
-        served fairly, by the time that their grammars take; one tenant may fill three quarters of the queue.
+        The future fails with a RequestError if the grammar is invalid, too deep, too large or too slow.
+        Tenants are served fairly, by the compilation time of their grammars; one tenant may fill three
+        quarters of the queue.
 
         Raises:
-            Overloaded: too many grammars are waiting already.
+            Overloaded: too many grammars are already waiting.
             RequestError: the compiler is closed.
         """
         future: Future[Matcher] = Future()
@@ -93,7 +93,7 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
         return future
 
     def close(self) -> None:
-        """End the child and cancel waiting grammars. May be called again."""
+        """End the child and cancel waiting grammars. May be called more than once."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

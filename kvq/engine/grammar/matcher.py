@@ -11,10 +11,10 @@ from kvq.errors import RequestError
 
 
 class Matcher:
-    """State of one branch in its grammar, with the tokens allowed next.
+    """State of one branch in its grammar.
 
-    Branches share llguidance's lexer states, but requests don't: its limit on these states applies to
-    a grammar and all its copies, so one request that reaches the limit would end all others.
+    Branches of a request share llguidance's lexer states, but requests don't: the limit on these states
+    applies to a grammar and all its copies, so one request that reached the limit would end all others.
     """
 
     def __init__(self, vocabulary: Vocabulary, state: LLMatcher):
@@ -25,12 +25,12 @@ class Matcher:
         """Return the tokens allowed next: int32 [ceil(vocab_size / 32)] on the CPU, one bit per token.
 
         Token t is bit t % 32 of word t // 32. End tokens are allowed exactly where the grammar may end; ids
-        that only pad the logits are never allowed. At least one token is allowed. If the text is forced, only
-        its usual token is allowed or, where it spells a special token, only a plain token that begins it;
-        `accept` also takes other tokens that spell the text.
+        that only pad the logits are never allowed. At least one token is allowed. If only one text can
+        follow, only its usual token is allowed or, where the text spells a special token, only a plain token
+        that begins it; `accept` also takes other tokens that spell the text.
 
         Raises:
-            RequestError: the next step takes more work than the limits allow, or no token can follow.
+            RequestError: the next mask takes more work than the limits allow, or no token can follow.
         """
         packed = self._state.compute_bitmask()
         self._check()
@@ -45,7 +45,8 @@ class Matcher:
     def _spell(self, mask: Tensor) -> None:
         """Allow a plain token where llguidance forces a special token, which it would then refuse.
 
-        It reads forced text as the tokenizer does, which turns the text of a special token into that token.
+        llguidance tokenizes forced text as the tokenizer does, which turns the text of a special token into
+        that token.
         """
         forced = self._state.compute_ff_tokens()[:1]
         if not forced or self._state.validate_tokens(forced):
@@ -60,7 +61,7 @@ class Matcher:
         """Advance by one token. An end token after a complete text is accepted and changes nothing.
 
         Raises:
-            RequestError: the token isn't allowed here and the state is unchanged, or a limit was reached.
+            RequestError: the token isn't allowed here (the state is unchanged), or a limit was reached.
         """
         ends = token in self._vocabulary.eos_ids
         if ends and self.is_finished:
@@ -74,7 +75,7 @@ class Matcher:
             raise RequestError(f"structured output: token {token} isn't allowed here")
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many leading tokens are allowed in sequence, before any end token. Changes nothing."""
+        """Return how many leading `tokens` are allowed, not counting any end token. Changes nothing."""
         ends = (
             i
             for i, t in enumerate(tokens)
@@ -85,7 +86,7 @@ class Matcher:
 
     @property
     def is_finished(self) -> bool:
-        """True if only the end can follow, or the end has been reached."""
+        """True if only an end token can follow, or the end has been reached."""
         return self._state.is_stopped() and not self._state.is_error()
 
     def fork(self) -> "Matcher":

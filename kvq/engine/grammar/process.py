@@ -1,4 +1,4 @@
-"""The engine's side of the child process in which grammars are tried."""
+"""Compile process: the engine's side of the child process in which grammars are tried."""
 
 import contextlib
 import json
@@ -22,9 +22,9 @@ MAX_REPLY_BYTES = 8 << 20  # a grammar may be up to six times as long in JSON
 
 
 class CompileProcess:
-    """Child process that tries one grammar at a time; it is killed and restarted if it exceeds a limit.
+    """Child process that tries one grammar at a time. It is killed and restarted if it exceeds a limit.
 
-    Only one thread at a time may use it, except for `close`.
+    Only one thread at a time may use the object, except for `close`.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits):
@@ -34,10 +34,10 @@ class CompileProcess:
         self._closed = False
 
     def check(self, text: str) -> str:
-        """Compile `text` in the child and return it as llguidance reads it; only GBNF is converted.
+        """Compile `text` in the child, and return it unchanged or, if it is GBNF, converted for llguidance.
 
         Raises:
-            RequestError: it is invalid, or takes more time or memory than the limits allow.
+            RequestError: the grammar is invalid, or takes more time or memory than the limits allow.
         """
         child = self._running()
         reply = self._exchange(child, {"grammar": text}, STUCK_S + self._limits.compile_timeout_s)
@@ -46,7 +46,7 @@ class CompileProcess:
         return str(reply["grammar"])
 
     def close(self) -> None:
-        """End the child even if it is working; `check` then raises an error."""
+        """End the child, even while it is compiling; a pending `check` then raises an error."""
         self._closed = True
         self._stop()
 

@@ -1,4 +1,4 @@
-"""Grammar source: turns a request's constraint into a grammar for llguidance, and limits it."""
+"""Grammar source: turns a request's constraint into a grammar for llguidance and enforces size limits."""
 
 import json
 import re
@@ -27,11 +27,11 @@ class GrammarLimits:
 
     `max_bytes`: size of the schema, regex, Lark text or choices, as UTF-8. `max_depth`: nesting of
     brackets, in a JSON schema or a regex. `compile_timeout_s` and `compile_memory_bytes`: limits for one
-    compilation, in processor time and in memory in addition to the tokenizer's. `max_cached`:
-    remembered grammars that passed. `max_waiting`: grammars being compiled or waiting to be. The others
-    limit the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's
-    whole life, `step_lexer_fuel` of about 14,000 per millisecond, `step_items` of about 20,000 per
-    millisecond, and `row_items`, the alternatives that may be open after one token.
+    compilation, in processor time and in memory in addition to the tokenizer's. `max_cached`: number of
+    accepted grammars to remember. `max_waiting`: number of grammars in compilation or waiting for it. The
+    others limit the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's
+    lifetime, `step_lexer_fuel` of about 14,000 per millisecond, `step_items` of about 20,000 per millisecond,
+    and `row_items`, the alternatives that may be open after one token.
     """
 
     max_bytes: int = 512 << 10
@@ -54,7 +54,7 @@ class GrammarLimits:
 
     @property
     def parser(self) -> dict[str, int]:
-        """The limits that llguidance enforces, under its names."""
+        """The limits that llguidance enforces, keyed by llguidance's names."""
         return {
             "max_lexer_states": self.max_lexer_states,
             "step_lexer_fuel": self.step_lexer_fuel,
@@ -64,13 +64,13 @@ class GrammarLimits:
 
 
 def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
-    """Return the grammar of `spec` for llguidance.
+    """Return llguidance's grammar for `spec`.
 
-    The JSON of a schema has no white space outside strings, so that generation ends. Parts of a schema
-    that llguidance can't enforce are refused, never ignored.
+    JSON generated for a schema has no white space outside strings, so generation can't run on forever. Parts
+    of a schema that llguidance can't enforce are refused, never ignored.
 
     Raises:
-        RequestError: the text is too long, nested too deep, not JSON, or not Unicode.
+        RequestError: the text is too long, nested too deeply, not JSON, or not Unicode.
     """
     text = _constraint_text(spec, limits)
     if not spec.before:
@@ -120,7 +120,7 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
 
 
 def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without formats that are not enforced; JSON Schema 2020-12 makes them annotations."""
+    """Return a schema without formats that aren't enforced; JSON Schema 2020-12 makes them annotations."""
     if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
         del schema["format"]
     for _, inner in places(schema):
@@ -149,9 +149,9 @@ def _check_size(name: str, text: str, limits: GrammarLimits) -> None:
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets are nested; brackets in strings count, escaped ones don't.
+    """Return the nesting depth of brackets. Brackets in strings count; escaped ones don't.
 
-    This is only a first check: deeper nesting hits llguidance's own limits or overflows the child's stack.
+    This is only a first check: deeper nesting reaches llguidance's own limits or overflows the child's stack.
     """
     depth = deepest = 0
     for bracket in _BRACKET.findall(_ESCAPED.sub("", text)):
@@ -181,7 +181,7 @@ def _check_tree(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
 
 
 def _plain(value: object) -> dict[Any, Any]:
-    """Convert any Mapping for json."""
+    """Convert any Mapping to a dict for `json`."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} can't be written as JSON")

@@ -1,4 +1,4 @@
-"""Grammar vocabulary: a model's tokens for llguidance, and which ids are tokens."""
+"""Grammar vocabulary: a model's tokens in the form that llguidance needs, and which ids are tokens."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from kvq.models.describe.ends import GENERATION_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Ids of a model's logits, with the ids that are tokens and the ids that end a text."""
+    """Vocabulary of a model's logits: which ids are tokens, and which tokens end a text."""
 
     tokenizer_json: str  # without padding or truncation
     tokenizer: LLTokenizer
@@ -25,15 +25,15 @@ class Vocabulary:
     inner: Tensor  # `known` without the end tokens
 
     def is_known(self, token: int) -> bool:
-        """Return True if the tokenizer has `token` among its ids."""
+        """Return True if `token` is an id of the tokenizer."""
         return 0 <= token < self.vocab_size and bool(int(self.known[token >> 5]) >> (token & 31) & 1)
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
-    """Read a transformers tokenizer without downloading anything.
+    """Read the vocabulary of a transformers tokenizer without downloading anything.
 
     Raises:
-        RequestError: it isn't a fast tokenizer, doesn't fit the logits, or has none of the end tokens.
+        RequestError: the tokenizer isn't fast, doesn't fit the logits, or has none of the end tokens.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

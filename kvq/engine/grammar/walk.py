@@ -1,4 +1,4 @@
-"""Grammar walk: tries tokens on a grammar to find the tokens allowed after drafts."""
+"""Grammar walk: tries draft tokens on a grammar to find the tokens allowed after them."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # llguidance is not needed without a grammar
 
 
 class Walk:
-    """Trial continuation from a request's position in its grammar, which is unchanged.
+    """Trial continuation from a request's position in its grammar. The request's own state is unchanged.
 
     The walk ends where no token can follow.
     """
@@ -22,7 +22,7 @@ class Walk:
         self.is_over = False
 
     def mask(self) -> Tensor | None:
-        """Return the tokens allowed next, as `Matcher.mask` does; None after the end."""
+        """Return the tokens allowed next, as `Matcher.mask` does, or None after the end of the walk."""
         if self.is_over:
             return None
         try:
@@ -32,7 +32,7 @@ class Walk:
             return None
 
     def accept(self, token: int) -> None:
-        """Advance by one token; the walk ends at a token that isn't allowed or completes the text."""
+        """Advance by one token. The walk ends at a token that isn't allowed or that completes the text."""
         if self.is_over:
             return
         if self._moved is None:

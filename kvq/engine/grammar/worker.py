@@ -1,9 +1,9 @@
-"""The child process in which grammars are tried, and the compilation that both sides run.
+"""Grammar worker: the child process that tries grammars, and the compilation that both processes run.
 
 Some grammars never finish compiling, use all memory or overflow the stack, and a thread can't be killed.
 Each grammar is therefore compiled here first; if it passes within the limits, it is compiled again in the
 engine's process, which takes the same time and memory. This module runs as a script that imports only
-llguidance. Messages are one JSON text per line in both directions, and a child without a parent exits.
+llguidance. In both directions, each message is one line of JSON. The child exits when its parent is gone.
 """
 
 import json
@@ -41,7 +41,7 @@ _REMEDIES = {  # by a part of llguidance's reason
 
 
 def as_lark(text: str) -> str:
-    """Return the grammar with all parts in GBNF, llama.cpp's language, converted to Lark.
+    """Return the grammar with any parts in GBNF (llama.cpp's grammar language) converted to Lark.
 
     Raises:
         ValueError: a part is not valid GBNF.
@@ -79,7 +79,7 @@ def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
-    """Return a refusal with its place in a JSON schema and a remedy, or with the supported languages."""
+    """Add to a refusal its place in a JSON schema and a remedy, or the list of supported languages."""
     grammars = parts(text)
     schema = next(
         (part["json_schema"] for part in grammars if isinstance(part.get("json_schema"), dict)), None
@@ -107,7 +107,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]
     """Compile `text` and compute its first mask.
 
     Raises:
-        ValueError: llguidance refuses it; the message is the reason, on one line.
+        ValueError: llguidance refuses the grammar; the message is the reason, on one line.
     """
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False, **limits))
     if not matcher.is_error():
@@ -118,7 +118,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Return a matcher's error on one line, without its internal state."""
+    """Return a matcher's error message on one line, without llguidance's internal state."""
     text = " ".join(matcher.get_error().split("<non-verbose/>")[0].split())
     if text.startswith("NoExtension"):
         return "no text can match it"
@@ -139,7 +139,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the reason why a grammar is refused, and the grammar as llguidance reads it."""
+    """Return the reason for a refusal (empty if accepted), and the grammar as llguidance reads it."""
     try:
         text = as_lark(text)
         compile_grammar(tokenizer, text, limits)
@@ -149,7 +149,7 @@ def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tupl
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Limit the process to `extra_bytes` more address space than it uses now; exceeding this aborts it."""
+    """Limit the address space to `extra_bytes` beyond its current size; exceeding this aborts the process."""
     if sys.platform != "linux":  # other kernels don't enforce this limit
         return
     with open("/proc/self/statm") as file:

@@ -1,4 +1,4 @@
-"""Beam search of one request: selects the beams that continue, finish and are returned."""
+"""Beam search of one request: selects the beams to continue, to finish and to return."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from kvq.engine.requests.outputs import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Tokens generated so far, including the end token of a finished beam if there is one."""
+    """Beam: the tokens generated so far, including the end token if the beam finished with one."""
 
     parent: int  # index of the beam that it continues
     tokens: tuple[int, ...]
@@ -20,13 +20,13 @@ class Beam:
 
 
 class BeamSearch:
-    """Decisions of beam search, without a model. Results equal those of Transformers' `generate`.
+    """Decision logic of beam search, without a model. Results equal those of Transformers' `generate`.
 
     Each step orders the continuations of all running beams by log-probability. A continuation that ends is
-    kept if it is among the first `width`; the first `width` that do not end continue. Of all finished beams,
-    the best `width` by score are kept. The search ends when no running beam can beat the worst of these
-    at its current length (with `early_stopping`, as soon as there are `width`), when `max_tokens` is
-    reached, or when no beam can continue.
+    kept if it is among the first `width`; of those that do not end, the first `width` continue. Of all
+    finished beams, the `width` with the highest scores are kept. The search ends when no running beam can
+    beat the worst of these at its current length (with `early_stopping`, as soon as `width` beams are
+    finished), when `max_tokens` is reached, or when no beam can continue.
 
     Source: Wu et al. 2016, Google's Neural Machine Translation System, section 7.
     """
@@ -43,16 +43,16 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of most likely tokens that a step needs per beam, so that at least `width` don't end it."""
+        """Number of most likely tokens needed per beam, so that at least `width` of them don't end it."""
         return self.width * (1 + max(1, len(self._end_ids)))
 
     @property
     def num_running(self) -> int:
-        """Number of beams for which the next step needs candidates; one before the first step."""
+        """Number of beams for which the next step needs candidates; 1 before the first step."""
         return len(self._running)
 
     def step(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[int, int]]:
-        """Extend the beams; return the ones that continue, best first, each as (index of its parent, token).
+        """Extend the beams. Return the continuing beams, best first, each as (index of its parent, token).
 
         Arguments:
             candidates: for each running beam, in the order in which the last step returned them, its
@@ -71,7 +71,7 @@ class BeamSearch:
         return [] if self.is_done else [(beam.parent, beam.tokens[-1]) for beam in self._running]
 
     def results(self) -> list[Beam]:
-        """Return the finished beams, best first; fewer than `n` if too few could be finished."""
+        """Return the finished beams, best first; fewer than `n` if not enough beams could finish."""
         return self._finished[: self._params.n]
 
     def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[Beam]:

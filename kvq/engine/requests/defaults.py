@@ -29,10 +29,10 @@ _BANNED = -100.0  # the value that OpenAI's clients use to ban a token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """Values for fields of `SamplingParams` that requests omit, and ignored fields of the file.
+    """Defaults for `SamplingParams` fields that requests omit, and the fields ignored in the file.
 
     `suppress_tokens` becomes a `logit_bias` of -100, to which a request's own biases are added.
-    `max_new_tokens` limits a request without `max_tokens`, even if there is more room.
+    `max_new_tokens` limits a request without `max_tokens`, even if the context has more room.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class SamplingDefaults:
     source: str = GENERATION_FILE
 
     def fill(self, given: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
-        """Return sampling parameters with defaults for fields not in `named`. Beam search takes few."""
+        """Add defaults to sampling parameters for fields not in `named`. Beam search uses only a few."""
         filled, free = dict(given), given.get("beam_width") is None
         for name, value in self.fields.items():
             if name == "most_tokens":
@@ -55,7 +55,7 @@ class SamplingDefaults:
         return filled
 
     def __str__(self) -> str:
-        """Return a line for the log, which is empty if the file sets nothing."""
+        """Return a line for the log; the line is empty if the file sets no defaults."""
         names = {ours: theirs for theirs, ours in _OWN.items()}  # as they are named in the file
         told = [f"{names.get(name, name)} {_shown(value)}" for name, value in self.fields.items()]
         used = f"{', '.join(told)} (what a request says counts; --generation-config none declines)"
@@ -66,7 +66,7 @@ class SamplingDefaults:
 
 
 def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:  # D219
-    """Read the defaults from the model's folder ("auto") or from the folder `asked`.
+    """Read the defaults from the model's folder (if `asked` is "auto") or from the folder `asked`.
 
     "none", "kvq" and "vllm" disable them. Unknown values and values out of range are ignored.
 
@@ -90,7 +90,7 @@ def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:  # D21
 def _read(file: Mapping[str, Any], vocab_size: int, source: str) -> SamplingDefaults:
     found: dict[str, Any] = {}
     passed_over = [f"{name} {_shown(file[name])}" for name in _OTHERS if file.get(name) not in _NOTHING]
-    if file.get("do_sample") is False:  # transformers then takes the most likely token in any case
+    if file.get("do_sample") is False:  # transformers then always selects the most likely token
         file = {**file, "temperature": 0.0}
     for theirs, ours in _OWN.items():
         value = file.get(theirs)

@@ -1,4 +1,4 @@
-"""Intake: checks a request once, before it waits for anything, and creates its job."""
+"""Intake: validates each request once, before the request waits for anything, and creates its job."""
 
 import itertools
 import random
@@ -25,11 +25,11 @@ from kvq.models.parts.fork_guard import Home
 from kvq.models.run.prompts import check_length, longest_token
 from kvq.scheduler import Scheduler
 
-_PROMPT_LOGPROB_BYTES = 64 << 20  # most bytes of logits in one step for prompt log-probabilities
+_PROMPT_LOGPROB_BYTES = 64 << 20  # maximum bytes of logits per step for prompt log-probabilities
 
 
 class Intake:
-    """Factory for the jobs of one engine. May be used from any thread."""
+    """Factory that creates jobs for one engine. May be used from any thread."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Intake:
         """Check a request and prepare its job; `EngineCore.submit` starts it.
 
         Raises:
-            RequestError: the request can't be served, or can never fit.
+            RequestError: the request can't be served, or it can never fit in memory.
             EngineError: this process was forked from the process that made the engine.
         """
         self._home.check()
@@ -116,7 +116,7 @@ class Intake:
         return longest_token(self._model.tokenizer)
 
     def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
-        """Return limits on prefix reuse and chunks for a prompt whose log-probabilities are requested."""
+        """Return limits on prefix reuse and chunk size for a prompt whose log-probabilities are requested."""
         if params.prompt_logprobs is None:
             return {}
         reused = max(

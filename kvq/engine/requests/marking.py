@@ -1,4 +1,4 @@
-"""Watermark policy: which texts an engine marks, given its operator's mode and the request's choice."""
+"""Watermark policy: decides which texts are marked, from the operator's mode and the request's choice."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvq.watermark.schemes import MODES, Scheme, Tournament, parse_scheme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marking:
-    """Watermark of an engine that marks some or all texts."""
+    """Watermark settings of an engine that marks some or all texts."""
 
     mode: str  # one of MODES, except "off"
     scheme: Scheme
@@ -21,7 +21,7 @@ class Marking:
         """Return True if a request's text must be marked.
 
         Raises:
-            RequestError: it declines a mark that every text gets, or its text can't be marked.
+            RequestError: the request declines a mandatory mark, or its text can't be marked.
         """
         asks = params.watermark
         if self.mode == "always" and asks is False:
@@ -64,10 +64,10 @@ def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
 
 
 def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking | None:
-    """Return an engine's watermark with its key; None if the engine marks nothing.
+    """Return an engine's watermark settings with the key, or None if the engine marks nothing.
 
     Raises:
-        ConfigError: the key can't be read, is too short, or others can read it.
+        ConfigError: the key can't be read, is too short, or is readable by other users.
     """
     if key_file is None:
         return None
@@ -75,7 +75,7 @@ def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking
 
 
 def marked(params: SamplingParams, marking: Marking | None) -> SamplingParams:
-    """Return parameters whose `watermark` is True if the text must be marked, and unchanged ones otherwise.
+    """Return `params` with `watermark` set to True if the text must be marked, otherwise unchanged.
 
     Raises:
         RequestError: the request needs a mark that this engine can't make.

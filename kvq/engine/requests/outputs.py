@@ -1,4 +1,4 @@
-"""Request outputs: pieces while a request is running, and results when it ends."""
+"""Request outputs: streamed pieces while a request is running, and results when it ends."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,8 +12,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class TokenLogprobs:
     """Log-probabilities of a token and of the most likely tokens at its position.
 
-    `rank`: 1 is the most likely; on ties, the lower id comes first. `top`: the most likely tokens with
-    their log-probabilities, by rank. Values may be -inf, or NaN if the logits were NaN.
+    `rank`: 1 for the most likely token; on ties, the lower id comes first. `top`: the most likely tokens with
+    their log-probabilities, ordered by rank. Values may be -inf, or NaN if the logits were NaN.
     """
 
     token: int
@@ -24,7 +24,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """Resources that one request used. Block counts are over all layer groups."""
+    """Resources that one request used. Block counts are totals over all layer groups."""
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in the prefix index
@@ -35,8 +35,8 @@ class Receipt:
     shared_blocks: int  # found in the prefix index or shared between results
     copied_blocks: int  # copied before a write
     swapped_blocks: int  # moved to host memory
-    peak_blocks: int  # most that one result held at once
-    peak_bytes: int  # most bytes of the KV pools that one result held at once, with scales and padding
+    peak_blocks: int  # peak number that one result held
+    peak_bytes: int  # peak bytes of the KV pools held by one result, with scales and padding
     preemptions: int
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of these, confirmed by the model
@@ -44,7 +44,7 @@ class Receipt:
 
 @dataclass(kw_only=True, slots=True)
 class Timing:
-    """Times of a request in seconds. `itl_s`: times between consecutive steps with tokens."""
+    """Times of a request in seconds. `itl_s`: times between consecutive steps that produced tokens."""
 
     arrival_s: float  # on the engine's clock; all others are durations
     queue_s: float | None = None  # from arrival until it got blocks
@@ -56,7 +56,7 @@ class Timing:
 
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
-    """One result of a request."""
+    """One of the results of a request."""
 
     index: int
     text: str
@@ -69,7 +69,7 @@ class CompletionOutput:
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """Result of a request. `error`: the reason for the finish reason "error"."""
+    """Output of a request. `error`: the cause if the finish reason is "error"."""
 
     request_id: str
     prompt: str | None  # None if token ids were given
@@ -83,7 +83,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptUse:
-    """Token counts of a prompt."""
+    """Token counts for a prompt."""
 
     total: int
     cached: int  # of these, found in the prefix index
@@ -92,7 +92,7 @@ class PromptUse:
 
 @dataclass(kw_only=True, slots=True)  # one per token: a frozen one would take four times as long to create
 class Piece:  # D239: one per token: neither frozen nor msgspec
-    """Tokens that one step added to one result, with the text that they completed.
+    """Tokens that one step added to one result, with the text completed by these tokens.
 
     The last piece of a result has a `finish_reason`; the last piece of `stream` also has the `output`.
     """
@@ -112,7 +112,7 @@ Event = Piece | RequestOutput  # what a listener receives: pieces, then the outp
 
 
 def as_piece(event: Event) -> Piece:
-    """Return an event as a piece of a stream; the output becomes a final piece without tokens.
+    """Return an event as a piece of a stream. The final output becomes a piece without tokens.
 
     Raises:
         KVQError: the error that ended the request.

@@ -1,4 +1,4 @@
-"""Prefix pinning: prompt prefixes that stay cached for a time even if memory is needed."""
+"""Prefix pinning: keeps prompt prefixes cached for a limited time even if memory is needed."""
 
 from kvq.blockmgr import BlockManager
 from kvq.engine.params import PrefixPin
@@ -8,9 +8,9 @@ from kvq.scheduler.request import RequestState
 
 
 class Pinning:
-    """Pins of prefixes, made once the prefixes are computed.
+    """Pins of prompt prefixes, each set once its prefix is computed.
 
-    A pin that exceeds the limit for pins is refused, but its request is still served.
+    A pin beyond the limit for pins is refused, but its request is still served.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -19,12 +19,12 @@ class Pinning:
         self.num_refused = 0  # number of refused pins since the start
 
     def add(self, job: Job) -> None:
-        """Register a job that was queued."""
+        """Register a queued job."""
         if job.pins:
             self._waiting.append(job)
 
     def apply(self, now: float) -> None:
-        """Pin the prefixes that have been computed by now."""
+        """Pin the prefixes that have been computed so far."""
         for job in tuple(self._waiting):
             if job.state is not RequestState.ENDED:
                 self._pin_computed(job, now)

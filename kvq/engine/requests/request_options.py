@@ -1,4 +1,4 @@
-"""Prompts as text or token ids, and request options: parameters, owner, priority and pins."""
+"""Prompts as text or token ids, and request options: parameters, tenant, priority and pins."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _PROMPT = "a prompt is a text or a list of token ids"
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts from one or many prompts, given as lists, arrays or tensors.
+    """Convert one prompt or several, passed as lists, arrays or tensors, to a list of prompts.
 
     Raises:
         RequestError: `prompts` contains neither prompts nor token ids.
@@ -37,7 +37,8 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
     """Return the token ids of a prompt.
 
     Raises:
-        RequestError: the prompt is neither text nor ids, is empty, isn't Unicode, or exceeds the vocabulary.
+        RequestError: the prompt is neither text nor token ids, is empty, isn't Unicode, or has an id outside
+            the vocabulary.
     """
     if isinstance(prompt, array) and prompt.typecode == "I":  # from the server, which has checked every id
         tokens = prompt
@@ -52,7 +53,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
 
 
 def check_known(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError if a prompt has no tokens, or a token outside the vocabulary."""
+    """Raise RequestError if a prompt has no tokens or contains a token outside the vocabulary."""
     if not tokens:
         raise RequestError("the prompt is empty; give some text to go on from")
     if max(tokens) >= vocab_size:
@@ -78,14 +79,14 @@ def as_priority(priority: str | Priority) -> Priority:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """Everything a request has in addition to its prompt; checked here, once.
+    """Options of a request, that is, everything except its prompt. They are checked here, once.
 
     `pins`: prefixes of the prompt to keep cached, for the request's tenant or salt only.
     `cache_salt`: 1 to 1,024 characters; the request shares cached prefixes only with requests of its tenant
     that have the same salt.
 
     Raises:
-        RequestError: a value has another type, or the priority is unknown.
+        RequestError: a value has the wrong type, or the priority is unknown.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)

@@ -1,4 +1,4 @@
-"""Request state: everything the engine stores for a request in addition to the scheduler's fields."""
+"""Request state: everything the engine stores for a request beyond the scheduler's fields."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ Listener = Callable[[Event], object]
 
 @dataclass(slots=True, eq=False)
 class _Result:
-    """Output of one branch that is still running."""
+    """Result in progress of one branch."""
 
     output: CompletionOutput
     stream: TextStream
@@ -39,7 +39,7 @@ class _Result:
     is_done: bool = False
 
     def end(self, reason: FinishReason, stop_reason: str | int | None = None) -> str:
-        """Finish the text and return the part that was held back."""
+        """Finish the text and return the part that had been held back."""
         self.is_done = True
         rest = "" if self.stream.stop is not None else self.stream.finish()
         self.output.finish_reason = reason
@@ -49,7 +49,7 @@ class _Result:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job(Request):
-    """Everything the engine stores for a request until it ends, in addition to the scheduler's fields."""
+    """Everything the engine stores for a request until it ends, beyond the scheduler's fields."""
 
     params: SamplingParams
     prompt: str | None  # None if token ids were given
@@ -68,14 +68,14 @@ class Job(Request):
     accepted_tokens: int = 0  # of these
 
     def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
-        """Return how many of a branch's next tokens count, up to and including the first that ends it."""
+        """Return how many of a branch's next tokens to keep, up to and including the first that ends it."""
         for count, token in enumerate(tokens, 1):
             if token in self.end_ids and branch.num_generated + count >= self.params.min_tokens:
                 return count
         return len(tokens)
 
     def must_go_on(self, count: int, mask: Tensor) -> bool:
-        """Return True if `count` is below `min_tokens` and a grammar's mask allows only end tokens."""
+        """Return True if `count` is below `min_tokens` although a grammar's mask allows only end tokens."""
         if count >= self.params.min_tokens:
             return False
         allowed = int.from_bytes(mask.numpy().tobytes(), "little")
@@ -89,22 +89,22 @@ class Job(Request):
         )
 
     def prompt_rows(self, start: int, end: int) -> int:
-        """Return how many of the last rows of positions [start, end) prompt log-probabilities need."""
+        """Return how many trailing rows of positions [start, end) are needed for prompt log-probabilities."""
         if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.prompt_length:
             return 0
         return max(0, end - max(start, len(self.prompt_logprobs) - 1))
 
     @property
     def streams(self) -> bool:
-        """True if pieces can be sent before the end; False if the best results are chosen at the end."""
+        """True if pieces can be sent before the end, False if the best results are selected at the end."""
         return self.beams is None and self.params.best_of is None
 
     def index_of(self, branch: Branch) -> int:
-        """Return the index of the result that a branch fills."""
+        """Return the index of the result that a branch generates."""
         return 0 if len(self.results) == 1 else self.branches.index(branch)
 
     def mark_token(self, now: float) -> None:
-        """Record the time at which the request received tokens."""
+        """Record when the request received tokens."""
         timing = self.timing
         if timing.ttft_s is None:
             timing.ttft_s = now - timing.arrival_s
@@ -117,7 +117,7 @@ class Job(Request):
         self.last_token_s = now
 
     def deliver(self, output: RequestOutput) -> None:
-        """Send the listener the pieces that it has not received yet, then the output."""
+        """Send the listener all pieces not yet sent, then the output."""
         if self.listener is None:
             return
         if not self.streams:
@@ -126,7 +126,7 @@ class Job(Request):
         self.listener(output)
 
     def begin(self, tokenizer: Any, matcher: "Matcher | None") -> None:
-        """Create the results that the branches fill."""
+        """Create one result per branch."""
         stream = TextStream(tokenizer, self.tokens, self.params)
         wants = self.params.logprobs is not None or self.params.best_of is not None
         for index in range(self.params.num_sequences):
@@ -145,7 +145,7 @@ class Job(Request):
         """Add a token to a result, notify the listener, and return whether the token ended the result.
 
         Raises:
-            RequestError: the request's grammar doesn't allow the token, or ends before `min_tokens`.
+            RequestError: the grammar doesn't allow the token, or the grammar ends before `min_tokens`.
         """
         result, params = self.results[index], self.params
         output = result.output
@@ -175,7 +175,7 @@ class Job(Request):
         return result.is_done
 
     def _tell(self, listener: Listener, result: _Result, text: str) -> None:
-        """Send the last token of a result and the text that it completed."""
+        """Send a result's last token, and the text that the token completed, to the listener."""
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:
             text = (self.prompt or "") + text
@@ -206,7 +206,7 @@ class Job(Request):
         )
 
     def complete(self, now: float, error: KVQError | None, reason: FinishReason | None) -> RequestOutput:
-        """Return the request's output. `reason`: finish reason of results that have not ended yet."""
+        """Return the request's output. `reason`: finish reason for results that have not ended yet."""
         self.timing.e2e_s = now - self.timing.arrival_s
         if self.beams is not None and reason is None:
             outputs = [self._of_beam(i, found) for i, found in enumerate(self.beams.results())]
@@ -287,6 +287,6 @@ def _mean_logprob(output: CompletionOutput) -> float:
 
 
 def as_job(request: Request) -> Job:
-    """Return a request from the engine's scheduler as a job; the engine queues nothing else."""
+    """Cast a request of the engine's scheduler to Job; the engine queues no other type."""
     assert isinstance(request, Job), "the engine queues jobs"
     return request

@@ -1,4 +1,4 @@
-"""Text stream: turns the tokens of one branch into text, in whole characters up to a stop string."""
+"""Text stream: converts the tokens of one branch to text, in complete characters, up to a stop string."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ _KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
 
 
 class _Detokenizer:
-    """Converter from tokens to text that holds back each character until all its bytes are there.
+    """Converter from tokens to text. It holds back each character until all its bytes have arrived.
 
     Together, the pieces and the flush form the text that `tokenizer.decode` adds for these tokens after the
     prompt, with one exception: some decoders break all characters in a run of byte tokens if one byte is
-    wrong, but characters that were already complete have been shown and stay.
+    wrong, but characters that were already shown stay unchanged.
     Each token costs two decodes of a few tokens. Spaces are not cleaned up, since that would remove text.
     """
 
@@ -37,15 +37,15 @@ class _Detokenizer:
         skip_special_tokens: bool = True,
         kept_ids: Sequence[int] = (),
     ) -> None:
-        """`kept_ids`: special tokens to show even if others are skipped."""
+        """`kept_ids`: special tokens to show even if other special tokens are skipped."""
         self._decode = _decoder(tokenizer, skip_special_tokens, frozenset(kept_ids))
         self._anchor = self._tail(prompt_ids)  # with visible text; else tokens decode as a text's start
         self._context = self._anchor  # the anchor, and the tokens that were completed last
         self._held: tuple[int, ...] = ()  # tokens since the text was last complete
-        self._shown = self._text(self._context)  # shown prefix of the text of context and held tokens
+        self._shown = self._text(self._context)  # already shown text of context and held tokens
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that it completed."""
+        """Add a token and return the text that is now complete."""
         self._held += (token_id,)
         text = self._text(self._context + self._held)
         if not text.startswith(self._shown):
@@ -60,13 +60,13 @@ class _Detokenizer:
         return piece + self._cut(fresh[len(piece) :]) if len(self._held) > _MAX_HELD else piece
 
     def flush(self) -> str:
-        """Return the text held back when the stream ends inside a character."""
+        """Return any text still held back when the stream ends inside a character."""
         text = self._text(self._context + self._held)
         fresh, self._shown = text[len(self._shown) :], text
         return fresh
 
     def fork(self) -> Self:
-        """Return an independent copy, without decoding anything."""
+        """Return an independent copy without decoding any tokens."""
         return copy.copy(self)
 
     def _text(self, ids: tuple[int, ...]) -> str:
@@ -94,7 +94,7 @@ class _Detokenizer:
         return self._text(self._held)
 
     def _settle(self) -> None:
-        """Start again after a complete text."""
+        """Restart with an empty run after a complete text."""
         self._shown = self._text(self._held)
         if self._shown.strip():
             self._anchor = self._context = self._held
@@ -104,7 +104,7 @@ class _Detokenizer:
         self._held = ()
 
     def _cut(self, open_text: str) -> str:
-        """Drop tokens in the middle of a long open run; return the text that no later token can change."""
+        """Drop the middle of a long open run; return the text that no later token can change."""
         last = self._held[-_KEPT_LAST:]
         in_step = len(self._text(last)) >= len(open_text) + _STEP
         self._held = self._held[:_KEPT_FIRST] + last
@@ -130,7 +130,7 @@ def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callabl
 
 
 def _decodes_by_backend(tokenizer: Any) -> bool:
-    """Return True if a tokenizer decodes with its backend only."""
+    """Return True if a tokenizer decodes only with its backend."""
     kind: Any = type(tokenizer)
     # By name: importing the class would import torch, which the HTTP process avoids.
     own = next((one for one in kind.__mro__ if one.__name__ in _BACKED), None)
@@ -141,7 +141,7 @@ def _decodes_by_backend(tokenizer: Any) -> bool:
 
 
 def _hidden_in(stops: Sequence[str], tokenizer: Any, kept: Sequence[int]) -> dict[int, str]:
-    """Return the texts of special tokens that occur in stop strings, by token id."""
+    """Return the texts of special tokens that occur in stop strings, keyed by token id."""
     added = getattr(tokenizer, "added_tokens_decoder", {}) if stops else {}
     special = {i: token.content for i, token in added.items() if token.special and i not in kept}
     return {i: text for i, text in special.items() if text and any(text in stop for stop in stops)}
@@ -193,9 +193,9 @@ class _Stops:
 class _StopFinder:
     """Filter that passes text through up to a stop string, and holds back possible beginnings of one.
 
-    The stop string that is completed first wins; if several are completed by the same character, the one
-    that begins first wins. The result therefore does not depend on how the text is split into pieces. With
-    `include_stop`, the text ends after the stop string, and nothing needs to be held back.
+    The stop string that is completed first wins; if the same character completes several, the longest wins.
+    The result therefore does not depend on how the text is split into pieces. With `include_stop`, the text
+    ends after the stop string, and nothing needs to be held back.
 
     `marks`: maps hidden texts to placeholder characters. A hidden text is shown only as part of a
     stop string that is shown.
@@ -216,7 +216,7 @@ class _StopFinder:
         self._stop: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the part that is safe to show, and the stop string if one was completed."""
+        """Add text. Return the part that is safe to show, and the stop string if one was completed."""
         if self._stop is not None:
             return "", self._stop
         for end, char in enumerate(text, 1):
@@ -230,14 +230,14 @@ class _StopFinder:
         return self._release(text), None
 
     def pass_over(self, text: str) -> str:
-        """Add text in which a stop string may begin but not end; return the part that is safe to show."""
+        """Add text in which a stop string may begin but not end. Return the part that is safe to show."""
         for char in text:
             self._state = self._stops.step(self._state, char)
         self._state = self._stops.unfinished(self._state)
         return self._release(text)
 
     def flush(self) -> str:
-        """Return the text still held back at the end of the text."""
+        """Return any text still held back at the end."""
         held, self._held, self._state = self._held, "", 0
         return held.translate(self._hide)
 
@@ -259,9 +259,9 @@ class _StopFinder:
 class TextStream:
     """Text of one branch of a request, token by token, up to its stop string.
 
-    The search for stop strings starts after the first `min_tokens` tokens. A stop string that is complete
-    by then does not end the text; one that begins there and is completed later does. Stop strings that
-    contain the text of a special token are found although that text is hidden.
+    The search for stop strings starts after the first `min_tokens` tokens. A stop string that is already
+    complete by then does not end the text; one that begins earlier but is completed later does. Stop strings
+    that contain the text of a special token are found although that text is hidden.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -294,7 +294,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text still held back, after the last token."""
+        """Return any text still held back after the last token."""
         piece = self._show(self._detokenizer.flush())
         held = self._finder.flush()
         self._pieces.append(held)

@@ -1,1 +1,1 @@
-"""Token choice for many rows of logits at once, each with its own parameters and random stream."""
+"""Sampling of tokens for many rows of logits at once, each with its own parameters and random stream."""

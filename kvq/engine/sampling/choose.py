@@ -1,4 +1,4 @@
-"""Token choice: from a step's logits to the next tokens of all its branches."""
+"""Token selection: chooses the next tokens of all branches from a step's logits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ _NO_DRAFTS: Mapping[int, Sequence[Drafted]] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _Draw:  # D256: with a seed, tokens are the same with and without drafts
-    """One row of logits from which one branch draws a token."""
+    """One row of logits from which a token is sampled for one branch."""
 
     job: Job
     branch: Branch
@@ -40,7 +40,7 @@ class _Draw:  # D256: with a seed, tokens are the same with and without drafts
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Tokens to choose from a step's logits, as far as this is known without the logits."""
+    """Tokens to choose from a step's logits, as far as they can be determined before the logits exist."""
 
     plan: StepPlan
     errors: dict[Job, KVQError]  # of requests that can't continue
@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)  # one per step
 class Choices:
-    """Chosen tokens of a step, in transfer to the host until `wait`, and requests that can't continue."""
+    """Chosen tokens of a step, available after `wait`, and the errors of requests that can't continue."""
 
     _plan: StepPlan
     errors: dict[Job, KVQError]
@@ -65,12 +65,12 @@ class Choices:
     beams: list[Job] = field(default_factory=list)  # jobs whose candidates are complete
 
     def drew(self, branches: list[int]) -> bool:
-        """Return True if the plan's branches with these indices each drew one token, and nothing failed."""
+        """Return True if each of these branches (plan indices) sampled a token and no request failed."""
         places = {draw.plan_index for draw in self._draws}
         return bool(branches) and not self.errors and places.issuperset(branches)
 
     def drawn(self, branches: list[int]) -> Tensor:
-        """Return the tokens that these branches drew: int64 [branches], on the device."""
+        """Return the tokens sampled for these branches: int64 [branches], on the device."""
         assert self._samples is not None, "some were drawn"
         places = {draw.plan_index: i for i, draw in enumerate(self._draws)}
         drawn, wanted = self._samples.tokens, [places[i] for i in branches]
@@ -79,7 +79,7 @@ class Choices:
         return drawn[upload(wanted, drawn.device)]
 
     def wait(self) -> "Choices":
-        """Wait until all fields are filled, then return this object."""
+        """Wait until all fields are filled, then return the object itself."""
         if self._samples is not None:
             samples = self._samples.wait()
             for i, draw in enumerate(self._draws):
@@ -98,7 +98,7 @@ class Choices:
 
 
 class Chooser:
-    """Sampling for all branches of a step at once, with the sampler's rows bound to branches."""
+    """Selector of tokens for all branches of a step at once. It binds the sampler's rows to branches."""
 
     def __init__(self, sampler: Sampler, max_num_seqs: int) -> None:
         self.sampler = sampler
@@ -111,9 +111,9 @@ class Chooser:
         errors: dict[Job, KVQError],
         drafts: Mapping[int, Sequence[Drafted]] = _NO_DRAFTS,
     ) -> Wanted:
-        """Find the tokens that a step's branches need; its forward pass may still be running.
+        """Find out which tokens the step's branches need. The step's forward pass may still be running.
 
-        Branches of ended requests, and of requests in `errors`, need none.
+        Branches of ended requests, and of requests in `errors`, need no token.
         """
         wanted = Wanted(plan, errors)
         draws = wanted.draws
@@ -142,7 +142,7 @@ class Chooser:
         return wanted
 
     def choose(self, wanted: Wanted, output: StepOutput) -> Choices:
-        """Draw the wanted tokens from the logits of a step whose forward pass has ended."""
+        """Sample the wanted tokens from the logits of a step whose forward pass has finished."""
         bad_tokens = self.sampler.readbacks.begin(output.bad_tokens)
         for job, row, num_rows, end in wanted.prompts:
             _read_prompt(job, output.logits[row : row + num_rows], end)
@@ -153,12 +153,12 @@ class Chooser:
         return choices
 
     def record(self, branch: Branch, token: int) -> None:
-        """Record an accepted token, which penalties count from now on."""
+        """Record an accepted token, which counts toward penalties from now on."""
         if branch.row is not None and self._bound[branch.row] is branch:
             self.sampler.record(branch.row, token)
 
     def bind(self, job: Job, branch: Branch) -> None:
-        """Bind a branch to its row of the sampler, if the branch is new or its row has changed."""
+        """Bind a branch to its sampler row if the branch is new or its row has changed."""
         row = _row(branch)
         if self._bound[row] is branch:
             return
@@ -176,7 +176,7 @@ class Chooser:
         self._bound[row] = branch
 
     def forget(self, row: int) -> None:
-        """Unbind a row whose branch has ended or moved."""
+        """Unbind a row whose branch has ended or moved to another row."""
         if self._bound[row] is not None:
             self.sampler.remove(row)
             self._bound[row] = None
@@ -209,7 +209,7 @@ def _row(branch: Branch) -> int:
 
 
 def _masked(draws: list[_Draw], errors: dict[Job, KVQError]) -> tuple[list[_Draw], dict[int, Tensor]]:
-    """Return the draws without those whose grammars failed, and masks for the others by index."""
+    """Return the draws whose grammars did not fail, and their grammar masks, keyed by index."""
     kept: list[_Draw] = []
     masks: dict[int, Tensor] = {}
     walk: Walk | None = None  # through the drafts of a branch, whose draws are consecutive
@@ -267,7 +267,7 @@ def _find_bad(plan: StepPlan, flags: list[bool], errors: dict[Job, KVQError]) ->
 
 
 def _expand(beams: list[tuple[Branch, int]], logits: Tensor, choices: Choices) -> None:
-    """Keep the most likely tokens of every beam until all beams of its request have theirs."""
+    """Store the candidates of each beam; a request is complete once all its beams have candidates."""
     most = max(job.beams.num_candidates for b, _ in beams if (job := as_job(b.request)).beams is not None)
     rows = logits[upload([row for _, row in beams], logits.device)]
     finite = torch.isfinite(rows).all(dim=-1).tolist()
@@ -285,7 +285,7 @@ def _expand(beams: list[tuple[Branch, int]], logits: Tensor, choices: Choices) -
 
 
 def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
-    """Read the log-probabilities of the prompt tokens that follow a chunk's positions up to `end`."""
+    """Append the log-probabilities of the prompt tokens that follow a chunk's positions, up to `end`."""
     assert job.prompt_logprobs is not None, "asked for"
     known = len(job.prompt_logprobs)
     targets = job.tokens[known : end + 1]
@@ -297,10 +297,10 @@ def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
 
 
 def as_known(error: BaseException, what: str = "") -> KVQError:
-    """Return an error for the user: kvq's own errors unchanged, others on one line with their type."""
+    """Return an error as a KVQError: kvq's own errors unchanged, others on one line with their type."""
     return error if isinstance(error, KVQError) else EngineError(what + describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and message of an error, on one line."""
+    """Return an error's type and message on one line."""
     return f"{type(error).__name__}: {first_lines(error)}"

@@ -1,4 +1,4 @@
-"""Log-probabilities under the model's own distribution, as natural logarithms."""
+"""Log-probabilities under the model's own distribution, in natural logarithms."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ _DEVICE_ELEMENTS = 1 << 24
 
 
 def chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of `num_rows` rows whose temporary copies stay small. Rows never affect each other."""
+    """Yield slices of `num_rows` rows whose temporary copies stay small. Slicing never affects results."""
     elements = _CPU_ELEMENTS if device.type == "cpu" else _DEVICE_ELEMENTS
     step = max(1, elements // vocab_size)
     for start in range(0, num_rows, step):
@@ -24,10 +24,10 @@ def chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[sli
 
 
 def measure(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """Return the numbers that `read_logprobs` needs per row, fp64, [rows, 4 + 2 * top], on the device.
+    """Return the values per row that `read_logprobs` needs, fp64, [rows, 4 + 2 * top], on the device.
 
     `logits`: fp32, [rows, vocab]; `tokens`: int64, [rows]; `top`: at most the vocabulary size. Columns:
-    highest logit, total mass, the token's logit, its rank, the top logits, and the top tokens. All
+    highest logit, total mass, the token's logit, the token's rank, the top logits, and the top tokens. All
     are whole numbers below 2**53 or fp32, which fp64 represents exactly; only the total is rounded.
     """
     peaks, _ = likeliest(logits)
@@ -42,7 +42,7 @@ def measure(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
 
 
 def read_logprobs(token: int, measured: Sequence[float], top: int) -> TokenLogprobs:
-    """Convert a row of `measure` to log-probabilities; `top` may be lower than the measured number."""
+    """Convert a row from `measure` to log-probabilities. `top` may be lower than in the call of `measure`."""
     peak, total, chosen, rank, *ranking = measured
     width = len(ranking) // 2
     pairs = zip(ranking[:top], ranking[width : width + top], strict=True)
@@ -56,10 +56,10 @@ def read_logprobs(token: int, measured: Sequence[float], top: int) -> TokenLogpr
 
 @torch.no_grad()
 def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return the log-probability of each of `targets`, the tokens that followed.
+    """Return the log-probability of each token in `targets`, the actual next tokens.
 
-    `logits`: any float type, [rows, vocab]; `targets`: one token per row; `top`: the number of most
-    likely tokens to return in addition.
+    `logits`: any float type, [rows, vocab]; `targets`: one token per row; `top`: number of most likely tokens
+    to return in addition.
     """
     num_rows, vocab_size = logits.shape
     tokens = upload(targets, logits.device)

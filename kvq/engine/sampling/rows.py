@@ -1,4 +1,4 @@
-"""Row table: parameters of all rows in use, from which a step selects its rows."""
+"""Row table: parameters of all rows in use, from which each step selects the rows it needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from kvq.kernels.draw.reference import Settings
 
 # Up to this top_k, a row shares a selection with others; above, it sorts without slowing down other rows.
 _SHORT_TOP_K = 1024
-_LOWEST_TEMPERATURE = 2.0**-126  # smallest normal fp32; in effect, the most likely token is taken
+_LOWEST_TEMPERATURE = 2.0**-126  # smallest normal fp32; in effect, the most likely token is selected
 
 
 # Columns of the table, named as in SamplingParams.
@@ -39,9 +39,9 @@ class _Row:
 
     @property
     def repeats(self) -> bool:
-        """True if its tokens must be the same as without drafts: it is greedy or has a seed.
+        """True if the row's tokens must be the same as without drafts, because it is greedy or has a seed.
 
-        A draft of such a row is compared with the token that the row draws anyway.
+        A draft for such a row is compared with the token that the row samples in any case.
         """
         return self.kind is Kind.GREEDY or self.params.seed is not None
 
@@ -52,19 +52,19 @@ class _Row:
 
     @property
     def changes_logits(self) -> bool:
-        """True if penalties, a bias or a ban change its logits, even if only for its first tokens."""
+        """True if penalties, a bias or a ban change the row's logits, even if only for its first tokens."""
         return self.params.has_penalties or self.bias is not None or self.forbidden is not None
 
     @property
     def is_plain(self) -> bool:
-        """True if the row needs nothing but its most likely token."""
+        """True if the row needs only its most likely token."""
         return self.kind is Kind.GREEDY and not self.changes_logits and not self.wants_logprobs
 
 
 class RowTable:
     """Rows in use, with their parameters in a table: [max_rows, columns], fp64, on the host.
 
-    A step has to upload its random numbers anyway. The parameters of its rows are part of the same copy,
+    A step has to upload its random numbers anyway. The parameters of its rows are uploaded in the same copy,
     which is cheaper than selecting them on the device.
     """
 
@@ -86,7 +86,7 @@ class RowTable:
         return self._rows[row] is not None
 
     def add(self, row: int, params: SamplingParams, *, seed: int, stop_ids: Sequence[int]) -> _Row:
-        """Begin to use a row that isn't in use."""
+        """Add an unused row to the rows in use."""
         assert self._rows[row] is None, f"row {row} is in use already"
         self._numbers[row] = self._numbers_of(params)
         self._seeds[row] = seed_words([seed])[0]
@@ -110,14 +110,14 @@ class RowTable:
         return held
 
     def remove(self, row: int) -> None:
-        """Free a row in use."""
+        """Remove a row from the rows in use."""
         assert self._rows[row] is not None, f"row {row} isn't in use"
         self._rows[row] = None
 
     def settings(
         self, rows: Sequence[int], counts: Sequence[int], purpose: Purpose = Purpose.TOKEN
     ) -> Settings:
-        """Return the settings with which `rows` draw after `counts` tokens, on the device."""
+        """Return the settings for sampling `rows` after `counts` generated tokens, on the device."""
         numbers = self._numbers[rows, : 1 + len(_FILTERS)]
         first = uniforms(self._seeds[rows], counts, purpose)[None]
         sent = upload(np.concatenate((first, numbers.T)), self._device, torch.float64)  # [2 + filters, rows]
@@ -131,17 +131,17 @@ class RowTable:
         )
 
     def keeping(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Return random numbers for deciding whether drafts stay: fp64 [rows], in [0, 1), on the device."""
+        """Return random numbers that decide whether drafts stay: fp64 [rows], in [0, 1), on the device."""
         return upload(uniforms(self._seeds[rows], counts, Purpose.KEEPING), self._device, torch.float64)
 
     def parameters(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Kind]:
-        """Return the parameters of the GPU kernels, [rows, COLUMNS], and the kind that takes most work."""
+        """Return the GPU kernels' parameters, [rows, COLUMNS], and the most expensive kind among the rows."""
         lines = self._lines[rows]
         lines[:, UNIFORM] = uniforms(self._seeds[rows], counts).view(np.int64)
         return lines, Kind(int(lines[:, KIND].max()))
 
     def width(self, rows: Sequence[int]) -> int:
-        """Return how many of the most likely tokens include all that `rows` may draw."""
+        """Return how many of the most likely tokens are enough to include all that `rows` may sample."""
         return int(self._numbers[rows, _TOP_K].max())
 
     def penalties(self, rows: Sequence[int]) -> Tensor:
@@ -149,7 +149,7 @@ class RowTable:
         return upload(self._numbers[rows, -len(_PENALTIES) :].T, self._device, torch.float32)
 
     def biases(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Bias]]:
-        """Return the indices of `rows` with biases after `counts` tokens, and these biases."""
+        """Return the indices of `rows` that have biases after `counts` tokens, and the biases."""
         places, biases = [], []
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             held = self[row]
@@ -162,7 +162,7 @@ class RowTable:
         return places, biases
 
     def _numbers_of(self, params: SamplingParams) -> list[float]:
-        """Return a row of the table."""
+        """Return the table row for these parameters."""
         given = {name: getattr(params, name) for name in _COLUMNS}
         given["temperature"] = max(params.temperature, _LOWEST_TEMPERATURE)
         given["top_k"] = self._top_k(params)

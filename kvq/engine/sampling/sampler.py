@@ -1,4 +1,4 @@
-"""Sampler: turns the logits of one step into one token per row."""
+"""Sampler: selects one token per row from the logits of a step."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ _NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 class _Samples:
     """Tokens of one step, with one entry per row of its logits.
 
-    `finite`: False if the row's logits contain NaN or +inf, or if no finite logit is left to choose from; the
-    token is then meaningless, and its log-probabilities are None. `logprobs`: for rows with `logprobs` in
-    their parameters, or with `best_of`, which ranks samples by them.
+    `finite`: False if the row's logits contain NaN or +inf, or no finite logit remains; the token is then
+    meaningless, and its log-probabilities are None. `logprobs`: for rows whose parameters set `logprobs` or
+    `best_of`, which ranks samples by log-probability.
     """
 
     tokens: list[int]
@@ -53,10 +53,10 @@ class _Samples:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Draft token with the distribution that it was drawn from.
+    """Draft token with the distribution that it was sampled from.
 
     `masses`: int64 [vocab], proportional to the distribution; None if the draft is compared with the token
-    that the row draws anyway, see `_Row.repeats`.
+    that the row samples in any case (see `_Row.repeats`).
     """
 
     token: int
@@ -68,7 +68,7 @@ AfterDrafts = tuple[Sequence[int], Drafted | None]
 _NO_DRAFTS: Mapping[int, AfterDrafts] = MappingProxyType({})
 
 
-@dataclass(slots=True)  # as above
+@dataclass(slots=True)  # one per step, as above
 class PendingSamples:
     """Samples that are being transferred to the host."""
 
@@ -82,10 +82,10 @@ class PendingSamples:
 
 
 class Sampler:
-    """Choice of tokens for many rows at once, with the same result for each as if it were alone.
+    """Token sampler for many rows at once. Each row gets the same result as if it were sampled alone.
 
-    A row's token depends, bit for bit, on the row's logits, parameters, seed and count; with penalties,
-    also on its recorded tokens, and with a watermark, on the tokens before it. It never depends on other
+    A row's token depends, bit for bit, on the row's logits, parameters, seed and token count; with penalties,
+    also on its recorded tokens, and with a watermark, also on the preceding tokens. It never depends on other
     rows, its index in the batch or its row number.
     """
 
@@ -115,7 +115,7 @@ class Sampler:
         self._measured: set[int] = set()  # rows that need log-probabilities
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compile the GPU kernels for logits of this dtype, which takes seconds."""
+        """Compile the GPU kernels for logits of this dtype. Takes several seconds."""
         if self._kernel is None:
             return
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self._device)
@@ -135,14 +135,14 @@ class Sampler:
         seed: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """Begin to use a row.
+        """Start using a row.
 
-        `prompt`, `generated`: the tokens so far, all within the vocabulary. `seed`: specific to this branch,
-        see `mix_seed`. `stop_ids`: tokens forbidden before `params.min_tokens` tokens. If
+        `prompt`, `generated`: the tokens so far, all of them within the vocabulary. `seed`: specific to this
+        branch, see `mix_seed`. `stop_ids`: tokens forbidden before `params.min_tokens` tokens. If
         `params.watermark` is True, the row is marked.
 
         Raises:
-            RequestError: the parameters name a token beyond the vocabulary. The row is then not in use.
+            RequestError: the parameters contain a token outside the vocabulary; the row then stays unused.
         """
         check_params(params, self.vocab_size)
         if params.watermark:
@@ -169,7 +169,7 @@ class Sampler:
             self._counts.remove(row)
 
     def record(self, row: int, token: int) -> None:
-        """Record that the row continues with `token`, which penalties count from now on."""
+        """Record `token` as the row's next token, which counts toward penalties from now on."""
         if row in self._counts:
             self._counts.record(row, token)
 
@@ -187,10 +187,11 @@ class Sampler:
         """Choose a token for each row of logits, with one transfer to the host. The logits are unchanged.
 
         `logits`: any float type, [batch, vocab], -inf for impossible tokens. `rows`, `counts`: [batch], the
-        sampler row of each batch index, and its tokens so far. The other arguments are by batch index.
+        sampler row and token count of each batch index. All other arguments are keyed by batch index.
         `masks`: allowed tokens as a bitmask, int32 [ceil(vocab / 32)], bit j of word w for token 32 * w + j;
-        a mask must not allow only stop tokens before `min_tokens`. `contexts`: all earlier tokens of a marked
-        row. `drafts`: for rows that occur several times, the drafts before the token, included in `counts`.
+        before `min_tokens`, a mask must not allow only stop tokens. `contexts`: all earlier tokens of a
+        marked row. `drafts`: for rows that occur several times, the drafts before the token, included in
+        `counts`.
         """
         ahead = {place: tokens for place, (tokens, _) in drafts.items()} if drafts else _NONE
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
@@ -212,10 +213,10 @@ class Sampler:
         ahead: Mapping[int, Sequence[int]] = _NONE,
         contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Drafted]:
-        """Propose a token for each row from a draft's logits, with the row's own parameters; see `sample`.
+        """Sample a draft token for each row from the drafting model's logits; see `sample`.
 
-        `ahead`: by batch index, the earlier drafts. A row that repeats its tokens gets the token that it
-        would draw from these logits; any other row gets an independent draw.
+        `ahead`: the earlier drafts, keyed by batch index. A row whose tokens must not depend on drafts gets
+        the token that it would sample from these logits; any other row gets an independent sample.
         """
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         tokens, _ = self._drawn(scores, rows, counts, None)
@@ -245,7 +246,7 @@ class Sampler:
     def _drawn(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, and the numbers to send to the host."""
+        """Return the tokens, and the numbers to copy to the host."""
         if self._kernel is None:
             return self._draw(scores.float(), rows, counts, raw)
         tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
@@ -267,7 +268,7 @@ class Sampler:
     def _masses(
         self, scores: Tensor, rows: list[int], counts: list[int], purpose: Purpose
     ) -> tuple[Tensor, Tensor]:
-        """Return the masses that rows draw from, int64 [rows, vocab], and random numbers, fp64 [rows]."""
+        """Return the masses to sample from, int64 [rows, vocab], and random numbers, fp64 [rows]."""
         peaks, _ = likeliest(scores)
         found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
         uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
@@ -285,7 +286,7 @@ class Sampler:
         masks: dict[int, Tensor],
         ahead: Mapping[int, Sequence[int]] = _NONE,
     ) -> Tensor:
-        """Return the logits after penalties, biases, forbidden stops and masks; a copy if any applies."""
+        """Return the logits after penalties, biases, stop bans and masks; a copy if any of these applies."""
         if not masks and self._changing.isdisjoint(rows):
             return logits
         penalized = [place for place, row in enumerate(rows) if row in self._counts]
@@ -307,7 +308,7 @@ class Sampler:
         return scores
 
     def _parameters(self, rows: list[int], counts: list[int]) -> tuple[Tensor | None, Kind]:
-        """Return the parameters of the GPU kernel."""
+        """Return the GPU kernel's parameters, and the most expensive kind among the rows."""
         if self._demanding.isdisjoint(rows):
             return None, Kind.GREEDY
         parameters, most = self._table.parameters(rows, counts)
@@ -316,7 +317,7 @@ class Sampler:
     def _draw(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, and the numbers to send to the host, as the GPU kernel does."""
+        """Return the tokens, and the numbers to copy to the host, as the GPU kernel does."""
         peaks, tokens = likeliest(scores)
         for kind, chosen, settings, width in self._groups(rows, counts, Purpose.TOKEN):
             whole = len(chosen) == len(rows)  # selecting all rows would copy them
@@ -332,9 +333,9 @@ class Sampler:
     def _groups(
         self, rows: list[int], counts: list[int], purpose: Purpose
     ) -> Iterator[tuple[Kind, Tensor, Settings, int]]:
-        """Yield rows that draw at random, by the kind of draw, in chunks that fit into memory.
+        """Yield the randomly sampled rows, grouped by kind of draw, in chunks that fit in memory.
 
-        Each item: (kind, batch indices, settings, how many of the most likely tokens are needed).
+        Each item is (kind, batch indices, settings, number of most likely tokens needed).
         """
         if self._demanding.isdisjoint(rows):
             return
@@ -351,7 +352,7 @@ class Sampler:
                 yield kind, index[part], settings[part], width
 
     def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
-        """Begin one transfer to the host. `numbers`: tokens, peaks before and after changes."""
+        """Begin one transfer to the host. `numbers`: tokens, highest logits before and after adjustment."""
         wanted: list[int] = []
         tops: list[int] = []
         if not self._measured.isdisjoint(rows):
@@ -367,14 +368,14 @@ class Sampler:
 
 
 def _side_by_side(*numbers: Tensor) -> Tensor:
-    """Concatenate int64 and fp32 as fp64; NumPy takes a quarter of torch's time for so little data."""
+    """Concatenate int64 and fp32 as fp64. NumPy takes a quarter of torch's time for so little data."""
     if numbers[0].device.type != "cpu":
         return torch.cat([x.double() for x in numbers])
     return torch.from_numpy(np.concatenate([x.numpy() for x in numbers], dtype=np.float64))
 
 
 def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> _Samples:
-    """Read tokens, peaks before and after changes, and the requested log-probabilities."""
+    """Decode the tokens, the highest logits before and after adjustment, and requested log-probabilities."""
     tokens = list(map(int, numbers[:batch]))
     before = map(math.isfinite, numbers[batch : 2 * batch])
     finite = list(map(and_, before, map(math.isfinite, numbers[2 * batch : 3 * batch])))

@@ -1,9 +1,9 @@
 """Random numbers that depend only on a seed and a position.
 
-A stateful generator would make a row's tokens depend on earlier draws, and thus on its batch.
-Here, number `count` of stream `seed` is a hash of both: SplitMix64's, which passes BigCrush,
-needs no state to save when a request is preempted, and takes a dozen integer operations for a
-whole batch at once. (Philox is as good, but takes several times the work for a single number.)
+A stateful generator would make a row's tokens depend on earlier draws, and thus on the batch.
+Here, number `count` of stream `seed` is a hash of the two. The hash is SplitMix64's, which passes BigCrush,
+needs no state to save when a request is preempted, and takes a dozen integer operations for an entire batch.
+(Philox is as good, but takes several times the work for a single number.)
 
 Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 16.
 """
@@ -21,18 +21,18 @@ _MASK = (1 << 64) - 1
 
 
 def mix_seed(seed: int, index: int) -> int:  # D247: one number per token, from seed and position
-    """Return the 64-bit seed for sample `index` of a request; nearby seeds give unrelated ones."""
+    """Return the 64-bit seed for sample `index` of a request. Nearby seeds give unrelated results."""
     mixed = _hash(_hash(_words([seed])) + _words([index + 1]) * _GOLDEN)
     return int(mixed[0])
 
 
 def seed_words(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Return the argument of `uniforms`: hashed seeds, so that the streams of n and n + 1 don't overlap."""
+    """Return `words` for `uniforms`: hashed seeds, so that the streams of n and n + 1 don't overlap."""
     return _hash(_words(seeds))
 
 
 class Purpose(IntEnum):
-    """Purpose of a random number; every position has one number for each."""
+    """Purpose of a random number. Every position has a separate number for each purpose."""
 
     TOKEN = 0  # to sample the token
     DRAFT = 1  # to sample a draft from another model
@@ -42,7 +42,7 @@ class Purpose(IntEnum):
 def uniforms(
     words: npt.NDArray[np.uint64], counts: Sequence[int], purpose: Purpose = Purpose.TOKEN
 ) -> npt.NDArray[np.float64]:
-    """Return number `counts[i]` of stream `words[i]`, in [0, 1), with 53 random bits. [rows], float64."""
+    """Return number `counts[i]` of stream `words[i]`: float64 [rows], in [0, 1), with 53 random bits."""
     if purpose is not Purpose.TOKEN:
         words = _hash(words ^ _hash(_words([purpose])))
     bits = _hash(words + (np.array(counts, dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -50,7 +50,7 @@ def uniforms(
 
 
 def _words(numbers: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Return numbers modulo 2**64, so that negative seeds are as good as others."""
+    """Return numbers modulo 2**64, so that negative seeds also work."""
     return np.array([number & _MASK for number in numbers], dtype=np.uint64)
 
 

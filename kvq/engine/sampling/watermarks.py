@@ -1,6 +1,6 @@
-"""Watermarks: change the scores of a step so that green tokens gain or a tournament chooses.
+"""Watermarks: change a step's scores to favor green tokens, or to apply a tournament.
 
-The random words are the same as in `kvq/watermark/key.py`, computed in torch.
+The random words are those of `kvq/watermark/key.py`, computed in torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _TOTAL = 2.0**52  # of a row's masses in a tournament: fp64 adds them exactly, w
 
 
 class Watermarks:
-    """Marked rows of a sampler. It stores no tokens: a mark depends only on the preceding tokens."""
+    """Watermarks of a sampler's rows. They store no tokens: a mark depends only on the preceding tokens."""
 
     def __init__(
         self, scheme: Scheme, key: Key, *, max_rows: int, vocab_size: int, device: torch.device
@@ -39,10 +39,10 @@ class Watermarks:
         return row in self._starts
 
     def add(self, row: int, params: SamplingParams, *, prompt_length: int) -> SamplingParams:
-        """Begin to mark a row and return the parameters that remain for the sampler.
+        """Start marking a row, and return the parameters that the sampler should still apply.
 
-        After a tournament, only drawing is left: temperature and filters are applied before it. A greedy
-        row has no tournament.
+        With a tournament, only sampling remains, since temperature and filters are applied before the
+        tournament. A greedy row has no tournament.
         """
         if isinstance(self._scheme, Tournament) and params.is_greedy:
             return params
@@ -53,15 +53,15 @@ class Watermarks:
         return replace(params, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0)
 
     def remove(self, row: int) -> None:
-        """Forget a row, whether it is marked or not."""
+        """Remove a row, whether or not it is marked."""
         if self._starts.pop(row, None) is not None and row in self._filters:
             self._filters.remove(row)
 
     def apply(self, scores: Tensor, rows: Sequence[int], contexts: Mapping[int, Sequence[int]]) -> Tensor:
         """Return the scores with the mark, fp32, [batch, vocab]; the argument is unchanged.
 
-        `rows`: the row of each batch index; `contexts`: all earlier tokens, including the prompt's, by batch
-        index, for every marked row. Other rows are returned unmarked.
+        `rows`: the row of each batch index; `contexts`: for every marked row, keyed by batch index, all
+        earlier tokens, including the prompt's. Other rows are returned unmarked.
         """
         marked = scores.to(torch.float32, copy=True)
         places = [place for place in contexts if rows[place] in self._starts]
@@ -78,7 +78,7 @@ class Watermarks:
         return marked
 
     def _word(self, tokens: Sequence[int], start: int) -> int | None:
-        """Return the word of a context; None if it is too short, or if a tournament has used it before."""
+        """Return a context's random word, or None if the context is too short or was already used."""
         size = self._scheme.context
         if len(tokens) < size:
             return None
@@ -87,7 +87,7 @@ class Watermarks:
         return self._key.word(self._scheme.tag, tokens[len(tokens) - size :])
 
     def _words(self, words: Sequence[int | None], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return random words of tokens, [rows, width], and whether each row has any, [rows]."""
+        """Return the tokens' random words, [rows, width], and whether each row has any, [rows]."""
         known = np.array([word is not None for word in words])
         seeds = np.array([word or 0 for word in words], dtype=np.uint64).view(np.int64)
         return (token_words(upload(seeds, self._device), tokens), upload(known, self._device, torch.bool))
@@ -95,7 +95,7 @@ class Watermarks:
     def _drawn(
         self, scores: Tensor, rows: Sequence[int], words: Sequence[int | None], scheme: Tournament
     ) -> Tensor:
-        """Return logits at temperature 1 of the distribution after temperature, filters and tournament."""
+        """Return logits at temperature 1 for the distribution after temperature, filters and tournament."""
         peaks, _ = likeliest(scores)
         settings = self._filters.settings(rows, [0] * len(rows))
         tokens, masses = kept_masses(scores, peaks, settings, self._filters.width(rows))
@@ -107,7 +107,7 @@ class Watermarks:
 
 
 def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
-    """Return the words of tokens after contexts: int64 [rows, width], with the bits of `key.token_words`.
+    """Return the random words of tokens in their contexts: int64 [rows, width], bits as in `key.token_words`.
 
     `seeds`: int64 [rows], the bits of the contexts' words; `tokens`: int64 [rows or 1, width].
     """
@@ -118,7 +118,7 @@ def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
 
 
 def add_delta(scores: Tensor, words: tuple[Tensor, Tensor], scheme: Green) -> Tensor:
-    """Return scores, fp32 [rows, vocab], with delta added to every green token of rows with words."""
+    """Return scores, fp32 [rows, vocab], with delta added to every green token in rows that have words."""
     bits, known = words
     green = (_shifted(bits, 64 - GREEN_BITS) < green_bar(scheme)) & known[:, None]
     return torch.where(green, scores + scheme.delta, scores)
@@ -131,8 +131,8 @@ def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:  # D266
 
     is the distribution of the better of two draws from p, or of either draw if their bits are equal.
     `masses`: int64 [rows, width], not all 0 in any row; `words`: int64 [rows, width]. Masses stay whole
-    numbers whose sum is exact in fp64, so the sum doesn't depend on the order, nor a row on its batch. Each
-    layer rounds down by at most 2**-52 of a row's total.
+    numbers whose sum is exact in fp64, so a sum doesn't depend on the order of its terms, nor a row on its
+    batch. Each layer rounds down by at most 2**-52 of a row's total.
 
     Source: Dathathri et al. 2024, supplementary B, the vectorized form of two-candidate tournaments.
     """
@@ -145,7 +145,7 @@ def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:  # D266
 
 
 def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:  # D268
-    """Return True if the last `size` tokens were already the context of an earlier token from `start` on."""
+    """Return True if the last `size` tokens are also the context of an earlier token at or after `start`."""
     window = np.asarray(tokens)[max(0, start - size) :]
     earlier = len(window) - size
     same = np.ones(earlier, dtype=bool)  # [earlier contexts]
@@ -155,7 +155,7 @@ def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:  # D268
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Return 64-bit words after a logical shift to the right."""
+    """Return 64-bit words, logically shifted to the right."""
     return words >> bits & (1 << 64 - bits) - 1 if bits else words
 
 

@@ -1,1 +1,1 @@
-"""Speculation: proposing drafts, choosing how many pay off, and learning from the results."""
+"""Speculation: proposes drafts, chooses how many pay off, and learns from the results."""

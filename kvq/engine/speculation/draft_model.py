@@ -1,4 +1,4 @@
-"""Draft model: a smaller model with its own cache."""
+"""Draft model: drafting by a smaller model with a separate cache."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class _Mirror:
 
 
 class DraftModel(Drafter):
-    """Drafter with a separate sequence for every branch, which catches up with the branch."""
+    """Drafter that runs a smaller model, with a sequence per branch that catches up with the branch."""
 
     def __init__(self, chooser: Chooser, session: Session) -> None:
         super().__init__(chooser)
@@ -63,7 +63,7 @@ class DraftModel(Drafter):
         self._gone: set[Branch] = set()  # branches whose K and V were not finite
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return 0 while the draft model is more than a chunk behind or has no room, else up to `limit`."""
+        """Return at most `limit`, or 0 if the draft model is more than a chunk behind or has no room."""
         if branch in self._gone:
             return 0
         session, tokens = self.session, branch.tokens
@@ -84,7 +84,7 @@ class DraftModel(Drafter):
         return limit
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Return logits after the tokens of each branch and its drafts so far."""
+        """Return logits after each branch's tokens and drafts so far."""
         work = []
         for one in growing:
             known, fed = one.branch.tokens, len(self._mirrors[one.branch].fed)
@@ -100,7 +100,7 @@ class DraftModel(Drafter):
             self._drop(branch)
 
     def _fed(self, work: "list[tuple[Branch, array[int]]]") -> Tensor:
-        """Return logits after the given tokens; zeros for branches that get no blocks."""
+        """Return logits after the tokens in `work`; zeros for branches that get no blocks."""
         try:
             return self._feed(work)
         except OutOfBlocks:
@@ -134,7 +134,7 @@ class DraftModel(Drafter):
 
 
 def _common(fed: "array[int]", tokens: "array[int]") -> int:
-    """Return the length of the common prefix; at least one of `tokens` is left to compute."""
+    """Return the length of the common prefix, but leave at least one of `tokens` to compute."""
     most = min(len(fed), len(tokens) - 1)
     if fed[:most] == tokens[:most]:
         return most

@@ -1,4 +1,4 @@
-"""Proposer: interface for everything that proposes drafts, and a base class for drafts by a model."""
+"""Proposer: interface for all sources of drafts, and a base class for drafting with a model."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -16,31 +16,31 @@ from kvq.scheduler import Branch, StepPlan
 
 
 class Proposer(ABC):
-    """Source of drafts that first reports how many it has for a branch. Drafts may be wrong."""
+    """Source of drafts that first reports how many it can make for a branch. Drafts may be wrong."""
 
     takes_passes: bool  # each further draft token takes another pass of a model
 
     @abstractmethod
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return how many drafts can be made for a branch now, at most `limit`."""
+        """Return the maximum number of drafts that can be made for a branch now, up to `limit`."""
 
     @abstractmethod
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
-        """Return exactly `plan.drafts[i]` drafts for each branch with drafts, by index."""
+        """Return exactly `plan.drafts[i]` drafts for each branch that needs drafts, keyed by index."""
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:  # noqa: B027 - see below
-        """Process a step that has run, before its next tokens are known."""
+        """Process a step's output before the step's tokens are chosen."""
 
     def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not every proposer keeps state
-        """Drop the state of a branch that ended."""
+        """Drop the state of an ended branch."""
 
     def reset(self) -> None:  # noqa: B027 - see above
-        """Drop any state that ended requests left behind."""
+        """Drop any state left behind by ended requests."""
 
 
 @dataclass(slots=True, eq=False)
 class Growing:
-    """Drafts of one branch while they are being made."""
+    """Growing list of drafts for one branch, with the branch's grammar walk."""
 
     index: int  # in the plan
     branch: Branch
@@ -50,12 +50,12 @@ class Growing:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids drafted so far."""
+        """Token ids of the drafts so far."""
         return [draft.token for draft in self.drafts]
 
 
 class Drafter(Proposer):
-    """Proposer that runs a model once per further draft, for all branches that get one.
+    """Proposer that runs a model once per further draft, for all drafting branches together.
 
     Drafts are sampled with each request's own parameters.
     """
@@ -71,10 +71,10 @@ class Drafter(Proposer):
 
     @abstractmethod
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Return logits [branches, vocab] after the drafts that each branch has so far."""
+        """Return logits [branches, vocab] after each branch's drafts so far."""
 
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
-        """Draft pass by pass. A branch whose grammar has ended gets drafts that will be rejected."""
+        """Make the drafts pass by pass. Once a branch's grammar has ended, its drafts will be rejected."""
         all_growing = []
         for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
             if count:

@@ -1,8 +1,8 @@
-"""Head context: a draft head's K and V for one branch, and model states that it has not read yet.
+"""Head context: a draft head's K and V for one branch, and the model states that the head has not read yet.
 
-The head reads the model's hidden states one by one. State p belongs to the token at p and all before it; the
-head reads it together with the token at p + 1. States of tokens from the prefix cache were never
-computed, so a context may begin anywhere, which only makes its drafts worse.
+The head reads the model's hidden states one by one. State p covers the tokens up to position p; the head
+reads it together with the token at p + 1. Tokens from the prefix cache have no computed states, so a context
+may begin at any position, which only makes its drafts worse.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from kvq.blockmgr import Sequence
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Context of one branch: states from `start` on have been read, later states are waiting."""
+    """Context of one branch. States from `start` on have been read; later states are waiting to be read."""
 
     sequence: Sequence
     start: int
@@ -24,16 +24,16 @@ class Context:
 
     @property
     def read(self) -> int:
-        """Number of the first state that has not been read."""
+        """Position of the first state that has not been read."""
         return self.start + self.sequence.length
 
     @property
     def end(self) -> int:
-        """Number of the first state that is missing."""
+        """Position of the first state that has not been received."""
         return self.read + sum(map(len, self.waiting))
 
     def add(self, states: Tensor, first: int) -> None:
-        """Add waiting states from number `first` on, replacing any others; `first` is at most `end`."""
+        """Add waiting states from position `first` on, replacing any later ones; `first` is at most `end`."""
         states = states[max(0, self.read - first) :]
         if not len(states):
             return

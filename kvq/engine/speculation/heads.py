@@ -1,8 +1,8 @@
-"""Draft heads: drafts from a checkpoint's multi-token-prediction layer.
+"""Draft heads: drafts from the multi-token-prediction layer of a checkpoint.
 
-The layer reads the model's hidden state of a token together with the next token, and predicts the token after
-that. Further drafts use the layer's own state, as in vLLM and in DeepSeek-V3's own serving. Its K and V have
-separate blocks, in the model's own dtype.
+The layer reads the model's hidden state for a token together with the next token, and predicts the token
+after the next. Further drafts use the layer's own state, as in vLLM and in DeepSeek-V3's own serving. The
+layer's K and V have separate blocks, in the model's own dtype.
 """
 
 from itertools import accumulate
@@ -26,21 +26,21 @@ from kvq.models.parts.step import PackedStep
 from kvq.models.run.packing import padded, positions_of
 from kvq.scheduler import Branch, StepPlan
 
-_WAITING = 256  # most waiting states of a branch until the next draft; more are read immediately
+_WAITING = 256  # maximum waiting states of a branch until the next draft; more are read immediately
 _Reading = tuple[
     Context, Tensor, list[int]
 ]  # states [rows, hidden_size] that will be read, and the next token of each
 
 
 class Heads(Drafter):
-    """Drafter that follows every branch with a separate context in the head's cache."""
+    """Drafter with a draft head. Each branch has a separate context in the head's cache."""
 
     def __init__(self, chooser: Chooser, head: MtpHead, *, tokens: int) -> None:
         """`tokens`: capacity of the head's cache, for all branches together.
 
         Raises:
             ConfigError: kvq doesn't support the head's attention.
-            OutOfMemory: the head's K and V don't fit.
+            OutOfMemory: the head's K and V don't fit in memory.
         """
         super().__init__(chooser)
         layout = head.layout
@@ -55,7 +55,7 @@ class Heads(Drafter):
         self._try()
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """Take the states of every branch. States of prompts are read here, so that few have to wait."""
+        """Receive every branch's states. Prompt states are read immediately, so that few have to wait."""
         if output.hidden is None:
             return
         crowded, forking = [], []
@@ -75,7 +75,7 @@ class Heads(Drafter):
             self._share(branch)
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return 0 for a branch whose last state is missing or that has no room, else `limit`."""
+        """Return `limit`, or 0 for a branch whose last state is missing or that has no room."""
         context = self._contexts.get(branch)
         if context is None or context.end < len(branch.tokens) - 1:
             return 0
@@ -87,7 +87,7 @@ class Heads(Drafter):
         return limit if self._have_room([(context, rows)]) else 0
 
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
-        """Draft, then remove the states of drafts from the head's cache."""
+        """Make the drafts, then remove their states from the head's cache."""
         self._newest = {}
         drafting = [branch for branch, count in zip(plan.branches, plan.drafts, strict=True) if count]
         self._read(drafting)
@@ -101,7 +101,7 @@ class Heads(Drafter):
                     self._manager.truncate(context.sequence, lengths[branch])
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Return the head's logits: first from the model's state, then from its own state and the drafts."""
+        """Return the head's logits: first from the model's state, then from the head's state and drafts."""
         drafts = [one for one in growing if one.drafts]
         if drafts:
             self._read_drafts(drafts)
@@ -116,12 +116,12 @@ class Heads(Drafter):
             return self._head.logits(torch.stack([self._newest.get(one.branch, nothing) for one in growing]))
 
     def forget(self, branch: Branch, job: Job) -> None:
-        """Free the blocks of a branch that ended."""
+        """Free the blocks of an ended branch."""
         if (context := self._contexts.pop(branch, None)) is not None:
             self._manager.free(context.sequence)
 
     def _context(self, branch: Branch, first: int) -> Context:
-        """Return a branch's context if it has all states before `first`, or a new one that begins there."""
+        """Return the branch's context if it has all states before `first`, or a new one starting there."""
         context = self._contexts.get(branch)
         if context is not None and context.end < first:
             self._manager.free(context.sequence)
@@ -134,19 +134,19 @@ class Heads(Drafter):
         return Context(self._manager.new_sequence(), start)
 
     def _fork(self, context: Context) -> Context:
-        """Return a copy of a context that shares its blocks."""
+        """Return a copy of a context; the copy shares the context's blocks."""
         twin = self._manager.fork(context.sequence)
         return Context(twin, context.start, list(context.waiting), context.newest)
 
     def _share(self, branch: Branch) -> None:
-        """Start the contexts of the request's other branches from this one."""
+        """Start the contexts of the request's other branches from the context of `branch`."""
         context = self._contexts.get(branch)
         for other in branch.request.branches:
             if context is not None and other not in self._contexts:
                 self._contexts[other] = self._fork(context)
 
     def _read(self, branches: list[Branch]) -> None:
-        """Read all states whose next tokens are known."""
+        """Read all states whose next token is known."""
         rows = {
             branch: count
             for branch in branches
@@ -173,7 +173,7 @@ class Heads(Drafter):
         self._newest |= self._run(work)
 
     def _make_room(self, rows: dict[Branch, int]) -> list[Branch]:
-        """Return the branches that can read their states; drop contexts that get no blocks."""
+        """Allocate blocks and return the branches that can read their states; drop contexts without room."""
         if self._have_room([(self._contexts[branch], count) for branch, count in rows.items()]):
             return list(rows)
         fitting: list[tuple[Context, int]] = []
@@ -191,7 +191,7 @@ class Heads(Drafter):
         return self._manager.can_append([(context.sequence, rows) for context, rows in work])
 
     def _run(self, work: dict[Branch, _Reading]) -> dict[Branch, Tensor]:
-        """Return the head's state after each branch; drop contexts with values that are not finite."""
+        """Return the head's state for each branch, and drop contexts with non-finite values."""
         if not work:
             return {}
         try:
@@ -210,9 +210,9 @@ class Heads(Drafter):
 
     @torch.inference_mode()
     def _state_after(self, work: list[_Reading]) -> list[Tensor | None]:
-        """Return the head's state after each reading, [hidden_size]; None if K or V is not finite.
+        """Return the head's state after each reading, [hidden_size], or None if K or V is not finite.
 
-        The caller must have made room.
+        The caller must have allocated the blocks.
         """
         sequences, counts = [one.sequence for one, _, _ in work], [len(tokens) for _, _, tokens in work]
         slots = self._manager.append(list(zip(sequences, counts, strict=True)))
@@ -235,7 +235,7 @@ class Heads(Drafter):
         return [None if broken else row for row, broken in zip(last, bad, strict=True)]
 
     def _try(self) -> None:
-        """Raise ConfigError unless kvq's attention can run the head."""
+        """Raise ConfigError if kvq's attention can't run the head."""
         context = self._begin(0)
         states = torch.zeros(3, self._hidden_size, dtype=self._dtype, device=self._device)
         try:

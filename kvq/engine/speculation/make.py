@@ -1,4 +1,4 @@
-"""Speculator construction: checks the configuration and loads the drafting model or head."""
+"""Speculator construction: checks the configuration, and loads the drafting model or head."""
 
 import logging
 import re
@@ -28,12 +28,12 @@ from kvq.scheduler import Scheduler
 _log = logging.getLogger("kvq")
 
 
-# The part that drafts, loaded before the pools are sized: a model, this model rounded, a head, or none
+# Helper that drafts, loaded before the pools are sized: a model, this model rounded, a head, or None
 Helper = Model | LoadedWeights | MtpHead | None
 
 
 def helper_bytes_per_token(helper: Helper) -> float:
-    """Return the bytes per token of the helper's own cache."""
+    """Return the bytes per token of the helper's separate cache."""
     if isinstance(helper, Model):
         return helper.kv_bytes_per_token
     return helper.layout.kv_bytes_per_token if isinstance(helper, MtpHead) else 0.0
@@ -42,7 +42,7 @@ def helper_bytes_per_token(helper: Helper) -> float:
 def check_speculation(
     config: Speculation | None, model: PreparedModel
 ) -> tuple[PreparedModel, KVRecipe] | None:
-    """Check everything that needs no weights; return the draft model, if there is one, and its recipe.
+    """Check everything that needs no weights. Return the draft model and its recipe, or None without one.
 
     Raises:
         ModelError: the draft model is missing, damaged or refused.
@@ -66,7 +66,7 @@ def check_speculation(
 
 
 def load_helper(config: Speculation | None, model: Model) -> Helper:
-    """Load the helper that drafts for a model, if there is one; raises errors like `check_speculation`."""
+    """Load the helper that drafts for a model, if any. Raises the same errors as `check_speculation`."""
     found = check_speculation(config, model.prepared)
     if config is not None and config.method == "self":
         _log.info("loading the model once more, rounded, to draft")

@@ -1,4 +1,4 @@
-"""N-gram drafting: proposes the tokens that followed an earlier occurrence of the last ones.
+"""N-gram drafting: finds an earlier occurrence of the last tokens, and proposes the tokens that followed it.
 
 Sources: Saxena 2023, "Prompt Lookup Decoding"; Oliaro et al. 2024, "SuffixDecoding", for outputs of other
 requests.
@@ -14,27 +14,27 @@ from kvq.engine.speculation.drafter import Proposer
 from kvq.scheduler import Branch, StepPlan
 
 _LENGTHS = (8, 4, 3, 2)  # of n-grams, longest first
-_AT_ONCE = 4096  # tokens to index per step, so that a long prompt does not delay other requests
-_MOST_TOKENS = 1 << 14  # per tenant, of its outputs; at twice as many, the older half is dropped
+_AT_ONCE = 4096  # tokens indexed per step, so that a long prompt does not delay other requests
+_MOST_TOKENS = 1 << 14  # output tokens per tenant; at twice as many, the older half is dropped
 _MOST_IN_ALL = 1 << 17  # over all tenants; a token takes about 600 bytes, most of them in the dictionary
 
 
 class NGrams:
-    """Text with the last position of each of its n-grams. Costs a few dictionary entries per token."""
+    """Text with the last position of each of its n-grams. Each token costs a few dictionary entries."""
 
     def __init__(self) -> None:
         self.tokens = array("I")
         self._last: dict[bytes, int] = {}  # n-gram -> index after its last occurrence before the end
-        self._indexed = 0  # tokens whose n-grams are indexed
+        self._indexed = 0  # number of tokens whose n-grams are indexed
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         self.tokens.extend(tokens)
 
     def following(self, context: "array[int]", count: int) -> list[int]:
-        """Return up to `count` tokens that followed the longest known suffix of `context`, or [] if none did.
+        """Return up to `count` tokens that followed the longest matching suffix of `context`, or [].
 
-        If the text ends within them, it is continued periodically, as if it repeated itself.
+        If the text ends before `count` tokens, it is continued periodically, as if it repeated itself.
         """
         self._index()
         for length in _LENGTHS if count else ():
@@ -46,7 +46,7 @@ class NGrams:
         return []
 
     def _index(self) -> None:
-        """Index more n-grams that end before the last token, so that their next token is known."""
+        """Index more n-grams that end before the last token, so that each one's next token is known."""
         tokens, last, first = self.tokens, self._last, max(self._indexed, 1)
         until = min(len(tokens), first + _AT_ONCE)
         for end in range(first, until):
@@ -64,7 +64,7 @@ class NGrams:
 
 
 class Recent:
-    """Outputs of ended requests by owner. Others must not use them: timing would reveal their content."""
+    """Outputs of ended requests, keyed by owner. Other owners can't use them: timing would reveal content."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS, most_in_all: int = _MOST_IN_ALL) -> None:
         self._most = most_tokens
@@ -73,7 +73,7 @@ class Recent:
         self._texts: OrderedDict[tuple[str, str | None], NGrams] = OrderedDict()
 
     def add(self, owner: tuple[str, str | None], tokens: Sequence[int]) -> None:
-        """Store an output of a tenant's request; the least recently active tenants are evicted."""
+        """Store the output of a tenant's request. The least recently active tenants are evicted."""
         if not tokens:
             return
         text = self._texts.setdefault(owner, NGrams())
@@ -90,12 +90,12 @@ class Recent:
             self._total -= len(oldest.tokens)
 
     def of(self, owner: tuple[str, str | None]) -> NGrams | None:
-        """Return the outputs that a request of this owner may use, or None."""
+        """Return the outputs that a request of this owner may use, or None if there are none."""
         return self._texts.get(owner)
 
 
 class Lookup(Proposer):
-    """Proposer of tokens that followed before, in the request's text or in recent answers to its tenant."""
+    """Proposer that searches the request's text and its tenant's recent outputs for the last tokens."""
 
     takes_passes = False
 
@@ -105,7 +105,7 @@ class Lookup(Proposer):
         self._found: dict[Branch, list[int]] = {}
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """Return how many drafts were found and are allowed by any grammar."""
+        """Return the number of drafts that were found and that the grammar, if any, allows."""
         text = self._texts.setdefault(branch, NGrams())
         text.extend(branch.tokens[len(text.tokens) :])
         found = text.following(branch.tokens, limit)
@@ -126,11 +126,11 @@ class Lookup(Proposer):
         }
 
     def reset(self) -> None:
-        """Forget all answers of ended requests."""
+        """Drop all outputs of ended requests."""
         self._recent = Recent()
 
     def forget(self, branch: Branch, job: Job) -> None:
-        """Keep the answer for later requests."""
+        """Keep the branch's output for later requests."""
         self._texts.pop(branch, None)
         self._found.pop(branch, None)
         self._recent.add(_owner(job), branch.tokens[job.prompt_length :])

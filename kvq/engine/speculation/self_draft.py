@@ -1,7 +1,7 @@
-"""Self-drafting: the model with rounded weights drafts over the blocks of its own cache.
+"""Self-drafting: the model itself, with rounded weights, makes the drafts from its own cache.
 
-It reads the K and V that the model itself wrote. Its drafts are written to the slots that the step has for
-them, and the step overwrites them. It therefore needs no cache, and no prompt is computed twice.
+Drafting reads the K and V that the model itself wrote. The drafts' K and V go to the slots that the step has
+reserved for them, and the step overwrites them. No separate cache is needed, and no prompt is computed twice.
 Source: Zhang et al. 2024, "Draft & Verify", for a draft model that is the model itself; Tiwari et al. 2025,
 "QuantSpec", for a draft model with rounded weights.
 """
@@ -28,7 +28,7 @@ _LARGEST_GROUP = 128
 
 
 def check_self(prepared: PreparedModel, weights: str | None) -> None:
-    """Raise ConfigError for a model whose weights are already quantized, or that keeps recurrent states."""
+    """Raise ConfigError for a model whose weights are already quantized, or that has recurrent states."""
     parse_weight_format(weights or _default_weights(prepared))
     if prepared.is_quantized:
         raise ConfigError(
@@ -50,7 +50,7 @@ def _default_weights(prepared: PreparedModel) -> str:
 
 
 def load_self(model: Model, weights: str | None) -> LoadedWeights:
-    """Return the model's weights, rounded further; weights that are not rounded are shared with it."""
+    """Return the model's weights, rounded further. Weights that are not rounded are shared with the model."""
     rounded = replace(
         model.prepared, rounded_to=parse_weight_format(weights or _default_weights(model.prepared))
     )
@@ -77,7 +77,7 @@ def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
 
 
 class SelfDraft(Drafter):  # D260: uses the model's own blocks, no separate cache
-    """Drafter that runs a plan's branches token by token with other weights, before the step runs."""
+    """Drafter that runs a plan's branches token by token with rounded weights, before the step runs."""
 
     def __init__(self, chooser: Chooser, runner: Runner, weights: LoadedWeights) -> None:
         super().__init__(chooser)
@@ -85,12 +85,12 @@ class SelfDraft(Drafter):  # D260: uses the model's own blocks, no separate cach
         self.weights = weights
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Return logits after the newest token of each branch, whose K and V go to the step's slots."""
+        """Return logits after each branch's newest token. K and V are written to the step's slots."""
         return self._runner.forward(_single(plan, growing), weights=self.weights).logits
 
 
 def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:
-    """Return a step for the newest known or drafted token of some branches of a plan."""
+    """Return a one-token step for the newest known or drafted token of some of the plan's branches."""
     ends, tokens = [], []
     for one in growing:
         drafts = one.drafts

@@ -1,4 +1,4 @@
-"""Speculator: plans the drafts of an engine's steps, and learns from their results."""
+"""Speculator: plans the drafts of an engine's steps, and learns from the results."""
 
 import logging
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
 
 _log = logging.getLogger("kvq")
-_MOST_FAILURES = 3  # of a proposer in a row, before it is no longer used
+_MOST_FAILURES = 3  # consecutive failures of a proposer before it is no longer used
 
 Drafts = dict[int, list[Drafted]]  # by index in the plan
 
 
 class Speculator:  # D259: states wait, and are kept once all drafts are accepted
-    """Speculation of an engine: lets a proposer draft for decoding branches as long as drafts pay off."""
+    """Speculative decoding of an engine. A proposer makes drafts as long as they pay off."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
         clock: Callable[[], float],
     ) -> None:
         self._k = config.k
-        self.looked_at = 0  # checked drafts: those after accepted ones only
+        self.looked_at = 0  # checked drafts: only drafts that follow accepted ones
         self.right = 0  # accepted drafts
         self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
         self.proposer = proposer  # makes the drafts
@@ -37,11 +37,11 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
         self._failures = 0
 
     def use(self, *, k: int, adapts: bool) -> None:
-        """Make at most `k` drafts per sequence and step from now on; 0 for none."""
+        """Make at most `k` drafts per sequence and step from now on; 0 disables drafting."""
         self._k, self.depth.adapts = k, adapts
 
     def plan(self) -> int:
-        """Set the number of drafts of each branch for the next step and return their total."""
+        """Set each branch's number of drafts for the next step, and return the total."""
         if not self._k or self._failures >= _MOST_FAILURES:
             return 0
         if self.proposer.takes_passes and self.depth.rests:  # an n-gram may be found at any time
@@ -60,7 +60,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
 
     @property
     def may_draft(self) -> bool:
-        """False if drafts did not pay in a recent step, so that they are unlikely to pay in the next."""
+        """False if drafts did not pay off in a recent step, so they are unlikely to pay off in the next."""
         return self._k > 0 and self._failures < _MOST_FAILURES and not self.depth.rests
 
     def skip(self) -> None:
@@ -69,7 +69,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
             self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Fill in the drafts of a plan whose orders were carried out; if drafting fails, draft token 0."""
+        """Make a plan's drafts once its orders are carried out. If drafting fails, use token 0 instead."""
         if not plan.num_drafts:
             return {}
         began = self._clock()
@@ -86,7 +86,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
         return drafts
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """Process a step that has run, before its next tokens are known."""
+        """Process a step's output before the step's tokens are chosen."""
         if self._failures >= _MOST_FAILURES:
             return
         try:
@@ -95,7 +95,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
             self._fail("what drafts could not follow a step")
 
     def _most(self, allowed: dict[Branch, int]) -> dict[Branch, int]:
-        """Return the most drafts for each branch that can have any."""
+        """Return the maximum number of drafts for each branch that can have any."""
         most: dict[Branch, int] = {}
         for branch, limit in allowed.items():
             job = as_job(branch.request)
@@ -104,18 +104,18 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
         return most
 
     def _fail(self, what: str) -> None:
-        """Log an exception; after several in a row, no more drafts are made."""
+        """Log the current exception. After several failures in a row, no more drafts are made."""
         self._failures += 1
         _log.exception("%s%s", what, "; no more are tried" * (self._failures == _MOST_FAILURES))
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:
-        """Learn that the first `right` of a branch's drafts were accepted."""
+        """Record that the first `right` of a branch's drafts were accepted."""
         self.looked_at += min(drafted, right + 1)
         self.right += right
         self.depth.learn(branch, drafted, right)
 
     def count(self, job: Job, drafted: int, accepted: int) -> None:
-        """Count the drafts of a job, and those that became tokens of its result."""
+        """Count a job's drafts, and the accepted drafts that became tokens of its result."""
         counters = self._scheduler.counters
         counters.drafts += 1
         counters.drafted_tokens += drafted
@@ -124,7 +124,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
         job.accepted_tokens += accepted
 
     def forget(self, job: Job) -> None:
-        """Drop the state of a job that ended."""
+        """Drop the state of an ended job."""
         for branch in job.branches:
             self.depth.forget(branch)
             self.proposer.forget(branch, job)

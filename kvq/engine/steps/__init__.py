@@ -1,1 +1,1 @@
-"""Steps of the engine: planned, launched, sampled and settled."""
+"""Engine steps: how they are planned, launched, sampled and settled."""

@@ -1,4 +1,4 @@
-"""Engine core: turns requests into tokens; each step is plan, run, choose, settle."""
+"""Engine core: turns requests into tokens. Each step is planned, run, sampled and settled."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,16 +37,16 @@ _log = logging.getLogger("kvq")
 
 
 class EngineCore(NotCopyable):
-    """Engine without a loop: takes requests and computes tokens step by step, all in one thread."""
+    """Engine without a loop. It accepts requests and computes tokens step by step, all in one thread."""
 
     def __init__(
         self, model: Model, config: EngineConfig, *, clock: Callable[[], float] = perf_counter
     ) -> None:
-        """Measure a full-size step, then allocate the pools, which never grow later.
+        """Measure a full-size step, then allocate the pools, which never grow afterwards.
 
         Raises:
             ConfigError: an option is out of range, static scales are missing, or a watermark key is invalid.
-            OutOfMemory: the pools don't fit.
+            OutOfMemory: the pools don't fit in memory.
         """
         check_cache(model.prepared)
         self._home = Home()
@@ -95,9 +95,10 @@ class EngineCore(NotCopyable):
         self._closed = False
 
     def submit(self, job: Job, *, arrival_s: float | None = None) -> None:
-        """Queue a job; a job with a grammar waits until that is compiled, while steps run.
+        """Queue a job. A job with a grammar waits until the grammar is compiled; other jobs' steps continue.
 
-        `arrival_s`: arrival on the engine's clock, if during a step; TTFT is measured from it.
+        `arrival_s`: arrival time on the engine's clock, if the job arrived during a step; TTFT is measured
+        from this time.
 
         Raises:
             RequestError: too many grammars are waiting to be compiled.
@@ -112,11 +113,11 @@ class EngineCore(NotCopyable):
             self._grammars.add(job)
 
     def refuse(self, job: Job, error: KVQError) -> None:
-        """End a job that was never submitted, and send its listener the error."""
+        """End a job that was never submitted, and send the error to its listener."""
         self._complete(job, error, "error")
 
     def cancel(self, job: Job) -> None:
-        """End a job now; does nothing if it has already ended."""
+        """End a job immediately. Does nothing if the job has already ended."""
         if self._grammars.remove(job):
             self._complete(job, None, "cancelled")
         elif job in self._jobs:
@@ -128,7 +129,7 @@ class EngineCore(NotCopyable):
 
     @property
     def has_work(self) -> bool:
-        """True while any job has not ended."""
+        """True while any job has not ended yet."""
         return bool(self._jobs) or len(self._grammars) > 0
 
     def can_submit(self, job: Job) -> bool:
@@ -136,10 +137,10 @@ class EngineCore(NotCopyable):
         return self._grammars.has_room(job)
 
     def step(self) -> bool:
-        """Run one step; False if there was nothing to run.
+        """Run one step. Return False if there was nothing to run.
 
         Raises:
-            EngineError: it was called from a listener, during a step, or in a forked child process.
+            EngineError: `step` was called from a listener, during a step, or in a forked child process.
         """
         self._home.check()
         if self._is_stepping:
@@ -174,7 +175,7 @@ class EngineCore(NotCopyable):
         return True
 
     def _resume(self, flight: Flight, began: float) -> Flight | None:
-        """Continue a step that was launched ahead; None if all its branches have ended."""
+        """Continue a step that was launched ahead. Return None if all its branches have ended."""
         if all(branch.is_done for branch in flight.plan.branches):
             self._forget()
             return None
@@ -182,7 +183,7 @@ class EngineCore(NotCopyable):
         return flight
 
     def _plan(self, began: float) -> Flight | None:
-        """Plan a step; None if there is nothing to run."""
+        """Plan a step. Return None if there is nothing to run."""
         watch = Stopwatch(self._clock)
         watch.start("scheduling", since=began)
         if self.speculator is not None:
@@ -195,7 +196,7 @@ class EngineCore(NotCopyable):
         return None if plan is None else Flight(plan, watch)
 
     def _run(self, flight: Flight) -> None:
-        """Run a step until its output is available; meanwhile, do work that doesn't depend on the output."""
+        """Run a step until its output is available. Meanwhile, do work that doesn't depend on the output."""
         if flight.phase is Phase.RUNNING:
             self._launcher.plan_next(flight)
             self._prepare_choices(flight)
@@ -209,7 +210,7 @@ class EngineCore(NotCopyable):
         return flight.wanted
 
     def _account(self, flight: Flight) -> None:
-        """Learn the costs of a step and publish its statistics."""
+        """Update the cost model with a step, and publish the step's statistics."""
         plan, watch = flight.plan, flight.watch
         if plan.branches:
             self.scheduler.costs.observe(
@@ -222,7 +223,7 @@ class EngineCore(NotCopyable):
         self._publisher.publish(flight, finished=self._finished)
 
     def close(self, error: KVQError | None = None) -> None:
-        """End every job, with `error` or as cancelled, and release resources outside the device."""
+        """End every job, with `error` or as cancelled, and release resources that are not on the device."""
         reason: FinishReason = "cancelled" if error is None else "error"
         self._closed = True
         if not self._home.is_here:  # in a forked child, these resources still belong to its parent
@@ -240,7 +241,7 @@ class EngineCore(NotCopyable):
         self.runner.close()
 
     def _abandon(self) -> None:
-        """End all jobs after a step failed midway: orders may be lost, so blocks can't be trusted."""
+        """End all jobs after a step failed midway. Orders may be lost, so the blocks can't be trusted."""
         self._forget()
         for job in list(self._jobs):
             self._end(job, EngineError("a step broke off; send the request again"), "error")
@@ -248,13 +249,13 @@ class EngineCore(NotCopyable):
         self.scheduler.manager.drop_cached()
 
     def _forget(self) -> None:
-        """Drop the steps in flight; wait for a running one."""
+        """Drop the steps in flight; wait for any step that is running."""
         if self._flight is not None:
             self._launcher.forget(self._flight)
         self._flight = None
 
     def _begin_compiled(self) -> None:
-        """Queue the jobs whose grammars are ready, and end those whose grammars are refused."""
+        """Queue the jobs whose grammars have compiled, and end the jobs whose grammars were refused."""
         for job, found in self._grammars.take_done():
             if isinstance(found, BaseException):
                 self._complete(job, as_known(found), "error")
@@ -273,7 +274,7 @@ class EngineCore(NotCopyable):
         self.pinning.add(job)
 
     def _settle(self, flight: Flight, choices: Choices) -> None:
-        """Commit a step once its tokens are available, notify all listeners, and end finished requests."""
+        """Commit a step whose tokens are available, notify all listeners, and end finished requests."""
         choices.wait()
         plan, now = flight.plan, flight.watch.start("settling")
         bad: set[int] = set()
@@ -313,7 +314,7 @@ class EngineCore(NotCopyable):
         now: float,
         guessed: tuple[int, int] = (0, 0),
     ) -> None:
-        """Add tokens to one result, up to the one that ends it; `guessed`: (drafts, accepted drafts)."""
+        """Add tokens to a result, up to the token that ends it. `guessed`: (drafts, accepted drafts)."""
         if job not in timed:
             timed.add(job)
             job.mark_token(now)
@@ -340,7 +341,7 @@ class EngineCore(NotCopyable):
                 self._complete(job, None, None)
 
     def _kept(self, flight: Flight, choices: Choices, index: int) -> list[int]:
-        """Return the tokens that continue a branch: none, one, or accepted drafts and one after them."""
+        """Return the tokens that continue a branch: none, one, or the accepted drafts and the next token."""
         branch, drafts = flight.plan.branches[index], flight.plan.drafts[index]
         chosen = [token for token, _ in choices.tokens.get(index, ())]
         if not drafts or branch.is_done or not chosen:
@@ -353,7 +354,7 @@ class EngineCore(NotCopyable):
         return chosen[: as_job(branch.request).until_end(branch, chosen)]
 
     def _expand(self, job: Job, now: float) -> None:
-        """Let beam search choose which beams continue."""
+        """Let beam search select the beams that continue."""
         assert job.beams is not None, "only beams are expanded"
         job.mark_token(now)
         running = job.branches[: job.beams.num_running]
@@ -365,7 +366,7 @@ class EngineCore(NotCopyable):
             self.scheduler.branch_out(job, picks)
 
     def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
-        """End a job. With an error, its values can't be trusted, and nothing of it stays cached."""
+        """End a job. After an error, its values can't be trusted, and none of its blocks stay cached."""
         for branch in job.live:
             self._release(branch)
         if error is None:
@@ -379,9 +380,9 @@ class EngineCore(NotCopyable):
             self._chooser.forget(branch.row)
 
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
-        """Deliver the result. A listener that raises an error is logged; its request has ended anyway."""
+        """Deliver the result. An error raised by a listener is logged; the request has ended anyway."""
         self._finished += 1
-        self._jobs.pop(job, None)  # a job that never began is not in it
+        self._jobs.pop(job, None)  # a job that never started is not included
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)

@@ -1,4 +1,4 @@
-"""Step in flight: a plan, its results so far, and the time that each part took."""
+"""Step in flight: a plan, its results so far, and the time that each part of the step took."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Phase(Enum):
 
 
 class Stopwatch:
-    """Seconds of one step by part. One part is measured at a time, and none while another step is handled."""
+    """Stopwatch for the parts of one step. It measures one part at a time, and none during other steps."""
 
     __slots__ = ("_began", "_clock", "_overlapped_s", "_part", "_seconds")
 
@@ -44,11 +44,11 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Total of all parts, except work that was done while another step ran."""
+        """Total time of all parts, except work done while another step was running."""
         return sum(self._seconds.values()) - self._overlapped_s
 
     def start(self, part: Part, since: float | None = None) -> float:
-        """Measure a part from now on, or from `since`; the previous part ends then. Returns that time."""
+        """Start measuring a part, now or at `since`, and end the previous part. Return the start time."""
         now = self._clock() if since is None else since
         if self._part is not None:
             self._seconds[self._part] += now - self._began
@@ -56,7 +56,7 @@ class Stopwatch:
         return now
 
     def stop(self, *, at_least: float = 0.0) -> float:
-        """End the measured part; it counts as at least `at_least` seconds, even if it began earlier.
+        """Stop measuring the current part; it counts for at least `at_least` seconds.
 
         Returns the current time.
         """
@@ -72,14 +72,14 @@ class Stopwatch:
         self._began += seconds
 
     def overlap(self) -> None:
-        """Stop, and exclude everything measured so far from `seconds`, since another step ran meanwhile."""
+        """Stop, and exclude everything measured so far from `seconds`, since another step was running."""
         self.stop()
         self._overlapped_s = sum(self._seconds.values())
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One step, from its plan to its tokens. The next step may start while this one is being settled."""
+    """One step, from its plan to its tokens. The next step may start while this step is being settled."""
 
     plan: StepPlan
     watch: Stopwatch
@@ -93,10 +93,10 @@ class Flight:
 
     @property
     def runs_concurrently(self) -> bool:
-        """True while its forward pass runs in separate threads."""
+        """True while the forward pass runs in separate threads."""
         return self.phase is Phase.RUNNING and self.output is not None and self.output.concurrent is not None
 
     def result(self) -> StepOutput:
-        """Return the output of a step, which must have one."""
+        """Return the step's output, which must exist."""
         assert self.output is not None, f"a step that is {self.phase.value} has no output"
         return self.output

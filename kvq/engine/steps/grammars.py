@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed w
 
 
 class PendingGrammars:
-    """Jobs that wait for their grammars, in the order of their arrival."""
+    """Jobs that are waiting for their grammars, in order of arrival."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -29,10 +29,10 @@ class PendingGrammars:
         return self._compiler.has_room(job.tenant)
 
     def add(self, job: Job) -> None:
-        """Begin to compile the grammar of a job, which must have one.
+        """Start compiling the grammar of a job, which must have one.
 
         Raises:
-            RequestError: too many grammars are waiting already.
+            RequestError: too many grammars are already waiting.
         """
         assert job.params.structured is not None, "it has a grammar"
         if self._compiler is None:
@@ -46,14 +46,14 @@ class PendingGrammars:
         self._futures[job] = self._compiler.submit(job.params.structured, tenant=job.tenant)
 
     def remove(self, job: Job) -> bool:
-        """Cancel the grammar of a job; False if the job is not waiting for one."""
+        """Cancel the compilation of a job's grammar. Return False if the job is not waiting for a grammar."""
         future = self._futures.pop(job, None)
         if future is not None:
             future.cancel()
         return future is not None
 
     def take_done(self) -> "list[tuple[Job, Matcher | BaseException]]":
-        """Remove and return the jobs whose grammars are compiled, or failed to compile."""
+        """Remove and return the jobs whose grammars have compiled or failed to compile."""
         if not self._futures:
             return []
         done = [(job, future) for job, future in self._futures.items() if future.done()]
@@ -62,7 +62,7 @@ class PendingGrammars:
         return [(job, future.exception() or future.result()) for job, future in done]
 
     def close(self) -> list[Job]:
-        """Close the compiler; return the jobs that were still waiting."""
+        """Close the compiler. Return the jobs that were still waiting."""
         jobs = list(self._futures)
         for job in jobs:
             self.remove(job)

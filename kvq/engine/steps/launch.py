@@ -1,4 +1,4 @@
-"""Launcher: takes steps from phase to phase on the model, one after another or one step ahead."""
+"""Launcher: advances steps through their phases, one after another or one step ahead."""
 
 import logging
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from kvq.errors import EngineError
 from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")
-# Steps to run without launching ahead after one found no free threads: its tokens came a step late in vain.
+# Steps to run without launching ahead after one found no free threads and delayed its tokens for nothing.
 IN_TURNS = 64
 # D114: CPU steps run ahead unless they are long
 LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step, to save little Python time
 
 
 class Launcher:
-    """Runner of steps. If a forward pass fails, its branches run one by one, and only the failing one ends.
+    """Launcher of steps. If a forward pass fails, its branches run one by one, and only failing requests end.
 
-    `runs_ahead`: launch steps while the previous one is being settled; None: if it pays off.
+    `runs_ahead`: whether to launch a step while the previous one is being settled (None: if it pays off).
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Launcher:
         self._num_in_turns = 0  # upcoming steps that are not launched ahead unless this is configured
 
     def run(self, flight: Flight) -> None:
-        """Run a step to its end. A step that was launched ahead and failed runs again with known tokens."""
+        """Run a step to its end. If a step launched ahead failed, run it again with known tokens."""
         if flight.phase is Phase.PLANNED:
             self._get_ready(flight)
         if flight.phase is Phase.RUNNING and _has_ended(flight):
@@ -54,7 +54,7 @@ class Launcher:
         flight.phase = Phase.DONE
 
     def forget(self, flight: Flight) -> None:
-        """Drop a step and the next one, after any running forward pass, which writes to blocks of others."""
+        """Drop a step and the next one. Wait for any running pass first, since it still writes to blocks."""
         if flight.phase is Phase.RUNNING:
             _has_ended(flight)
         if flight.following is not None:
@@ -62,7 +62,7 @@ class Launcher:
         flight.following = None
 
     def plan_next(self, flight: Flight) -> None:
-        """Plan the step after `flight` while that runs; make it ready unless blocks have to move."""
+        """Plan the step after `flight` while `flight` runs, and prepare it unless blocks have to move."""
         if not flight.runs_concurrently:
             return
         following = self._plan_ahead(flight)
@@ -72,7 +72,7 @@ class Launcher:
             following.watch.overlap()
 
     def launch_ahead(self, flight: Flight, choices: Choices) -> None:
-        """Launch the step after `flight` before the host knows its tokens, if it depends on nothing else."""
+        """Launch the next step before the tokens of `flight` are known, if nothing else is missing."""
         all_drew = choices.drew([i for i, branch in enumerate(flight.plan.branches) if not branch.is_done])
         following = flight.following
         if following is None and all_drew:
@@ -84,12 +84,12 @@ class Launcher:
             self._get_ready(following)
         if all_drew:
             self._begin(following, choices)
-        else:  # some branches end here: it runs once that is settled
+        else:  # some branches end here: run the step once this one is settled
             following.output = None
         flight.watch.leave_out(following.watch.stop() - began)
 
     def _plan_ahead(self, flight: Flight) -> Flight | None:
-        """Plan the step after `flight` if it depends only on its tokens and may run ahead."""
+        """Plan the step after `flight` if that step needs only the tokens of `flight` and may run ahead."""
         if not self._may_run_ahead(flight.plan.num_decodes):
             return None
         watch = Stopwatch(self._clock)
@@ -109,7 +109,7 @@ class Launcher:
         return self._runner.runs_concurrently and self._scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
 
     def _get_ready(self, flight: Flight) -> None:
-        """Carry out a planned step's orders, then draft, or lay out a forward pass that lacks its tokens."""
+        """Carry out a planned step's orders, then draft, or lay out a forward pass without its tokens."""
         plan, began = flight.plan, flight.watch.start("forward")
         flight.failed_swaps = self._runner.prepare(plan)
         if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
@@ -127,7 +127,7 @@ class Launcher:
         flight.phase = Phase.READY
 
     def _begin(self, flight: Flight, choices: Choices) -> None:
-        """Launch a ready step with the tokens drawn on the device."""
+        """Launch a prepared step with the tokens sampled on the device."""
         plan, flight.phase = flight.plan, Phase.RUNNING
         assert plan.follows is not None, "planned ahead"
         try:
@@ -143,7 +143,7 @@ class Launcher:
             self._speculator.skip()
 
     def _forward(self, flight: Flight) -> None:
-        """Run the forward pass of a step whose tokens are known; if it fails, run each branch alone."""
+        """Run the forward pass of a step whose tokens are known. If the pass fails, run each branch alone."""
         plan, rows = flight.plan, {}
         flight.errors = {}
         for i, (branch, count, end) in enumerate(zip(plan.branches, plan.counts, plan.ends, strict=True)):
@@ -162,7 +162,7 @@ class Launcher:
                 flight.errors[as_job(plan.branches[0].request)] = _step_failed(error)
 
     def _forward_apart(self, flight: Flight, rows: dict[int, int]) -> None:
-        """Run the forward pass of each branch alone; a request ends if its branch fails again."""
+        """Run the forward pass of each branch alone. A request ends if its branch fails again."""
         parts: list[StepOutput] = []
         for i, branch in enumerate(flight.plan.branches):
             part = flight.plan.part(i)
@@ -175,7 +175,7 @@ class Launcher:
 
 
 def _has_ended(flight: Flight) -> bool:
-    """Wait for the end of a forward pass that was begun; False if it failed."""
+    """Wait for a launched forward pass to finish. Return False if it failed."""
     try:
         if flight.output is not None:
             flight.output.wait()

@@ -17,9 +17,9 @@ from kvq.weights.install import GatedMLP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats(Snapshot):
-    """Statistics of one step. Times are in seconds; counts are as of its end unless stated otherwise.
+    """Statistics of one step. Times are in seconds; unless stated otherwise, counts are as of its end.
 
-    On a GPU, `attention_s` and `linear_s` are None, since kernels run while the host continues.
+    On a GPU, `attention_s` and `linear_s` are None, since kernels run asynchronously.
     """
 
     number: int
@@ -31,7 +31,7 @@ class StepStats(Snapshot):
     sampled: int  # sequences that sample a token
     finished: int  # in this step
     utilization: float | None  # filled slots / slots of live blocks, if measured
-    seconds: float  # the whole step
+    seconds: float  # the entire step
     scheduling_s: float
     forward_s: float
     drafting_s: float  # part of forward_s
@@ -45,7 +45,7 @@ StepSubscriber = Callable[[StepStats], object]
 
 
 class _LinearTime:
-    """Sum of the time spent in all Linear layers of a model on a CPU."""
+    """Time spent in all Linear layers of a model on a CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
@@ -77,7 +77,7 @@ class _LinearTime:
 
 
 class Publisher:
-    """Subscribers to the statistics of an engine's steps; without subscribers, nothing is measured."""
+    """Publisher of step statistics to subscribers. Without subscribers, nothing is measured."""
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self._model = model
@@ -97,7 +97,7 @@ class Publisher:
         return lambda: self._drop(subscriber)
 
     def publish(self, flight: Flight, *, finished: int) -> None:
-        """Send the statistics of a step. A subscriber that raises an error is logged and removed."""
+        """Send a step's statistics. A subscriber that raises an error is logged and removed."""
         if not self._subscribers:
             return
         stats = self._stats(flight, finished)

@@ -1,7 +1,7 @@
-"""Memory reconciliation: compares planned with held bytes, term by term.
+"""Memory reconciliation: compares planned with allocated bytes, term by term.
 
-Held bytes are computed from the tensors and from the layouts that kernels store. The total of the process, as
-reported by the system or the driver, is logged as well: it shows memory that no plan includes.
+Allocated bytes are computed from the tensors and from the layouts that kernels store. The total of the
+process, as reported by the system or the driver, is also logged, to show memory that no plan includes.
 """
 
 import logging
@@ -40,18 +40,18 @@ class Line:
 
     @property
     def off(self) -> float:
-        """Excess over the plan, as a share of the plan."""
+        """Excess of the actual over the planned bytes, as a share of the planned bytes."""
         return (self.found - self.planned) / self.planned if self.planned else float(bool(self.found))
 
     @property
     def is_wrong(self) -> bool:
-        """True if the term is off by more than the tolerance and not small."""
+        """True if the term is not small and is off by more than the tolerance."""
         return max(self.planned, self.found) > SMALL and abs(self.off) > TOLERANCE
 
 
 @dataclass(frozen=True)
 class _Reconciliation:
-    """All terms, and the total of the process, or of PyTorch on a GPU."""
+    """All terms of the comparison, and the total of the process (on a GPU, of PyTorch)."""
 
     lines: tuple[Line, ...]
     whole: Line
@@ -62,7 +62,7 @@ class _Reconciliation:
         return [line for line in self.lines if line.is_wrong]
 
     def report(self) -> None:
-        """Log all terms, as a warning if any is off."""
+        """Log all terms, as a warning if any is wrong."""
         lines = (*self.lines, self.whole)
         told = ", ".join(f"{one.name} {decimal(one.found)} (planned {decimal(one.planned)})" for one in lines)
         if self.wrong:
@@ -73,7 +73,7 @@ class _Reconciliation:
 
 
 def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> _Reconciliation:
-    """Compare the memory of an engine that was just built with its plan; `before`: bytes held earlier."""
+    """Compare a newly built engine's memory with its plan. `before`: bytes in use before it was built."""
     weights, layout = model.weights, model.layout
     spare = [held - planned for held, planned in zip(cache.num_blocks, num_blocks, strict=True)]
     found = found_weights(weights.model)
@@ -88,7 +88,7 @@ def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) 
 
 
 def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
-    """Return planned bytes by term, or `found` for a family without a plan."""
+    """Return the planned bytes per term, or `found` for a model family without a plan."""
     try:
         return {term.name: term.nbytes for term in planned_weights(model.prepared)}
     except ConfigError:
@@ -96,7 +96,7 @@ def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def found_weights(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of all weights, by the terms of a plan."""
+    """Return the bytes of all weights, grouped by the terms of a plan."""
     found = dict.fromkeys((LINEAR_TERM, SCALES_TERM, EXPERTS_TERM, KEPT_TERM), 0)
     head = model.get_output_embeddings()  # type: ignore[operator]
     seen: set[int] = set()  # addresses of counted tensors
