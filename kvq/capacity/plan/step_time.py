@@ -52,9 +52,7 @@ class Efficiency:  # D280: until measured, 0.8 of bandwidth and 0.7 of a step ar
         return max(read, flops / (gpu.flops * self.arithmetic))
 
     def _measured_s(self, gpu: Gpu, weight_bytes: float, token_flops: float, tokens: int) -> float:
-        """Interpolate between measured points, or use the efficiency of the nearest point outside their
-        range.
-        """
+        """Interpolate between measured points; beyond them, use the nearest point's efficiency."""
 
         def at(number: int, share: float) -> float:
             return max(weight_bytes / gpu.bandwidth, token_flops * number / gpu.flops) / share
@@ -148,11 +146,11 @@ class StepTime:  # D281: parts are additive, because kernels run one after anoth
     sequence_s: float = 0.0  # per sequence that gets a token
 
     def linear_s(self, tokens: int) -> float:
-        """Return the seconds that linear layers take for `tokens` tokens split evenly over pipeline stages."""
+        """Return the seconds of linear layers for `tokens` tokens, split evenly over pipeline stages."""
         return self.stages * self.stage_s(-(-tokens // self.stages))
 
     def read(self, seen: Sequence[int]) -> float:
-        """Return the seconds that decode attention takes if it sees `seen` tokens in total, per layer group."""
+        """Return the seconds of decode attention that sees `seen` tokens in total, per layer group."""
         if len(seen) == 1:
             return self.read_s[0] * seen[0]
         return sum([each * tokens for each, tokens in zip(self.read_s, seen, strict=True)])

@@ -74,7 +74,7 @@ class _LayerKind:
         )
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """Return the number of blocks of a request; a window needs one more, as it may begin inside a block."""
+        """Return the number of blocks of a request; a window that begins inside a block needs one more."""
         if self.window is None:
             return -(-tokens // self.block_size)
         return -(-min(self.window - 1 + in_flight, tokens) // self.block_size) + 1
@@ -148,7 +148,7 @@ class VllmEngine(Engine):
         return cls(step_tokens=batch_defaults(gpu)[0])
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Return `kv_memory`, or the rest of vLLM's share of the GPU after weights, runtime and activations."""
+        """Return `kv_memory`, or what weights, runtime and activations leave of vLLM's share of the GPU."""
         if self.kv_memory is not None:
             return self.kv_memory
         return math.ceil(total_bytes * self.memory_fraction) - taken_bytes - activation_bytes
