@@ -45,7 +45,8 @@ def measure_attention(
 
     Raises:
         RequestError: the text is shorter than a window, the context exceeds the model's, or K or V are not
-        finite. ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
+            finite.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     baseline, *models = with_baseline(model, kv)
     windows = replace(plan, max_windows=None).windows(model.prepared, text)

@@ -49,7 +49,7 @@ class TokenPlan:
         """Return the windows of a text as token ids. The weights need not be loaded.
 
         Raises:
-            RequestError: text shorter than a window, or a context beyond the model's.
+            RequestError: the text is shorter than a window, or the context exceeds the model's.
         """
         if self.context > model.max_context:
             raise RequestError(
@@ -135,8 +135,8 @@ def measure_tokens(
     receives a function that returns the figures of all windows so far.
 
     Raises:
-        RequestError: the text is shorter than a window, or the context exceeds the model's. ConfigError: a
-        format is unknown, doesn't fit, lacks its scales, or keeps entire windows exact.
+        RequestError: the text is shorter than a window, or the context exceeds the model's.
+        ConfigError: a format is unknown, doesn't fit, lacks its scales, or keeps entire windows exact.
     """
     models = with_baseline(model, kv)
     plan.check_exact(model.prepared, [one.recipe for one in models])
@@ -162,8 +162,8 @@ def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Mode
     """Return the model in every format, starting with the baseline; see `baseline_first`.
 
     Raises:
-        RequestError: no format is named. ConfigError: a format is unknown, doesn't fit the model, or lacks
-        its scales.
+        RequestError: no format is named.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     named = [kv] if isinstance(kv, str) else kv
     if not named:

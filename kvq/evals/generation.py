@@ -62,8 +62,8 @@ def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[l
     """Return evenly spaced pieces of a text as token ids; a short text yields fewer pieces than requested.
 
     Raises:
-        ConfigError: the engine doesn't support the cache backend. RequestError: the text is shorter than a
-        prompt, or prompts leave no room for new tokens.
+        ConfigError: the engine doesn't support the cache backend.
+        RequestError: the text is shorter than a prompt, or prompts leave no room for new tokens.
     """
     check_cache(model)
     longest = plan.prompt_tokens + plan.new_tokens
@@ -89,7 +89,8 @@ def measure_generation(
 
     Raises:
         RequestError: the text is shorter than a prompt, a length exceeds the model's context, or K, V or
-        logits are not finite. ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
+            logits are not finite.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     bootstrap = bootstrap or Bootstrap()
     models = with_baseline(model, kv)

@@ -32,7 +32,7 @@ class Chunk:
 
 
 def chunk_size(model: Model, context: int) -> int:
-    """Return how many tokens, up to `context`, have 64 MiB of logits; peak memory is about five times that."""
+    """Return how many tokens, up to `context`, have 64 MiB of logits; the peak is about five times that."""
     return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
 
 
@@ -70,7 +70,8 @@ def mean_divergences(
     the number of recipes' worth of finished work, and `keep` the divergences of finished recipes.
 
     Raises:
-        RequestError: K or V are not finite. ConfigError: a recipe does not fit the model.
+        RequestError: K or V are not finite.
+        ConfigError: a recipe does not fit the model.
     """
     found: list[float] = []
 

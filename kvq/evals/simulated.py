@@ -117,7 +117,7 @@ def _even_scales(x: Tensor) -> Tensor:
 
 
 def _deviations(x: Tensor, squares: Tensor, scales: Tensor) -> Tensor:
-    """Return the deviations [..., rows, 1] of the rows of `x` divided by column `scales` [..., columns, 1]."""
+    """Return deviations [..., rows, 1] of the rows of `x` divided by column `scales` [..., columns, 1]."""
     count, inverse = x.shape[-1], 1 / scales
     mean, square = x @ inverse / count, squares @ inverse.square() / count
     return ((square - mean.square()) * (count / (count - 1))).clamp(min=1e-6).sqrt()

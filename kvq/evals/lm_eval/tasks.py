@@ -62,8 +62,8 @@ def run_tasks(
     requests, and the total number.
 
     Raises:
-        RequestError: a task is unknown, broken or unreachable, or fails. ConfigError: an engine's options are
-        unsuitable, or a library is too old.
+        RequestError: a task is unknown, broken or unreachable, or fails.
+        ConfigError: an engine's options are unsuitable, or a library is too old.
     """
     if not models:
         raise RequestError("no KV format was named; try fp32,int8,int4")

@@ -90,8 +90,8 @@ def measure_needle(
 
     Raises:
         RequestError: no format is named, the text is too short, or a length is too short for the needle or
-        exceeds the model's context. ConfigError: a format is unknown, doesn't fit the model, or lacks its
-        scales.
+            exceeds the model's context.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
     if not names:

@@ -73,8 +73,7 @@ class Bootstrap:  # D36: paired documents; formats share one set of resamples
         return means
 
     def _weights(self, documents: int, count: int, start: int) -> npt.NDArray[np.float32]:
-        """Return how often each of `count` resamples from `start` on contains each document, [documents,
-        count].
+        """Return each document's number of draws, [documents, count], in `count` resamples from `start` on.
         """
         kept = self._drawn.get((documents, start))
         if kept is None:
