@@ -94,7 +94,7 @@ class SizingOptions:
         return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
 
     def target(self, weights_gb: float | None = None) -> "Target":
-        """Return the model split over GPUs. `weights_gb`: size of the weights, instead of a calculated size."""
+        """Return the model split over GPUs. `weights_gb`: size of the weights, or None to calculate it."""
         from kvq.capacity.plan.target import make_target
         from kvq.sizing.memory import Split
 
