@@ -49,8 +49,7 @@ class KvqServer:
 
         Raises:
             ConfigError: the format doesn't fit the model.
-
-        OutOfMemory: the pool doesn't fit.
+            OutOfMemory: the pool doesn't fit.
         """
         self.kv = kv
         if limits.num_blocks is None and limits.kv_memory is None:

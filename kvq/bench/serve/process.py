@@ -52,7 +52,7 @@ class ServerProcess:
         key: str = "none",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Start the server. `options`: for `kvq serve`, except the port. `tls`: for clients if HTTPS is on."""
+        """Start the server. `options`: for `kvq serve`, without a port. `tls`: for clients if HTTPS is on."""
         port = free_port()
         self.target = Endpoint(host="127.0.0.1", port=port, model="", key=key, tls=tls)
         self.model: dict[str, Any] = {}  # entry in /v1/models

@@ -106,8 +106,7 @@ async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]
 
     Raises:
         ConfigError: no kvq server responds at the URL.
-
-    EngineError: no request is completed.
+        EngineError: no request is completed.
     """
     target = Endpoint.from_url(url, key=key)
     try:

@@ -140,8 +140,7 @@ def read_model(folder: str | Path, dtype: str) -> Model:
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
-
-    ConfigError: the dtype is unknown.
+        ConfigError: the dtype is unknown.
     """
     prepared = prepare(folder, dtype=dtype)
     return load_prepared(prepared, prepared.recipe("auto"))

@@ -44,10 +44,8 @@ class ServerPartner:
 
         Raises:
             ContextFull: the server's context is full.
-
-        RequestError: the server rejects the messages.
-
-        EngineError: the server fails or can't be reached.
+            RequestError: the server rejects the messages.
+            EngineError: the server fails or can't be reached.
         """
         body = self._sampling.body() | {
             "model": self.name,

@@ -148,8 +148,7 @@ def _process_reader(  # D337: prompts are encoded in separate processes, as in t
 
     Raises:
         ConfigError: the template fails for all messages.
-
-    EngineError: the template can't be tested.
+        EngineError: the template can't be tested.
     """
     from kvq.server.admission.bodies import ChatMessage
     from kvq.server.admission.prompts import Prompts

@@ -73,7 +73,7 @@ class Bootstrap:  # D36: paired documents; formats share one set of resamples
         return means
 
     def _weights(self, documents: int, count: int, start: int) -> npt.NDArray[np.float32]:
-        """Return each document's number of draws, [documents, count], in `count` resamples from `start` on."""
+        """Return how often each document is drawn, [documents, count], in `count` resamples from `start`."""
         kept = self._drawn.get((documents, start))
         if kept is None:
             random = np.random.default_rng([self.seed, start])
