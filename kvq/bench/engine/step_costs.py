@@ -20,14 +20,14 @@ _NEGLIGIBLE = 0.02  # relative error
 
 
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
-    """Fit step costs in the form that `kvq.capacity.plan.step_time` reads, or return None if steps are too
-    few.
+    """Fit step costs in the form that `kvq.capacity.plan.step_time` reads; None if steps are too few.
 
     Also returns None for models with sliding windows (decodes see fewer tokens than are counted here) or
-    experts (steps with more tokens read more experts), and for families whose parameters are not counted. The
-    fit minimizes relative errors without negative costs. The cost of linear layers is linear between powers
-    of two tokens. Decode costs depend on the tokens that decodes see, prefill costs on query-key pairs, and
-    each sequence adds a constant.
+    experts (steps with more tokens read more experts), and for families whose parameters are not counted.
+
+    The fit minimizes relative errors without negative costs. The cost of linear layers is linear between
+    powers of two tokens. Decode costs depend on the tokens that decodes see, prefill costs on query-key
+    pairs, and each sequence adds a constant.
     """
     layout, geometry = model.layout, model.geometry
     parameters = None

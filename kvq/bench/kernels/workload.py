@@ -164,7 +164,7 @@ def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
 def layout_of(workload: Workload, kv: str) -> KVLayout:
     """Return a layout of equal layers that together are several times as large as the last-level cache.
 
-    The layout is staged only if the format name requests recent tokens or sinks.
+    The layout is staged only if the format name requests staging.
     """
     one = _plan(workload, kv, layers=1)
     return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))

@@ -122,7 +122,7 @@ class _Fleet:
         _advance(self._rest, inf)
 
     def _hand_over(self, call: Call, now: float) -> bool:
-        """Send a computed prompt with its first token to a decode replica; return False if it is complete."""
+        """Send a prompt's KV and first token to a decode replica; return False if no tokens remain."""
         whole = call.whole
         if whole is None or whole.output_tokens == 1:
             return False
@@ -167,7 +167,7 @@ def _advance(replicas: Sequence[Replica], until: float) -> None:
 
 
 def _decoding(spec: EngineSpec) -> EngineSpec:
-    """Return the engine spec of a decode replica, where prompts arrive with their KV and take up no step."""
+    """Return the engine spec of a decode replica: prompts arrive with their KV and cost no step time."""
     most = 1 << 24
     config = replace(spec.config, max_num_batched_tokens=most, min_chunk=most, prefix_caching=False)
     return replace(spec, computes_prompts=False, config=config)

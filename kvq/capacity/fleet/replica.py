@@ -97,7 +97,7 @@ class Replica:
         faults: Faults = NONE,
         hand_over: Callable[[Call, float], bool] = lambda call, now: False,
     ) -> None:
-        """`hand_over` is called with each finished request and returns True if a replica continues it."""
+        """`hand_over` is called with each finished request and returns True if it continues elsewhere."""
         self.index = index
         self.now = self.ready_s = 0.0
         self.gauges = Gauges()

@@ -107,7 +107,7 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
 def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency:
     """Return the shares of a GPU's data sheet figures that measured step costs reach.
 
-    `costs` contains the seconds that linear layers take for a step of so many tokens (`linear`, [tokens, s]
+    `costs` contains the seconds that linear layers take for steps of various sizes (`linear`, [tokens, s]
     each), the seconds per token of KV read in decodes, per pair of tokens in prefill attention, and per
     sequence; and the bytes and operations of each part.
     """

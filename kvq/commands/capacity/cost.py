@@ -67,7 +67,7 @@ def _numbers(options: _CostOptions, api: "Prices | None", gpu_file: Path | None)
 
 
 def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
-    """Return the cost of running on one's own GPUs, or an empty dict if there is no GPU or hourly price."""
+    """Return the cost of running on one's own GPUs, or an empty dict if no GPU is specified."""
     from kvq.capacity.plan import gpus
 
     if options.gpu is None and options.usd_per_hour is None:

@@ -87,7 +87,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
-    """Return a table's columns, including only those compared fields that differ and events that occurred."""
+    """Return the table's columns, omitting compared fields that do not differ and events that never occur."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {

@@ -186,7 +186,7 @@ def _name_or_folder(name: str) -> Path | str:
 
 
 def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
-    """Return a model folder's shape, observed from its modules, or None if config.json determines it."""
+    """Return the observed shape of a model folder, or None if its config.json determines the shape."""
     if isinstance(model, str):
         return None
     from kvq.capacity.plan.target import read_config

@@ -95,7 +95,7 @@ def calling_shell() -> str | None:
 
 
 def _folder(variable: str, default: Path) -> Path:
-    """Return the folder in an environment variable, or `default` unless the variable has an absolute path."""
+    """Return the folder named by an environment variable, or `default` if the path is not absolute."""
     named = Path(os.environ.get(variable, ""))
     return named if named.is_absolute() else default
 

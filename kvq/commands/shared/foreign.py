@@ -3,10 +3,12 @@
 foreign.json has an entry for each option, looked up by `names`:
 
 - `takes`: number of values: 0 (default), 1, "many" (up to an option or a path), or a list of the values that
-may follow. - `values`: kvq's options for specific values; empty if kvq always behaves that way. - `as`: kvq's
-options for any other value, which replaces `{}`; `commas`: split the value at commas; `beside`: a note about
-the translation. - `always`: kvq's behaviour, which needs no option. `instead`: advice if there is no
-translation. - `secret`: whether values are hidden in messages.
+may follow.
+- `values`: kvq's options for specific values; empty if kvq always behaves that way.
+- `as`: kvq's options for any other value, which replaces `{}`; `commas`: split the value at commas; `beside`:
+a note about the translation.
+- `always`: kvq's behaviour, which needs no option. `instead`: advice if there is no translation.
+- `secret`: whether values are hidden in messages.
 
 One of kvq's own options has an entry if other engines accept other values, or several values, for it.
 """

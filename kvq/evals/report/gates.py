@@ -224,7 +224,7 @@ def metric_figures(metrics: Sequence[str]) -> list[str]:
 
 
 def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return each lm-eval row's difference from the first format's row, or None if either is no number."""
+    """Return each lm-eval row's difference from the first format's row, or None if either is not a number."""
     found = []
     for row in rows:
         base = next(one["value"] for one in rows if _place(one) == _place(row))
