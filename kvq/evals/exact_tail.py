@@ -14,8 +14,7 @@ from kvq.models.loading.prepared import PreparedModel
 
 
 def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:  # D25
-    """Return the share of unquantized keys among those seen by queries at these positions, averaged over
-    layers.
+    """Return the unquantized share of the keys that queries at these positions see, averaged over layers.
 
     A query sees its own position and earlier positions, at most `attention_window` in total. Without a
     staging area, the share is 0.

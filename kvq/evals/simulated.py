@@ -85,8 +85,7 @@ def _rounded_groups(x: Tensor, *, bits: int) -> Tensor:
 
 
 def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
-    """Rotate, equalize the deviations of tokens and elements, round along `dim`, and undo the first two
-    steps.
+    """Rotate, equalize deviations of tokens and elements, round along `dim`, and undo the first two steps.
 
     Source: Muller et al. 2026, KVarN (arXiv 2606.03458): of 16 rounds, the one with the most even deviations
     is kept.

@@ -98,8 +98,7 @@ class KvqServer:
         )
 
     def measure_steps(self, requests: Sequence[LoadRequest], users: int | None) -> list[StepStats]:
-        """Return the steps of a run, and of a run in which all requests arrive at once, to get steps of all
-        sizes.
+        """Return the steps of two runs, with all requests arriving at once in the second, to cover all sizes.
 
         Recording the steps makes both runs slightly slower.
         """

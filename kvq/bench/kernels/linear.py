@@ -53,8 +53,7 @@ def bench_linear(
     repeats: int = 20,
     progress: Progress = UNWATCHED.progress,
 ) -> tuple[Rows, float]:
-    """Check every contender against fp64, then time them interleaved, with weights rotated to prevent
-    caching.
+    """Check every contender against fp64, then time them interleaved, rotating weights to prevent caching.
 
     The limit is the time to read the weights or, if longer, to multiply at torch's rate on a GPU, doubled for
     rounded inputs. Returns the rows and the memory read bandwidth in GB/s, measured in the same run.

@@ -263,8 +263,7 @@ class Replica:
                 gauges.decoded_tokens += len(tokens[i])
 
     def _mark(self, tickets: list[_Ticket], counts: list[int], began: float, end: float) -> list[int]:
-        """Record when tokens were ready; tokens that a request got in one step share the preceding gap
-        equally.
+        """Record when tokens were ready; a request's tokens from one step share the preceding gap equally.
 
         Returns the positions within the step of the requests that are complete.
         """

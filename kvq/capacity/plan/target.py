@@ -59,8 +59,7 @@ def make_target(
     shape: ModelShape | None = None,
     max_context: int | None = None,
 ) -> Target:
-    """Return the target for a model name or folder. `weights`: format of the linear layers, by default as in
-    the config.
+    """Return the target for a model name or folder. `weights`: format of linear layers, or the config's.
 
     `shape`: model shape, if config.json does not determine it. `max_context`: engine's maximum.
 

@@ -151,7 +151,7 @@ def _install(shell: str, script: str) -> None:
 
 
 def _write(shell: str, path: Path, script: str) -> bool:
-    """Write the script, or return False if it already exists; raise ConfigError for any other file."""
+    """Write the script, or return False if it already exists; raise ConfigError if the file is not kvq's."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None

@@ -154,7 +154,7 @@ def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
 def _check(
     model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
 ) -> dict[str, Any]:
-    """Check the recipe on another text, or the observed FP8 scales if it has no scales or centers."""
+    """Check the recipe on another text, or the observed FP8 scales if the recipe has no scales or centers."""
     from kvq.calib.domain import check_domain
 
     if not recipe.is_static and recipe.centers is None:

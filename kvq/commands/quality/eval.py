@@ -218,7 +218,7 @@ def _run_all(
 
 
 def _joined(found: dict[str, Any], task: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the previous results and the results of another task as JSON."""
+    """Return the results so far, combined with the results of another task, as JSON."""
     rows = {
         key: [asdict(row) for row in value] if isinstance(value, list) and key not in _JSON else value
         for key, value in more.items()

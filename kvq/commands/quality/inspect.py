@@ -43,7 +43,7 @@ def command(
     config = read_config(source.folder)
     # Counting bytes does not require pinned RoPE
     geometry = check_supported(config, max_context=1, folder=source.folder)
-    if is_listed(geometry):  # other models are already built for observation
+    if is_listed(geometry):  # other models have already been built
         build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)

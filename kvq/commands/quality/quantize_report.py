@@ -25,7 +25,7 @@ _COLUMNS = {
 def report(
     done: Quantized, used: dict[str, Any], quality: dict[str, Any] | None, file_format: str
 ) -> dict[str, Any]:
-    """Return the facts of the JSON report, without its rows, one for each module."""
+    """Return the facts of the JSON report; its rows, one per module, are separate."""
     return {
         "out": str(done.out),
         **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),

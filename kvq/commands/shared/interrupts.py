@@ -30,8 +30,7 @@ def interruptible() -> Iterator[None]:  # D358: SIGTERM acts as Ctrl-C; imports 
 
 @contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Let a signal end the process even during an import inside the block, since there is nothing to clean
-    up.
+    """Let a signal end the process even during an import inside the block; there is nothing to clean up.
 
     This includes an earlier signal that is waiting for the end of an import.
     """

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognition of libraries' messages, and a check before a library ends the process."""
+"""Out-of-memory errors: detection of libraries' messages, and a check before a library ends the process."""
 
 import errno
 import mmap

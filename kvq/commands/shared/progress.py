@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Update = Callable[[int, int | None], None]  # (done, total); total is None while unknown
 
 FIRST_S = 5.0  # delay before the first plain line; shorter work prints no lines
-EVERY_S = 30.0  # minimum time between further lines, or a tenth of the elapsed time
+EVERY_S = 30.0  # time between further lines, or a tenth of the elapsed time if longer
 
 
 class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth of the time

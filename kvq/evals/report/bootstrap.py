@@ -42,8 +42,7 @@ class Bootstrap:  # D36: paired documents; formats share one set of resamples
             raise ConfigError(f"intervals need at least {FEWEST_RESAMPLES} resamples, got {self.resamples}")
 
     def interval(self, statistic: Statistic, *columns: npt.ArrayLike) -> Interval | None:
-        """Return a two-sided 95% interval for a statistic of document means, or None if documents are too
-        few.
+        """Return a two-sided 95% interval for a statistic of document means; None if documents are too few.
 
         `columns`: arrays [documents] with one number per document, such as its mean loss; all documents have
         the same weight. `statistic` receives the means of the columns, which are resampled jointly.

@@ -168,8 +168,7 @@ def check_gate(
 def failures(
     gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]
 ) -> list[dict[str, Any]]:
-    """Return the rows that fail a gate, as JSON. `rows`: rows of the gate's task; `formats`: as in
-    `check_gate`.
+    """Return the rows that fail a gate, as JSON. `rows`: of the gate's task; `formats`: as in `check_gate`.
 
     Each entry has `kv`, `where` (which of the format's rows), `value`, and `told`: a description of the
     failure, with the figure and the limit in the gate's unit.
