@@ -1,4 +1,4 @@
-"""`kvq bench blocks`: cost of block memory operations with the prefix index on, and utilization of blocks."""
+"""`kvq bench blocks`: cost of block memory operations with the prefix index on, and block utilization."""
 
 import random
 from array import array
@@ -14,8 +14,8 @@ from kvq.evals.watch import UNWATCHED, Progress
 
 T = TypeVar("T")
 _TOKENS = 50_000  # token ids are below this
-_LONG = 100_000  # tokens of the long prompt
-_MORE = 6  # blocks that a sequence may need beyond its prompt
+_LONG = 100_000  # number of tokens in the long prompt
+_MORE = 6  # number of blocks that a sequence may need beyond its prompt
 
 
 def bench_blocks(
@@ -27,10 +27,10 @@ def bench_blocks(
     seed: int = 0,
     progress: Progress = UNWATCHED.progress,
 ) -> list[dict[str, Any]]:
-    """Measure every operation on `num_sequences` sequences, then on enough to fill `num_blocks`.
+    """Measure every operation on `num_sequences` sequences, then on enough sequences to fill `num_blocks`.
 
-    Returns rows with the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `samples` and `per`:
-    the time is per block, sequence or prompt.
+    Returns rows with the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `samples` and `per`,
+    which says whether times are per block, sequence or prompt.
     """
     rng = random.Random(seed)
     rows = _pool_rows(num_blocks, blocks_per_sequence)
@@ -48,7 +48,7 @@ def bench_blocks(
 
 
 class _Timings:
-    """Times of operations at one scale, in microseconds, each the mean of a batch."""
+    """Times of operations at one scale, in microseconds. Each time is the mean over a batch."""
 
     def __init__(self, scale: str) -> None:
         self._scale = scale
@@ -57,7 +57,7 @@ class _Timings:
     def call(
         self, operation: str, work: Callable[..., T], *given: Any, count: int = 1, per: str = "sequence"
     ) -> T:
-        """Run `work(*given)`, which is `count` operations or one on `count` blocks, and record its time."""
+        """Run `work(*given)`, and record its time divided by `count`, a number of operations or blocks."""
         start_ns = perf_counter_ns()
         found = work(*given)
         end_ns = perf_counter_ns()
@@ -65,7 +65,7 @@ class _Timings:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the median and 10th and 90th percentiles of each operation, as rows for `kvq bench`."""
+        """Return rows for `kvq bench` with the median and the 10th and 90th percentiles of each operation."""
         return [
             {
                 "operation": operation,
@@ -93,7 +93,7 @@ def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
 
 
 class _Load:
-    """Sequences with different prompts in one block manager."""
+    """Load of sequences with different prompts in one block manager."""
 
     def __init__(self, rng: random.Random, num_sequences: int, blocks_each: int, block_size: int) -> None:
         self._rng = rng
@@ -108,7 +108,7 @@ class _Load:
         ]
 
     def time_prompts(self) -> None:
-        """Hash, look up, allocate, publish and free whole prompts; then repeat with hits and eviction."""
+        """Hash, look up, allocate, publish and free entire prompts, then repeat with hits and eviction."""
         manager, each, timed = self._manager, self._each, self.timed
         blocks = partial(timed.call, count=each, per="block")
         prompts = [manager.prompt(tokens) for tokens in self._prompts]
@@ -138,7 +138,7 @@ class _Load:
         self._time_evicting()
 
     def _time_evicting(self) -> None:
-        """Allocate blocks that must first be evicted from the prefix index."""
+        """Time allocation of blocks that must first be evicted from the prefix index."""
         manager, each = self._manager, self._each
         filler = manager.new_sequence()
         manager.append([(filler, manager.usage()[0].free * self._size)])
@@ -162,7 +162,7 @@ class _Load:
             for sequence in sequences:
                 manager.commit(sequence, token)
 
-        for _ in range(4 * self._size):  # each step adds blocks to some tables, 16 steps to all
+        for _ in range(4 * self._size):  # each step adds blocks to some tables, and 16 steps to all tables
             work = [(sequence, 1) for sequence in sequences]
             timed.call("append", manager.append, work, count=len(work))
             timed.call("commit", commit, count=len(work))
@@ -178,7 +178,7 @@ class _Load:
         manager.drop_cached()
 
     def _filled(self, prompt: PrefixQuery) -> Sequence:
-        """Return a sequence with its prompt computed except for a random number of tokens."""
+        """Return a sequence whose prompt is computed except for a random number of tokens."""
         sequence = self._manager.start(prompt)
         count = len(prompt.tokens) - sequence.length - self._rng.randrange(self._size)
         self._manager.append([(sequence, max(1, count))])
@@ -192,7 +192,7 @@ def _lookup(manager: BlockManager, tokens: "array[int]") -> tuple[PrefixQuery, M
 
 
 def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dict[str, Any]]:
-    """Time one long prompt in a pool full of cached blocks."""
+    """Return rows for one long prompt in a pool full of cached blocks."""
     manager = BlockManager(num_blocks=[num_blocks], block_size=block_size)
     tokens = array("I", rng.choices(range(_TOKENS), k=min(_LONG, (num_blocks - 1) * block_size)))
     _compute(manager, tokens)
@@ -224,10 +224,11 @@ _MEDIAN, _SIGMA, _LONGEST = 500, 1.0, 4096  # log-normal lengths: tokens, spread
 def measure_utilization(
     *, block_size: int = 16, num_sequences: int = 200, rounds: int = 400, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure stored tokens / allocated token slots while `num_sequences` sequences run.
+    """Measure the ratio of stored tokens to allocated token slots while `num_sequences` sequences run.
 
     Each sequence grows to a random length and is then replaced. Half of the length is the prompt; the rest is
-    decoded at 16 tokens per round. `contiguous_mean` is for one buffer of `longest` tokens per sequence.
+    decoded at 16 tokens per round. `contiguous_mean` is the ratio with one buffer of `longest` tokens per
+    sequence.
     """
     rng = random.Random(seed)
     manager = BlockManager(num_blocks=[num_sequences * -(-_LONGEST // block_size)], block_size=block_size)

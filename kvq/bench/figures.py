@@ -9,7 +9,7 @@ from kvq.sizes import speed
 
 
 def roofline_figure(result: dict[str, Any]) -> Any:
-    """Plot every row's time against the bytes that it reads, and the bandwidth limit, on log axes."""
+    """Plot each row's time against the bytes it reads, and the bandwidth limit, on logarithmic axes."""
     rows, bandwidth = result["rows"], result["read_gb_per_s"]
     figure = new_figure(7.0, 4.4)
     axes = figure.subplots()
@@ -44,7 +44,7 @@ _PANELS = (("itl_ms_p50", "time between tokens, ms, median"), ("ttft_ms_p99", "t
 def engine_figure(result: dict[str, Any]) -> Any:
     """Plot latency against output tokens/s, with a line per server.
 
-    A ring marks the saturation point, a star the fastest point within the SLO.
+    A ring marks the saturation point, and a star marks the fastest point within the SLO.
     """
     figure = new_figure(9.6, 4.2)
     rows = [row for row in result["rows"] if row["output_tokens_per_s"] is not None]
@@ -68,7 +68,7 @@ def engine_figure(result: dict[str, Any]) -> Any:
 
 
 def speculation_figure(result: dict[str, Any]) -> Any:
-    """Plot the speedup against the draft depth, with a line per format; dashed: expected from acceptance."""
+    """Plot the speedup against the draft depth per format, with dashed lines for the expected speedup."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     rows = [row for row in result["rows"] if not row["adapts"]]

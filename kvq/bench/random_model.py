@@ -1,4 +1,4 @@
-"""Models with random weights, created on the device: step costs depend on shapes, not on values."""
+"""Models with random weights, created on the device, since step costs depend on shapes and not on values."""
 
 import json
 import shutil
@@ -33,12 +33,12 @@ def random_model(  # D153: random weights, created on the device
 ) -> Model:
     """Return a model with the shapes in `config` (from a config.json) and the embedded model's tokenizer.
 
-    The files of a model folder are written to `folder`. They include the weights if `stored`, for rivals that
-    read them, and always on a CPU, where the engine reads a few of them. As with any model, kvq's results are
-    first compared with those of the model's own code.
+    The files of a model folder are written to `folder`. The weights are included if `stored` is set, for
+    rivals that read them, and always on a CPU, where the engine reads some of them. As with any model, kvq's
+    results are first compared with the results of the model's own code.
 
     Raises:
-        ModelError: a family that kvq does not run, or runs incorrectly.
+        ModelError: kvq does not run the model's family, or runs it incorrectly.
     """
     torch.manual_seed(0)
     before = held_bytes(device)

@@ -1,10 +1,10 @@
 """`kvq bench speculation`: acceptance rate of drafts, tokens per step, and speedup.
 
 With acceptance rate `a` and k drafts, a step yields (1 - a^(k + 1)) / (1 - a) tokens on average. If a draft
-pass takes r times as long as a decode step, and verification costs nothing, the speedup is that number
-divided by 1 + k r (Leviathan et al. 2023, section 3.2). Rows have both expected and measured values. They
-also have the rate found offline, without drafting: the logits of both models on texts that the model
-generated show which drafts would be accepted, and a walk along them shows which would be verified.
+pass takes r times as long as a decode step, and verification costs nothing, the speedup is this number
+divided by 1 + k r (Leviathan et al. 2023, section 3.2). Rows include both expected and measured values. They
+also include the acceptance rate computed offline, without drafting: the logits of both models on generated
+texts show which drafts would be accepted, and a walk along the texts shows which drafts would be verified.
 """
 
 from collections import Counter
@@ -56,30 +56,30 @@ class SpeculationPlan:
 
 
 def expected_tokens(share: float, k: int) -> float:
-    """Return the tokens per step with k drafts, each right with probability `share` if all before it are."""
+    """Return tokens per step with k drafts, each correct with probability `share` if its predecessors are."""
     return float(k + 1) if share >= 1 else (1 - share ** (k + 1)) / (1 - share)
 
 
 @dataclass(slots=True)
 class _Contender:
-    """Depth of drafting, and its measured counts."""
+    """Drafting depth with its measured rates and counts."""
 
     k: int  # 0: no drafts
     adapts: bool
     rates: list[float] = field(default_factory=list)  # tokens per second
-    # generated, drafts, drafted, verified (drafts whose predecessors were right), accepted
+    # generated, drafts, drafted, verified (drafts whose predecessors were correct), accepted
     counts: Counter[str] = field(default_factory=Counter)
 
 
 def bench_speculation(
     model: Model, formats: Sequence[str], plan: SpeculationPlan, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
-    """Measure each format at each depth; return their rows.
+    """Measure each format at each depth, and return the rows.
 
-    Depth 0 is without drafts; in the last row of a format, the engine adapts the depth.
+    Depth 0 means no drafts; in the last row of a format, the engine adapts the depth.
 
     Raises:
-        KVQError: a request failed.
+        KVQError: a request fails.
     """
     rows: list[dict[str, Any]] = []
     for number, kv in enumerate(formats):
@@ -117,7 +117,7 @@ def _bench_format(model: Model, kv: str, plan: SpeculationPlan, progress: Progre
 
 
 def _contenders(plan: SpeculationPlan) -> list[_Contender]:
-    """Return the contenders: no drafts, then every depth, then a depth that the engine adapts."""
+    """Return the contenders: no drafts, every fixed depth, and a depth adapted by the engine."""
     fixed = [_Contender(k, False) for k in (0, *plan.depths)]
     return [*fixed, _Contender(max(plan.depths), True)]
 
@@ -148,7 +148,7 @@ def _row(
 
 
 def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[int]]:
-    """Serve all prompts, `batch` at a time, and add to the contender's counts; return the tokens."""
+    """Serve all prompts, `batch` at a time, update the contender's counts, and return the tokens."""
     speculator, counters = llm.core.speculator, llm.core.scheduler.counters
     assert speculator is not None, "the engine was built with one"
     speculator.use(k=contender.k, adapts=contender.adapts)
@@ -175,10 +175,11 @@ def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[in
 def offline_shares(
     llm: LLM, speculator: Speculator, plan: SpeculationPlan, texts: list[list[int]]
 ) -> dict[int, float | None]:
-    """Return the acceptance rate for every k, found without drafting; an empty dict for drafting heads.
+    """Return the acceptance rate for every k, computed without drafting; an empty dict for drafting heads.
 
-    A model's draft is accepted if the most likely token is the same in both models; with a temperature, it is
-    accepted with probability sum(min(p, q)). For n-grams, the accepted drafts along these texts are counted.
+    A model's draft is accepted if the most likely token is the same in both models; at a temperature above 0,
+    it is accepted with probability sum(min(p, q)). For n-grams, the accepted drafts along these texts are
+    counted.
     """
     if speculator.proposer.takes_passes is False:
         return {k: _lookup_share(plan, texts, k) for k in plan.depths}
@@ -198,11 +199,11 @@ def offline_shares(
 
 
 def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:  # D263
-    """Return accepted / verified drafts, if the draft of token i is accepted with probability `[i]`.
+    """Return the ratio of accepted to verified drafts, if token i's draft is accepted with probability `[i]`.
 
-    This is not the mean of all probabilities: the token after k right drafts is not a draft, and tokens in
-    runs of errors are verified more often than tokens after right drafts. The first token of an output comes
-    from the prompt's pass.
+    This is not the mean of all probabilities: the token after k correct drafts is not a draft, and tokens in
+    runs of errors are verified more often than tokens after correct drafts. The first token of an output is
+    generated in the prompt's pass.
     """
     right = verified = 0.0
     for kept in agreements:
@@ -221,7 +222,7 @@ def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None: 
 
 
 def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: int) -> Tensor:
-    """Return the logits of other weights on the model's KV, after all tokens from `first` on but the last."""
+    """Return other weights' logits on the model's KV, after each token from `first` on except the last."""
     session = Session(model.weights, model.layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     if first:
@@ -245,7 +246,7 @@ def _agreement(p: Tensor, q: Tensor, temperature: float) -> Tensor:
 
 
 def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
-    """Return the logits after every token with a new cache, fp32 [tokens, vocab]."""
+    """Return the logits after every token, computed with a new cache, fp32 [tokens, vocab]."""
     session = Session(weights, layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     for at in range(0, len(ids), _CHUNK):
@@ -254,7 +255,7 @@ def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
 
 
 def _lookup_share(plan: SpeculationPlan, texts: list[list[int]], k: int) -> float | None:
-    """Return accepted / verified n-gram drafts along the texts."""
+    """Return the ratio of accepted to verified n-gram drafts along the texts."""
     right = verified = 0
     answers = NGrams()
     for prompt, text in zip(plan.prompts, texts, strict=True):
@@ -274,7 +275,7 @@ def _lookup_share(plan: SpeculationPlan, texts: list[list[int]], k: int) -> floa
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the conclusion from the rows, one line per format."""
+    """Return the conclusions from the rows, as one line per format."""
     lines = []
     for kv in dict.fromkeys(row["kv"] for row in rows):
         mine = [row for row in rows if row["kv"] == kv and row["k"]]

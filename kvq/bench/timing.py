@@ -1,4 +1,4 @@
-"""Timing helpers of benchmarks: percentiles, and the order of contenders."""
+"""Timing helpers for benchmarks: percentiles, and the order of contenders."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Yield (repeat, contender) for every contender in each repeat, which begins with the next contender."""
+    """Yield (repeat, contender) for all contenders in each repeat, each time starting with the next one."""
     for repeat in range(repeats):
         for i in range(len(contenders)):
             yield repeat, contenders[(i + repeat) % len(contenders)]
@@ -23,7 +23,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Return the value below which `percent` of `values` lie, interpolated."""
+    """Return the value below which `percent` percent of `values` lie, with linear interpolation."""
     ordered = sorted(values)
     at = (len(ordered) - 1) * percent / 100
     low = int(at)

@@ -1,4 +1,4 @@
-"""Request lengths: drawn at random, as quantiles for a plan, or read from a trace file.
+"""Request lengths: sampled at random, computed as quantiles for a plan, or read from a trace file.
 
 Traces are JSON lines with `prompt_tokens`, `output_tokens` and optional `arrival_s`, `session`, `tenant` and
 `priority`; lines of Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of
@@ -45,10 +45,10 @@ class _TraceLine:
 
 
 def read_lines(path: Path) -> Iterator[_TraceLine]:
-    """Yield the requests of a trace file one by one, so that its size does not matter.
+    """Yield the requests of a trace file one by one, without reading the entire file into memory.
 
     Raises:
-        ConfigError: the file does not exist, or a line is invalid; the message has its number.
+        ConfigError: the file does not exist, or a line is invalid; the message includes the line number.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -128,14 +128,14 @@ def _seconds(value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Token counts: uniform between `low` and `high`, or log-normal with median `low` if `sigma` is given."""
+    """Token count distribution: uniform from `low` to `high`, or log-normal with median `low` and `sigma`."""
 
     low: int
     high: int
     sigma: float | None = None  # of the logarithm
 
     def draw(self, rng: random.Random) -> int:
-        """Draw one length, at least 1."""
+        """Sample one length, at least 1."""
         if self.sigma is None:
             return rng.randint(self.low, self.high)
         return max(1, round(rng.lognormvariate(math.log(self.low), self.sigma)))
@@ -145,7 +145,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
     """Parse lengths such as "128", "16:512" (uniform) or "lognormal:MEDIAN:SIGMA".
 
     Raises:
-        ConfigError: the text is none of these.
+        ConfigError: the text has none of these forms.
     """
     words = text.split(":")
     try:
@@ -171,16 +171,16 @@ class Length:
 
     @property
     def total(self) -> int:
-        """Number of tokens at the end of the request."""
+        """Total number of tokens when the request finishes."""
         return self.prompt + self.output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Memory demand of requests: their lengths and their shared prefix."""
+    """Memory demand of requests: their lengths, and the share of their prompts that is a common prefix."""
 
-    lengths: Sequence[Length]  # that represent all requests
-    slot_tokens: int | None = None  # that an engine without blocks reserves per request; None: the longest
+    lengths: Sequence[Length]  # a sample that represents all requests
+    slot_tokens: int | None = None  # reserved per request by an engine without blocks; None: the longest
     prefix_share: float = 0.0  # share of each prompt that all requests have in common
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class Demand:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest request."""
+        """Total number of tokens of the longest request."""
         return max(length.total for length in self.lengths)
 
     @property
@@ -201,10 +201,10 @@ class Demand:
 
 
 def fixed(context: int, output: int = 0) -> list[Length]:
-    """Return one length for all requests: `context` tokens, of which `output` are generated.
+    """Return a single length for all requests: `context` tokens, `output` of which are generated.
 
     Raises:
-        ConfigError: the context is not positive, or the output is negative or not below the context.
+        ConfigError: the context is not positive, or the output is negative or not smaller than the context.
     """
     if context < 1 or not 0 <= output < context:
         raise ConfigError(f"a context of {context} tokens with {output} of output is none")
@@ -212,10 +212,10 @@ def fixed(context: int, output: int = 0) -> list[Length]:
 
 
 def lognormal(median: int, sigma: float, *, most: int) -> list[Length]:
-    """Return quantiles of log-normal total lengths, half of it output, clamped to `most` tokens.
+    """Return quantiles of log-normal total lengths, clamped to `most` tokens; half of each length is output.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a number is out of range.
     """
     if median < 1 or not 0 < sigma <= 5:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Attention error: the error that a KV format adds to every layer's output, on the same inputs.
+"""Attention error: the error that a KV format adds to each layer's output for the same inputs.
 
 The model runs with unquantized KV. In every layer, each format stores the same K and V in a separate cache
-and attends over it with the same Q, so errors of earlier layers do not add up. K and V are also quantized one
-at a time, which shows where the error comes from.
+and attends over this cache with the same Q, so errors do not accumulate across layers. K and V are also
+quantized one at a time, to show the source of the error.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ class AttentionRow:
 def measure_attention(
     model: Model, kv: Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[AttentionRow]:
-    """Measure every format but the baseline in every layer, over windows spread over a text.
+    """Measure every format except the baseline in every layer, on windows spread over a text.
 
     The baseline is the first unquantized format, or the weights' dtype if there is none. Only `context` and
     `max_windows` of the plan are used; by default, all windows of the text are measured.
 
     Raises:
-        RequestError: text shorter than a window, a context beyond the model's, or K or V that are
-            not finite.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+        RequestError: the text is shorter than a window, the context exceeds the model's, or K or V are not
+            finite.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     baseline, *models = with_baseline(model, kv)
     windows = replace(plan, max_windows=None).windows(model.prepared, text)
@@ -65,7 +65,7 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """Return `recipe` with V and then with K unquantized; both leave blocks open if `recipe` does."""
+    """Return `recipe` with only K and with only V quantized; both stay staged if `recipe` is staged."""
 
     def half(of_k: bool) -> KVRecipe:
         layers = tuple(

@@ -1,4 +1,4 @@
-"""Texts from files and datasets: plain text, JSON lines, Parquet, and datasets of the Hugging Face hub."""
+"""Texts from files and datasets: plain text, JSON lines, Parquet, and datasets on the Hugging Face Hub."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,20 +14,20 @@ HUB = "hf:"
 _JSON = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
 _FIELDS = ("text", "content", "prompt", "messages")  # tried in this order
-_MOST_CHARACTERS = 64 << 20  # read from a dataset, which may be larger than memory
+_MOST_CHARACTERS = 64 << 20  # limit for one dataset, which may be larger than memory
 
 
 def read_text(source: str | Path, field: str | None = None) -> EvalText:
-    """Read a text to measure or calibrate on.
+    """Read a text for measurement or calibration.
 
     `source`: a UTF-8 text file; `.jsonl` with one JSON object per line, or `.json` with a list of objects;
-    `.parquet`; or `hf:NAME[:CONFIG[:SPLIT]]`, a dataset on the hub or in a local folder, by default the first
-    split of its first configuration. `field`: the field of a row that contains the text, by default the first
-    one present of text, content, prompt and messages (the turns of a conversation). Rows are joined by empty
-    lines.
+    `.parquet`; or `hf:NAME[:CONFIG[:SPLIT]]`, a dataset on the Hub or in a local folder, by default the first
+    split of its first configuration. `field`: the field that contains a row's text, by default the first
+    field present among text, content, prompt and messages (the turns of a conversation). Rows are separated
+    by empty lines.
 
     Raises:
-        RequestError: the source is missing, unreadable, not UTF-8, empty, or has rows without such a field.
+        RequestError: the source is missing, unreadable, not UTF-8, or empty, or a row lacks the field.
         ConfigError: the package that reads this kind of source is missing.
     """
     name = str(source)
@@ -81,7 +81,7 @@ def _text_of(where: str, row: Any, field: str | None) -> str:
 
 
 def _turn_text(content: Any) -> str:
-    """Return the text of a turn, whose content may be parts such as {"type": "text", "text": ...}."""
+    """Return the text of a turn; its content may be a list of parts such as {"type": "text", "text": ...}."""
     if isinstance(content, list):
         return "\n".join(filter(None, (_turn_text(part) for part in content)))
     if isinstance(content, Mapping):
@@ -121,7 +121,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:  # D41: pyarrow and `datasets`, 
 
 
 def _hub_rows(spec: str) -> Iterator[Any]:
-    """Stream the rows of `NAME[:CONFIG[:SPLIT]]`; only the rows that are read are downloaded."""
+    """Stream the rows of `NAME[:CONFIG[:SPLIT]]`, downloading no more rows than are read."""
     require(f"hf:{spec}", ("datasets",))
     import datasets
 

@@ -1,6 +1,6 @@
 """Divergence of KV formats from unquantized KV at every token of a text, on the path that serves requests.
 
-Only a few numbers per token are kept, never its logits.
+Only a few numbers per token are kept, never the logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,12 +26,12 @@ Figures = npt.NDArray[np.float32]
 
 INSTRUMENT_WINDOW = 64  # tokens
 INSTRUMENT_FORMAT = "int2"
-_TOP = 5  # most likely tokens that are compared
+_TOP = 5  # number of most likely tokens that are compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenPlan:
-    """Windows of a text on which formats are measured."""
+    """Plan that divides a text into windows for measuring formats."""
 
     context: int = 1024  # tokens per window
     chunk: int | None = None  # tokens per prefill step
@@ -49,7 +49,7 @@ class TokenPlan:
         """Return the windows of a text as token ids. The weights need not be loaded.
 
         Raises:
-            RequestError: text shorter than a window, or a context beyond the model's.
+            RequestError: the text is shorter than a window, or the context exceeds the model's.
         """
         if self.context > model.max_context:
             raise RequestError(
@@ -61,7 +61,7 @@ class TokenPlan:
         """Return warnings about recipes that leave most keys of a window exact.
 
         Raises:
-            ConfigError: a recipe that leaves all keys exact.
+            ConfigError: a recipe leaves all keys exact.
         """
         longer = "--context" if self.attention_window is None else "--attention-window"
         return check_exact(
@@ -75,21 +75,21 @@ class TokenPlan:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TokenFigures:
-    """Figures of one format at every predicted token: fp32 [windows, context - 1] each.
+    """Figures of one format for every predicted token, each an fp32 array [windows, context - 1].
 
-    Each window is a document. Column i was predicted from i + 1 tokens. Arrays are allocated in one piece,
-    because small pieces would fragment the heap.
+    Each window is a document. Column i is predicted from i + 1 tokens. Each array is allocated as one piece,
+    because small allocations would fragment the heap.
     """
 
     model: Model
     nll: Figures  # nats
-    kl: Figures  # nats, of this format from the baseline
-    top1: Figures  # 1 where the most likely token is the baseline's, else 0
+    kl: Figures  # nats, divergence of this format from the baseline
+    top1: Figures  # 1 where the most likely token is the same as the baseline's, else 0
     top5: Figures  # share of the baseline's five most likely tokens among this format's
     seconds: float = 0.0  # of the forward passes
     window_limit: int | None = None  # tokens, if attention was limited on purpose
     role: str = ""  # "window" or "int2" in rows that check the instrument
-    chance: float = float("inf")  # in the baseline: perplexity of guessing, over all windows
+    chance: float = float("inf")  # set in the baseline: perplexity of guessing, over all windows
 
     def first(self, windows: int) -> "TokenFigures":
         """Return the figures of the first `windows` windows."""
@@ -97,7 +97,7 @@ class TokenFigures:
         return replace(self, nll=nll, kl=kl, top1=top1, top5=top5)
 
     def take(self, chunk: Chunk, reference: "Reference", targets: list[int]) -> None:
-        """Store the figures of a chunk, for as many tokens as there are targets."""
+        """Store the figures of a chunk for the tokens that have a target."""
         self.seconds += chunk.seconds
         if not targets:
             return
@@ -113,7 +113,7 @@ class TokenFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Baseline at the tokens of one chunk."""
+    """Baseline's predictions for the tokens of one chunk."""
 
     log_probs: Tensor  # fp32 [tokens, vocab]
     probs: Tensor
@@ -122,21 +122,21 @@ class Reference:
 
     @classmethod
     def of(cls, log_probs: Tensor) -> "Reference":
-        """Return the reference for all other formats, computed once."""
+        """Return the reference for all other formats, with everything computed once."""
         return cls(log_probs, log_probs.exp(), log_probs.argmax(-1), _likeliest(log_probs))
 
 
 def measure_tokens(
     model: Model, kv: str | Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[TokenFigures]:
-    """Run formats over a text alongside the first unquantized one, the baseline, which is returned first. If
-    all formats are quantized, the weights' dtype is added as the baseline. The plan's `instrument` appends
-    the baseline with a 64-token attention window, and 2-bit KV. After every window, `watch` receives a
-    function that returns the figures of all windows so far.
+    """Run formats over a text alongside the baseline, the first unquantized format, which is returned first.
+    If all formats are quantized, the weights' dtype is added as the baseline. If the plan's `instrument` is
+    set, the baseline with a 64-token attention window and 2-bit KV are appended. After every window, `watch`
+    receives a function that returns the figures of all windows so far.
 
     Raises:
-        RequestError: text shorter than a window, or a context beyond the model's.
-        ConfigError: a format that is unknown, doesn't fit, lacks its scales, or keeps whole windows exact.
+        RequestError: the text is shorter than a window, or the context exceeds the model's.
+        ConfigError: a format is unknown, doesn't fit, lacks its scales, or keeps entire windows exact.
     """
     models = with_baseline(model, kv)
     plan.check_exact(model.prepared, [one.recipe for one in models])
@@ -159,11 +159,11 @@ def measure_tokens(
 
 
 def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Model]:
-    """Return the model in every format, the baseline first: an unquantized format, or the weights' dtype.
+    """Return the model in every format, starting with the baseline; see `baseline_first`.
 
     Raises:
-        RequestError: no format was named.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+        RequestError: no format is named.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     named = [kv] if isinstance(kv, str) else kv
     if not named:
@@ -175,7 +175,7 @@ def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Mode
 
 
 def baseline_first(recipes: list[KVRecipe], model: PreparedModel) -> list[KVRecipe]:
-    """Return the recipes with the baseline first: the first unquantized one, or else the weights' dtype."""
+    """Return the recipes with the baseline first: an unquantized recipe, or else the weights' dtype."""
     if all(recipe.is_quantized for recipe in recipes):
         recipes = [model.recipe("auto"), *recipes]
     baseline = next(recipe for recipe in recipes if not recipe.is_quantized)
@@ -202,7 +202,7 @@ def _candidates(models: list[Model], windows: int, plan: TokenPlan) -> list[tupl
 
 
 def _is_int2(model: Model) -> bool:
-    """True if K and V of every layer are stored in 2 bits."""
+    """Return True if K and V of every layer are stored in 2 bits."""
     return all(layer.k.code is layer.v.code is Code.INT2 for layer in model.recipe.layers)
 
 

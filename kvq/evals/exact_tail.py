@@ -1,6 +1,6 @@
-"""Share of unquantized keys under a staged recipe; if it is large, the divergence means little.
+"""Share of keys that a staged recipe leaves unquantized; if the share is large, the divergence means little.
 
-If a recipe keeps a whole window of young tokens in bf16, its divergence is 0, whatever its formats.
+If a recipe keeps all tokens of a window in bf16 because they are young, its divergence is 0 in any format.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ from kvq.models.loading.prepared import PreparedModel
 
 
 def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:  # D25
-    """Return the share of keys that queries at these positions see unquantized, averaged over layers.
+    """Return the unquantized share of the keys that queries at these positions see, averaged over layers.
 
-    A query sees its own position and earlier ones, at most `attention_window`. Returns 0 without a staging
-    area.
+    A query sees its own position and earlier positions, at most `attention_window` in total. Without a
+    staging area, the share is 0.
     """
     if not layout.recipe.is_staged:
         return 0.0
@@ -32,7 +32,7 @@ def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = 
     return shares / len(layout.geometry.layers)
 
 
-def check_exact(  # D45: windows kept exact as a whole are refused
+def check_exact(  # D45: windows kept entirely exact are refused
     model: PreparedModel,
     recipes: Iterable[KVRecipe],
     sequences: Sequence[range],
@@ -42,11 +42,11 @@ def check_exact(  # D45: windows kept exact as a whole are refused
 ) -> list[str]:
     """Return warnings about quantized recipes that leave most keys exact in any of these sequences.
 
-    `sequences`: the positions of the queries that are scored. The last query of a window is not, because the
-    token it predicts is unknown. `advice`: the alternatives to suggest in the message.
+    `sequences`: the positions of the scored queries. The last query of a window is not scored, because the
+    token it predicts is unknown. `advice`: alternatives suggested in the message.
 
     Raises:
-        ConfigError: a recipe with which no scored query sees a quantized key.
+        ConfigError: with some recipe, no scored query sees a quantized key.
     """
     warnings = []
     for recipe in recipes:

@@ -1,4 +1,4 @@
-"""Generation eval: tokens until greedy decoding with quantized KV differs from that with unquantized KV."""
+"""Generation eval: number of tokens until greedy decoding differs between quantized and unquantized KV."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 
-_SPARE = 1.25  # factor on the blocks that the prompts need; the scheduler holds some in reserve
+_SPARE = 1.25  # factor on the blocks that the prompts need; the scheduler reserves some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class GenerationRow:
     kv: str
     prompts: int
     new_tokens: int  # generated after each prompt
-    same_tokens_mean: float  # before the first difference; all tokens if there is none
+    same_tokens_mean: float  # number of tokens before the first difference; all if there is none
     same_tokens_median: float
     identical: float  # share of prompts with exactly the baseline's continuation
     seconds: float
@@ -44,7 +44,7 @@ class GenerationRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationPlan:
-    """Continuations to generate: `new_tokens` after each of `prompts` pieces of the text."""
+    """Plan to generate `new_tokens` tokens after each of `prompts` pieces of the text."""
 
     prompts: int = 32
     prompt_tokens: int = 128
@@ -59,11 +59,11 @@ class GenerationPlan:
 
 
 def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[list[int]]:
-    """Return pieces of a text as token ids, evenly spaced; a short text yields fewer than requested.
+    """Return evenly spaced pieces of a text as token ids; a short text yields fewer pieces than requested.
 
     Raises:
-        ConfigError: a cache backend that the engine doesn't support.
-        RequestError: a text shorter than a prompt, or prompts that leave no room for new tokens.
+        ConfigError: the engine doesn't support the cache backend.
+        RequestError: the text is shorter than a prompt, or prompts leave no room for new tokens.
     """
     check_cache(model)
     longest = plan.prompt_tokens + plan.new_tokens
@@ -83,14 +83,14 @@ def measure_generation(
     bootstrap: Bootstrap | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[GenerationRow]:
-    """Continue pieces of a text greedily on the engine in every format; the baseline's row is first.
+    """Continue pieces of a text by greedy decoding in every format; the baseline's row comes first.
 
-    Generation continues past end tokens, so that all continuations are equally long.
+    Generation ignores end tokens, so all continuations are equally long.
 
     Raises:
-        RequestError: a text shorter than a prompt, a length beyond the model's context, or K, V or
-            logits that are not finite.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+        RequestError: the text is shorter than a prompt, a length exceeds the model's context, or K, V or
+            logits are not finite.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     bootstrap = bootstrap or Bootstrap()
     models = with_baseline(model, kv)
@@ -110,7 +110,7 @@ def measure_generation(
 
 
 def same_tokens(expected: list[int], got: list[int]) -> int:
-    """Return the number of equal tokens at the beginning."""
+    """Return the length of the common prefix of two token lists of equal length."""
     pairs = zip(expected, got, strict=True)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
 

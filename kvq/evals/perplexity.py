@@ -15,9 +15,9 @@ from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.check.verdict import cautions
 
-INSTRUMENT_LIMIT = 0.05  # relative loss that a sensitive instrument must show
-_LOOK_TOKENS = 256  # enough for the mean divergence to show whether damage can be seen
-_LOOK_TEXT = 64 * _LOOK_TOKENS  # characters that contain these tokens; the text may be long
+INSTRUMENT_LIMIT = 0.05  # smallest relative loss that a sensitive instrument shows
+_LOOK_TOKENS = 256  # enough for the mean divergence to show whether damage is detectable
+_LOOK_TEXT = 64 * _LOOK_TOKENS  # number of characters that contain these tokens; the text may be long
 _LARGEST_LOSS = 700.0  # nats per token; exp of more overflows
 
 
@@ -27,17 +27,17 @@ class PerplexityRow:
 
     kv: str
     bits_per_element: float  # scales included
-    bits_held: float  # for a sequence of `context` tokens: whole blocks, and tokens not yet quantized
+    bits_held: float  # for a sequence of `context` tokens, including partly filled blocks
     kv_bytes_per_token: float
     compression: float  # bf16 bytes / these bytes
     tokens: int  # predicted
     perplexity: float
     perplexity_change: float  # relative to the baseline: 0.01 is 1% worse
-    chance_perplexity: float  # of guesses by frequency; a model that is no better knows nothing
-    kl_mean: float  # nats per token, of this format from the baseline
+    chance_perplexity: float  # of guessing by frequency; a model must do better to be meaningful
+    kl_mean: float  # nats per token, divergence of this format from the baseline
     kl_p999: float
     top1_agreement: float  # share of tokens with the baseline's most likely token
-    exact_keys: float  # share of keys that queries saw unquantized, with a quantized format
+    exact_keys: float  # share of unquantized keys among those seen, with a quantized format
     seconds: float
     attention_window: int | None = None  # tokens, if attention was limited on purpose
     instrument: str = ""  # "window" or "int2" in rows that check the instrument
@@ -46,7 +46,7 @@ class PerplexityRow:
 def measure_perplexity(
     model: Model, kv: str | Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[PerplexityRow]:
-    """Measure formats against the first unquantized one among them; see `measure_tokens`."""
+    """Measure formats against the baseline, the first unquantized format; see `measure_tokens`."""
     return _rows(measure_tokens(model, kv, text, plan, watch.through(_rows)))
 
 
@@ -55,10 +55,10 @@ def _rows(figures: list[TokenFigures]) -> list[PerplexityRow]:
 
 
 def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityRow:
-    """Return one format's figures over the whole text.
+    """Return one format's figures over the entire text.
 
     Raises:
-        RequestError: a loss too large to be expressed as a perplexity.
+        RequestError: the loss is too large to be expressed as a perplexity.
     """
     kl, context = figures.kl.astype(np.float64).ravel(), figures.nll.shape[1] + 1
     perplexity = _perplexity(figures)
@@ -80,7 +80,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
 
 
 def size_figures(model: Model, context: int) -> dict[str, float]:
-    """Return the sizes of a format, one of them for `context` tokens, by the keys of `PerplexityRow`."""
+    """Return the sizes of a format, keyed as in `PerplexityRow`; `bits_held` is for `context` tokens."""
     nbytes = model.kv_bytes_per_token
     return {
         "bits_per_element": model.bits_per_element,
@@ -91,9 +91,9 @@ def size_figures(model: Model, context: int) -> dict[str, float]:
 
 
 def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
-    """Check whether the model and text of these rows can show damage; see `measure_tokens`.
+    """Check whether damage is detectable with the model and text of these rows; see `measure_tokens`.
 
-    Returns JSON: the relative changes with a short window and with 2-bit KV, the limit and `passed`.
+    Returns JSON: the relative changes with a short window and with 2-bit KV, the limit, and `passed`.
     """
     window = next(r for r in rows if r.instrument == "window")
     int2 = next(r for r in rows if r.instrument == "int2")
@@ -111,7 +111,8 @@ def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
 def look(model: Model, baseline: str | KVRecipe, text: str, plan: TokenPlan) -> list[dict[str, Any]]:
     """Return the two rows of the instrument check on the first 256 tokens of a text, as JSON.
 
-    The list is empty if the plan includes the check or it is impossible; short windows give only 2-bit KV.
+    The list is empty if the plan includes the check or the check is impossible. With short windows, it
+    contains only the row for 2-bit KV.
     """
     short = replace(plan, context=min(plan.context, _LOOK_TOKENS), max_windows=1, instrument=True)
     try:
@@ -123,7 +124,7 @@ def look(model: Model, baseline: str | KVRecipe, text: str, plan: TokenPlan) -> 
 
 
 def instrument_facts(rows: Sequence[PerplexityRow], seen: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON about the instrument of a result: `cautions`, and the check that they are based on.
+    """Return the JSON that describes a result's instrument: `cautions`, and the check they are based on.
 
     `rows`: all measured rows, the baseline first. `seen`: the rows from `look`.
     """
@@ -133,7 +134,7 @@ def instrument_facts(rows: Sequence[PerplexityRow], seen: list[dict[str, Any]]) 
 
 
 def _perplexity(figures: TokenFigures) -> float:
-    """Return exp of the mean negative log-likelihood."""
+    """Return the exponential of the mean negative log-likelihood."""
     mean = float(figures.nll.mean(dtype=np.float64))
     if not mean < _LARGEST_LOSS:  # NaN too
         raise RequestError(

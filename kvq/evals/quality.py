@@ -1,4 +1,4 @@
-"""Quality cost of formats with intervals: over the whole text, by context depth and by difficulty."""
+"""Quality cost of formats, with intervals: over the entire text, by context depth, and by difficulty."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from kvq.models import Model
 from kvq.models.check.verdict import verdict
 
 QUARTERS = 4
-_SHALLOWEST = 16  # tokens; all shallower depths share one bucket
+_SHALLOWEST = 16  # tokens; smaller depths share one bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +36,12 @@ class QualityRow(PerplexityRow):
     kl_p99: float
     top5_agreement: float  # share of the baseline's five most likely tokens among this format's
     documents: int
-    verdict: str  # from `verdict`, then KL and the perplexity change with its interval
+    verdict: str  # result of `verdict`, then KL and the perplexity change with its interval
     intervals: _Intervals
-    # Figures of the tokens that were predicted from `first_depth` to `last_depth` tokens of context
+    # Figures for tokens predicted from `first_depth` to `last_depth` tokens of context
     by_depth: list[dict[str, Any]]
-    # Figures of the quarters of the documents, by the baseline's mean loss in nats per token; quarter 1 is
-    # the easiest. Empty for fewer than four documents.
+    # Figures for quarters of the documents, sorted by the baseline's mean loss in nats per token; quarter 1
+    # is the easiest. Empty if there are fewer than four documents.
     by_difficulty: list[dict[str, Any]]
 
 
@@ -53,7 +53,7 @@ def measure_quality(
     bootstrap: Bootstrap | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[QualityRow]:
-    """Measure formats against the first unquantized one among them; every window is a document.
+    """Measure formats against the baseline, the first unquantized format; every window is a document.
 
     See `measure_tokens`.
     """
@@ -106,7 +106,7 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
 
 
 def depths(columns: int) -> list[tuple[int, int]]:
-    """Return buckets of context depth as (first, last) pairs: up to 15 tokens, then by powers of two."""
+    """Return buckets of context depth as (first, last) pairs: 1 to 15 tokens, then powers of two."""
     firsts = [1] + [
         1 << n for n in range(_SHALLOWEST.bit_length() - 1, columns.bit_length()) if 1 << n <= columns
     ]
@@ -114,14 +114,14 @@ def depths(columns: int) -> list[tuple[int, int]]:
 
 
 def quarters(losses: Floats) -> list[Floats]:
-    """Return document indices in quarters by the baseline's loss, easiest first. Ties keep their order."""
+    """Return document indices in quarters by the baseline's loss, easiest first. The sort is stable."""
     if len(losses) < QUARTERS:
         return []
     return list(np.array_split(np.argsort(losses, kind="stable"), QUARTERS))
 
 
 def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:
-    """Return the figures of some documents or columns; rows about all documents have the same fields."""
+    """Return the figures for some documents or columns, with the same fields as for all documents."""
     nll, base, kl, top1 = (x[part] for x in (figures.nll, baseline.nll, figures.kl, figures.top1))
     intervals = _Intervals(
         perplexity_change=bootstrap.interval(np.expm1, _document_means(nll) - _document_means(base)),

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations after their contexts, many at once on one engine."""
+"""Log-probabilities of continuations after their contexts, computed for many pairs at once on one engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,9 +12,9 @@ from kvq.evals.watch import UNWATCHED, Progress
 from kvq.models import Model, Session
 
 Tokens = Sequence[int]
-Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding gives the continuation
+Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding generates the continuation
 
-_WAVE_TOKENS = 1 << 20  # prompt tokens of the requests that are in memory at once with their results
+_WAVE_TOKENS = 1 << 20  # maximum prompt tokens of the requests in memory at once with their results
 _SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=0, ignore_eos=True)
 _LOGITS_BYTES = 64 << 20  # of one chunk's logits
 
@@ -22,16 +22,16 @@ _LOGITS_BYTES = 64 << 20  # of one chunk's logits
 def score_continuations(
     llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = UNWATCHED.progress
 ) -> list[Score]:
-    """Score pairs of token ids (context, continuation), neither empty; scores are in the order of the pairs.
+    """Score pairs of non-empty token lists (context, continuation), and return the scores in the same order.
 
         logprob = sum over i of log p(continuation[i] | context, continuation[:i])
 
-    Pairs are run in the order of their tokens, so that pairs with the same context are adjacent: with the
-    prefix cache, the context is computed once, and logits only for continuations. A pair may be one token
-    longer than the model's context, because the last token is only predicted.
+    Pairs are sorted by their tokens, so pairs with the same context are adjacent: the prefix cache computes
+    the context only once, and logits are computed only for continuations. A pair may be one token longer than
+    the model's context, because the last token is only predicted.
 
     Raises:
-        RequestError: a pair that is too long, has an empty part, or is refused by the engine.
+        RequestError: a pair is too long, has an empty part, or is refused by the engine.
     """
     scores: list[Score | None] = [None] * len(pairs)
     for index, (context, continuation) in enumerate(pairs):
@@ -48,7 +48,7 @@ def score_continuations(
         )
         for i, output in zip(wave, outputs, strict=True):
             scores[i] = _read(output, len(pairs[i][0]))
-    whole = [i for i in order if scores[i] is None]  # too long for the engine, which generates one more token
+    whole = [i for i in order if scores[i] is None]  # too long for the engine, which adds one token
     for i, score in zip(whole, _score_whole_contexts(llm.model, [pairs[i] for i in whole]), strict=True):
         scores[i] = score
         progress(len(pairs) - scores.count(None), len(pairs))
@@ -96,7 +96,7 @@ def _length(pair: tuple[Tokens, Tokens]) -> int:
 
 
 def _waves(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Split requests into waves of at most `_WAVE_TOKENS` tokens, each with at least one request."""
+    """Split requests into waves of at most `_WAVE_TOKENS` tokens, with at least one request per wave."""
     wave: list[int] = []
     tokens = 0
     for i in order:
@@ -116,7 +116,7 @@ def _read(output: RequestOutput, start: int) -> Score:
 
 
 def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[Score]:
-    """Score pairs in a separate session, whose pool has room for one sequence."""
+    """Score pairs one by one in a separate session, whose pool has room for a single sequence."""
     if not pairs:
         return
     try:

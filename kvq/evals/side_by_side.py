@@ -1,8 +1,8 @@
 """Sessions that run alternately over the same windows, chunk by chunk.
 
-In every session, tokens are first quantized into blocks, then attended to there. All sessions process a chunk
-before any processes the next, so only one chunk of the first session's logits is kept, and slowdowns of the
-machine affect the times of all sessions.
+In every session, tokens are first quantized into blocks, and attention then reads these blocks. All sessions
+process a chunk before any session processes the next chunk, so only one chunk of the first session's logits
+is kept, and slowdowns of the machine affect the times of all sessions.
 """
 
 import time
@@ -17,7 +17,7 @@ from kvq.models import Model, Session
 
 # D34: 64 MiB of logits at a time
 _LOGITS_BYTES = 64 << 20  # of one chunk
-_AT_ONCE = 12  # recipes that share a run of the baseline; each has a pool of one window
+_AT_ONCE = 12  # number of recipes that share a run of the baseline; each has a pool for one window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,21 +26,21 @@ class Chunk:
 
     session: int
     window: int
-    at: int  # first token of the chunk in its window
+    at: int  # index of the chunk's first token in its window
     log_probs: Tensor  # fp32 [tokens, vocab], after each token
     seconds: float  # of the forward pass
 
 
 def chunk_size(model: Model, context: int) -> int:
-    """Return how many tokens (at most `context`) have 64 MiB of logits; the peak is about five times that."""
+    """Return how many tokens, up to `context`, have 64 MiB of logits; the peak is about five times that."""
     return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
 
 
 def side_by_side(sessions: Sequence[Session], windows: Sequence[list[int]], size: int) -> Iterator[Chunk]:
-    """Yield the results of chunks of `size` tokens, each chunk in all sessions, window by window.
+    """Yield the results for chunks of `size` tokens, window by window, running each chunk in all sessions.
 
     Raises:
-        RequestError: K or V that are not finite.
+        RequestError: K or V are not finite.
     """
     for window, ids in enumerate(windows):
         sequences = [session.new_sequence() for session in sessions]
@@ -63,15 +63,15 @@ def mean_divergences(
     progress: Callable[[int], None] = lambda done: None,
     keep: Callable[[list[float]], object] = lambda found: None,
 ) -> list[float]:
-    """Return recipes' mean KL divergence from unquantized KV, in nats per token of `windows`.
+    """Return each recipe's mean KL divergence from unquantized KV, in nats per token of `windows`.
 
     The baseline is the weights' dtype. `firsts`: for each recipe except the first, the first layer that
     differs from the first recipe; earlier layers are computed once for several recipes. `progress` receives
-    the elapsed work in recipes, and `keep` the divergences of finished recipes.
+    the number of recipes' worth of finished work, and `keep` the divergences of finished recipes.
 
     Raises:
-        RequestError: K or V that are not finite.
-        ConfigError: a recipe that does not fit the model.
+        RequestError: K or V are not finite.
+        ConfigError: a recipe does not fit the model.
     """
     found: list[float] = []
 
@@ -115,10 +115,10 @@ def _together(
 
 
 def one_by_one(session: Session, windows: Sequence[list[int]]) -> Iterator[int]:
-    """Run windows through a session with an instrumented cache; yield the number of finished windows.
+    """Run windows through a session with an instrumented cache, yielding the number of finished windows.
 
     Raises:
-        RequestError: K or V that are not finite.
+        RequestError: K or V are not finite.
     """
     for done, ids in enumerate(windows, start=1):
         sequence = session.new_sequence()

@@ -1,7 +1,7 @@
-"""Simulated methods of other papers, for comparison with kvq's formats of the same size.
+"""Simulations of methods from other papers, for comparison with kvq's formats of the same size.
 
-Each is a pair of quantizers of whole blocks that are not registered under a name (see `kvq.formats.own`).
-Everything else, such as which queries see tokens quantized, is the code path that serves requests.
+Each method is a pair of quantizers for entire blocks, not registered under a name (see `kvq.formats.own`).
+Everything else, such as which queries see quantized tokens, uses the code path that serves requests.
 """
 
 import re
@@ -22,15 +22,15 @@ _NAME = re.compile(r"(kivi|kvarn)-k([2-8])v([2-8])(?:-g(\d+))?")
 _TOKENS = {"kivi": 32, "kvarn": 128}  # per block, by default
 _KIVI_GROUP = 32  # elements of a token's V per scale
 _ROUNDS = 16  # of normalization
-_PAIR = 32  # bits of a scale and a minimum
+_PAIR = 32  # bits for a scale and a minimum
 _SCALE = 16  # bits
 
 
 def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:  # D44
-    """Return the recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
+    """Return the recipe for a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
 
     Raises:
-        ConfigError: any other name, or heads of several dimensions.
+        ConfigError: the name has another form, or head dimensions differ.
     """
     base, exact = split_exact(name)
     k, v = _formats(base, head_dims)
@@ -39,7 +39,7 @@ def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:  # D44
 
 
 def _formats(name: str, head_dims: list[tuple[int, int]]) -> tuple[KVFormat, KVFormat]:
-    """Return the formats of K and V."""
+    """Return the formats of K and V for a name without sinks and recent tokens."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ConfigError(f"{name!r} is no method that can be simulated; those are {NAMES}")
@@ -67,7 +67,7 @@ def _formats(name: str, head_dims: list[tuple[int, int]]) -> tuple[KVFormat, KVF
 
 
 def _rounded(x: Tensor, *, bits: int, dims: tuple[int, ...]) -> Tensor:
-    """Round to `bits` with one scale and one minimum, in fp16, along some dimensions.
+    """Round to `bits` bits, with one fp16 scale and one fp16 minimum along `dims`.
 
     Source: Liu et al. 2024, KIVI, section 3: K along tokens, V along elements.
     """
@@ -79,15 +79,15 @@ def _rounded(x: Tensor, *, bits: int, dims: tuple[int, ...]) -> Tensor:
 
 
 def _rounded_groups(x: Tensor, *, bits: int) -> Tensor:
-    """Round in groups of a token's elements."""
+    """Round each token's elements in groups, as KIVI does for V."""
     groups = x.unflatten(-1, (-1, min(_KIVI_GROUP, x.shape[-1])))
     return _rounded(groups, bits=bits, dims=(-1,)).flatten(-2)
 
 
 def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
-    """Rotate, equalize deviations of tokens and elements, round along `dim`, and undo the first two.
+    """Rotate, equalize deviations of tokens and elements, round along `dim`, and undo the first two steps.
 
-    Source: Muller et al. 2026, KVarN (arXiv 2606.03458): 16 rounds; the round with the most even deviations
+    Source: Muller et al. 2026, KVarN (arXiv 2606.03458): of 16 rounds, the one with the most even deviations
     is kept.
     """
     rotated = rotate(x)
@@ -96,8 +96,7 @@ def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
 
 
 def _even_scales(x: Tensor) -> Tensor:
-    """Return, per head, the row scales, [..., rows, 1], that best equalize the deviations of rows and
-    columns.
+    """Return each head's row scales [..., rows, 1] that best equalize the deviations of rows and columns.
 
     The column scales are absorbed by the rounding scales.
     """
@@ -117,12 +116,12 @@ def _even_scales(x: Tensor) -> Tensor:
 
 
 def _deviations(x: Tensor, squares: Tensor, scales: Tensor) -> Tensor:
-    """Return the deviations of the rows of `x` / column `scales` [..., columns, 1], as [..., rows, 1]."""
+    """Return deviations [..., rows, 1] of the rows of `x` divided by column `scales` [..., columns, 1]."""
     count, inverse = x.shape[-1], 1 / scales
     mean, square = x @ inverse / count, squares @ inverse.square() / count
     return ((square - mean.square()) * (count / (count - 1))).clamp(min=1e-6).sqrt()
 
 
 def _spread(deviations: Tensor, dim: int) -> Tensor:
-    """Return the largest value divided by the smallest."""
+    """Return the ratio of the largest to the smallest value."""
     return deviations.amax(dim, keepdim=True) / deviations.amin(dim, keepdim=True)

@@ -18,23 +18,23 @@ _FOLDS = 5  # one topic in five is held out
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalText:
-    """Text with its name in reports and a digest that identifies it."""
+    """Text with the name used in reports and a digest that identifies the text."""
 
     name: str
     text: str
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the UTF-8 text, in hex."""
+        """SHA-256 of the UTF-8 text, in hexadecimal."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def default_text() -> EvalText:
-    """Return the held-out fifth of CPython's help topics, without lines that other topics share.
+    """Return the held-out fifth of CPython's help topics, without long lines that also occur in other topics.
 
-    The embedded model was trained on the other four fifths. A topic is held out if the SHA-256 of
-    its name, as an integer, is 0 modulo 5; its lines of over 40 characters that also occur in
-    any other topic are removed, so that nothing long was seen in training.
+    The embedded model was trained on the other four fifths. A topic is held out if the SHA-256 of its name,
+    as an integer, is 0 modulo 5. Lines longer than 40 characters that also occur in another topic are
+    removed, so no long line was seen in training.
     """
     topics = _topics()
     seen_in = Counter(line for text in topics.values() for line in set(_long_lines(text)))
@@ -54,12 +54,12 @@ def calibration_text() -> EvalText:
 
 
 def is_held_out(topic: str) -> bool:
-    """True if a help topic belongs to the evaluation fifth."""
+    """Return True if a help topic belongs to the held-out fifth."""
     return int.from_bytes(hashlib.sha256(topic.encode()).digest(), "big") % _FOLDS == 0
 
 
 def decoded(path: Path) -> str:
-    """Return the text of a UTF-8 file.
+    """Return the contents of a UTF-8 text file.
 
     Raises:
         RequestError: the file is missing, unreadable, not UTF-8, or empty.
@@ -78,7 +78,7 @@ def decoded(path: Path) -> str:
 
 
 def shared_lines(text: str, other: str) -> float:
-    """Return the share of `other`'s long lines that also occur in `text`; 0 if it has none."""
+    """Return the share of long lines in `other` that also occur in `text`, or 0 if there are none."""
     known = set(_long_lines(text))
     lines = _long_lines(other)
     return sum(line in known for line in lines) / len(lines) if lines else 0.0
@@ -97,7 +97,7 @@ def _long_lines(text: str) -> list[str]:
 def token_windows(
     tokenizer: Any, text: str, *, context: int, max_windows: int | None = None
 ) -> list[list[int]]:
-    """Return consecutive windows of `context` tokens; a shorter remainder is dropped.
+    """Return consecutive windows of `context` tokens, dropping a shorter remainder.
 
     If the tokenizer adds a BOS token, every window starts with one.
 
@@ -128,13 +128,13 @@ def cut_windows(
 
 
 def spread(windows: list[list[int]], count: int) -> list[list[int]]:
-    """Return at most `count` of the windows, evenly spaced over the text."""
+    """Return at most `count` windows, evenly spaced over the text."""
     count = min(count, len(windows))
     return [windows[i * len(windows) // count] for i in range(count)]
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, without special ones.
+    """Return the token ids of a text, without special tokens.
 
     Raises:
         RequestError: the text contains code points that can't be encoded.
@@ -147,7 +147,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """Return a list of the BOS token if the tokenizer adds one, else an empty list."""
+    """Return a list with the BOS token if the tokenizer adds one, else an empty list."""
     begin = tokenizer.bos_token_id
     with_special: list[int] = tokenizer("a", return_attention_mask=False)["input_ids"]
     return [begin] if begin is not None and with_special[:1] == [begin] else []

@@ -1,4 +1,4 @@
-"""Callbacks of long measurements: progress, and the rows of finished parts."""
+"""Callbacks of long measurements: progress, and the results of finished parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ Keep = Callable[[Callable[[], Any]], object]  # receives a function that returns
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:  # D42: plans are values, one Watch follows progress
-    """Callbacks of a measurement."""
+class Watch:  # D42: plans are values, and one Watch follows progress
+    """Callbacks of a measurement, for progress and partial results."""
 
     progress: Progress = lambda done, total: None
     keep: Keep = lambda make: None
 
     def through(self, rows: Callable[[list[Any]], Any]) -> "Watch":
-        """Return the callbacks for one part of the measurement; `rows` converts its results to rows."""
+        """Return the same callbacks, with `rows` applied to the results before they are kept."""
         return replace(self, keep=lambda make: self.keep(lambda: rows(make())))
 
 

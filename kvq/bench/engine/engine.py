@@ -1,4 +1,4 @@
-"""`kvq bench engine`: the engine under load, with KV formats and rivals alternating under the same load."""
+"""`kvq bench engine`: the engine under load, with KV formats and rivals alternating on the same load."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +22,9 @@ _Rows = list[dict[str, Any]]
 class EnginePlan:
     """Plan of one benchmark: a load, the engine's limits, rivals and goals.
 
-    `users`: concurrent users of closed loops, in ascending order; if empty, requests are sent at their
-    arrival times. With several `users`, a server is no longer measured once its throughput stops growing.
+    `users`: numbers of concurrent users in closed loops, in ascending order; if empty, requests are sent at
+    their arrival times. With several numbers, a server is no longer measured once its throughput stops
+    growing.
     """
 
     load: Load
@@ -31,7 +32,7 @@ class EnginePlan:
     users: tuple[int, ...] = ()
     rivals: tuple[str, ...] = ()
     repeats: int = 3
-    step_costs: bool = False  # measure the cost of the parts of kvq's steps, in an extra run
+    step_costs: bool = False  # measure the costs of the parts of kvq's steps, in an extra run
     slo_ttft_ms: float | None = None
     slo_itl_ms: float | None = None
 
@@ -52,18 +53,18 @@ class EnginePlan:
 
     @property
     def levels(self) -> tuple[int | None, ...]:
-        """Concurrencies to measure; None if requests are sent at their arrival times."""
+        """Concurrencies to measure, or (None,) if requests are sent at their arrival times."""
         return self.users or (None,)
 
 
 def bench_engine(model: Model, formats: Sequence[str], plan: EnginePlan, watch: Watch = UNWATCHED) -> _Rows:
-    """Check all formats and rivals, then measure them alternately; return their rows.
+    """Check all formats and rivals, measure them alternately, and return their rows.
 
-    In each repeat, all servers run one after another, and each repeat begins with the next server. `watch`
-    receives the rows so far after every run.
+    In each repeat, all servers run one after another, and each repeat begins with a different server. After
+    every run, `watch` receives the rows so far.
 
     Raises:
-        ConfigError: a format or a limit that can't be used.
+        ConfigError: a format or a limit can't be used.
         OutOfMemory: a pool doesn't fit.
         EngineError: a server generates wrong tokens, or a request fails.
     """
@@ -88,7 +89,7 @@ def bench_engine(model: Model, formats: Sequence[str], plan: EnginePlan, watch: 
 
 @contextmanager
 def _servers(model: Model, formats: Sequence[str], plan: EnginePlan) -> Iterator[tuple[_Checks, _Rows]]:
-    """Open and check all servers; yield them with their checks, and rows of rivals that can't run here."""
+    """Open and check all servers; yield them with their check results, and rows for rivals that can't run."""
     requests = plan.load.draw(0)
     few = check_requests(requests)
     checks: _Checks = {}
@@ -109,7 +110,7 @@ def _servers(model: Model, formats: Sequence[str], plan: EnginePlan) -> Iterator
 
 
 def _step_costs(servers: Sequence[Server], plan: EnginePlan) -> dict[str, dict[str, Any] | None]:
-    """Fit the step costs of each of kvq's formats to the steps of one run at every level."""
+    """Fit the step costs of each kvq format to the steps of one run at every concurrency."""
     requests = plan.load.draw(plan.repeats)
     return {
         server.kv: fit_costs(
@@ -122,7 +123,7 @@ def _step_costs(servers: Sequence[Server], plan: EnginePlan) -> dict[str, dict[s
 
 
 def _measure(servers: Sequence[Server], plan: EnginePlan, watch: Watch) -> _Rows:
-    """Measure level by level, repeat by repeat, server by server."""
+    """Measure each concurrency in turn: each repeat runs all servers that are not yet saturated."""
     runs: dict[tuple[Server, int | None], list[ServedLoad]] = {}
 
     def rows(of: Sequence[Server] = servers) -> _Rows:

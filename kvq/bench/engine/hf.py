@@ -1,4 +1,4 @@
-"""Rivals of `kvq bench engine`: transformers' `generate` with static batches, and its continuous batching."""
+"""Rivals in `kvq bench engine`: transformers' `generate` with static batches, and its continuous batching."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,18 +38,18 @@ def load_rival(model: Model) -> Any:
 
 
 def own_format(rival: Any) -> str:
-    """Return the format of transformers' KV cache: the dtype of the weights."""
+    """Return the format of transformers' KV cache, which is the dtype of the weights."""
     return DTYPE_NAMES[rival.dtype]
 
 
 def quiet() -> AbstractContextManager[None]:
-    """Hide progress bars of loading, and warnings about packages that only sizing would use."""
+    """Hide loading progress bars, and warnings about packages that only automatic sizing would use."""
     return quiet_logs("transformers", "ContinuousBatchingLogger", level=logging.CRITICAL)
 
 
 class StaticBatches:  # D244: the rival is a static batch of `generate`
-    """Static, left-padded batches of `generate`; the next batch has the requests that arrived until one
-    ended.
+    """Static, left-padded batches of `generate`, each with the requests that arrived during the previous
+    batch.
 
     Every batch runs as long as its longest request, and only requested tokens count.
     """
@@ -62,7 +62,7 @@ class StaticBatches:  # D244: the rival is a static batch of `generate`
         self._most = limits.max_num_seqs
 
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
-        """Serve all requests; `users` is the batch size in a closed loop."""
+        """Serve all requests; in a closed loop, `users` is the batch size."""
         arrivals = ArrivalQueue(requests, users)
         waiting: list[tuple[LoadRequest, float]] = []
         served: list[Served] = []
@@ -78,7 +78,7 @@ class StaticBatches:  # D244: the rival is a static batch of `generate`
         return ServedLoad(served=served)
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[list[int]]:
-        """Return the greedy tokens of requests in one batch."""
+        """Return the greedy tokens of requests that run as one batch."""
         served = self._serve([(request, 0.0) for request in requests], perf_counter())
         return [one.tokens for one in served]
 
@@ -112,7 +112,7 @@ class StaticBatches:  # D244: the rival is a static batch of `generate`
 
 
 class _Clock:
-    """Streamer for `generate` that records token times on `perf_counter`; the first `put` is the prompt."""
+    """Streamer for `generate` that records the time of each token; the first `put` is the prompt."""
 
     def __init__(self) -> None:
         self.puts_s: list[float] = []
@@ -121,11 +121,11 @@ class _Clock:
         self.puts_s.append(perf_counter())
 
     def end(self) -> None:
-        """Do nothing; `generate` calls it."""
+        """Do nothing; `generate` requires this method."""
 
 
 class ContinuousBatching:
-    """Continuous batching of transformers with its paged cache and a new manager for every run."""
+    """Transformers' continuous batching, with its paged cache and a new manager for every run."""
 
     name = "hf-continuous"
 
@@ -137,7 +137,7 @@ class ContinuousBatching:
         self._block_size = block_size
 
     def choose_attention(self, requests: Sequence[LoadRequest]) -> None:
-        """Choose the faster of the two attention implementations that need no extra package."""
+        """Choose the faster of the two attention implementations that require no extra package."""
         times = {}
         for name in ("sdpa", "paged|eager"):
             self.attention = name
@@ -148,7 +148,7 @@ class ContinuousBatching:
         """Serve all requests, as they arrive or `users` at a time.
 
         Raises:
-            EngineError: a request failed, or the manager's thread ended.
+            EngineError: a request fails, or the manager's thread ends.
         """
         with quiet(), self._manager(requests) as manager:
             arrivals = ArrivalQueue(requests, users)
@@ -216,7 +216,7 @@ class ContinuousBatching:
             self._rival.set_attn_implementation("sdpa")
 
     def _num_pages(self, requests: Sequence[LoadRequest]) -> int:
-        """Return the number of pages in the memory of kvq's pool, at least those of the longest request."""
+        """Return how many pages fit in the memory of kvq's pool, at least enough for the longest request."""
         limits = self._limits
         longest = -(-max(request.tokens for request in requests) // _PAGE) + 1
         if limits.kv_memory is not None:

@@ -1,4 +1,4 @@
-"""Load of an engine benchmark: requests, their queue, and the result of serving them.
+"""Load of an engine benchmark: requests, their queue, and the results of serving them.
 
 Results are summarized as rows of `kvq bench engine`.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # clients of a server have no model
     from kvq.models import Model
 
 _median = partial(percentile, percent=50)
-_GROWTH = 1.03  # throughput that grows by less from one concurrency to the next is saturated
+_GROWTH = 1.03  # throughput is saturated if it grows by less from one concurrency to the next
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +30,17 @@ class LoadRequest:
     index: int
     prompt: list[int]
     output_tokens: int
-    arrival_s: float = 0.0  # after the start of the run; closed loops ignore it
+    arrival_s: float = 0.0  # relative to the start of the run; ignored in closed loops
     priority: Priority = Priority.INTERACTIVE
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of prompt and output together."""
+        """Total number of prompt and output tokens."""
         return len(self.prompt) + self.output_tokens
 
 
 def burst(model: "Model", requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> "Load":
-    """Return a load of batch priority whose requests all arrive at once; lengths are (low, high)."""
+    """Return a load whose requests all arrive at once, with batch priority; lengths are (low, high)."""
     return Load(
         num_requests=requests,
         input_lengths=Lengths(low=prompt[0], high=prompt[1]),
@@ -53,15 +53,15 @@ def burst(model: "Model", requests: int, prompt: tuple[int, int], output: tuple[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Load from which requests are drawn. All repeats have equal lengths and arrivals, but other tokens."""
+    """Load that generates random requests. Repeats differ in tokens, but not in lengths and arrivals."""
 
     num_requests: int
     input_lengths: Lengths
     output_lengths: Lengths
     vocab_size: int
-    max_context: int  # tokens; log-normal lengths are clamped to it
-    rate: float = math.inf  # requests per second, with exponential gaps
-    shared_prefix: float = 0.0  # share of each prompt that is the same for all
+    max_context: int  # tokens; log-normal lengths are clamped to this number
+    rate: float = math.inf  # requests per second, with exponentially distributed gaps
+    shared_prefix: float = 0.0  # share of each prompt that all requests have in common
     priority: Priority = Priority.INTERACTIVE
     seed: int = 0
 
@@ -101,7 +101,7 @@ class Load:
 
 
 class ArrivalQueue:
-    """Queue of requests: each is due at its arrival time or, with `users`, when a user is free."""
+    """Queue of requests, each of which is due at its arrival time or, with `users`, when a user is free."""
 
     def __init__(self, requests: Sequence[LoadRequest], users: int | None) -> None:
         self._requests = requests
@@ -116,7 +116,7 @@ class ArrivalQueue:
     def due(self, now: float, num_ended: int) -> list[tuple[LoadRequest, float]]:
         """Remove and return the due requests, each with its due time in seconds.
 
-        `num_ended`: number of requests that have ended so far.
+        `num_ended`: number of requests that have finished so far.
         """
         found = []
         while not self.is_done and self.wait_s(now, num_ended) <= 0:
@@ -126,7 +126,7 @@ class ArrivalQueue:
         return found
 
     def wait_s(self, now: float, num_ended: int) -> float:
-        """Return the seconds until a request is due; infinite if none is left or one must end first."""
+        """Return the seconds until a request is due; infinite if none is left or all users are busy."""
         if self.is_done:
             return math.inf
         if self._users is None:
@@ -136,14 +136,14 @@ class ArrivalQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """Request that was served, with the times of its tokens in seconds after the start of the run.
+    """Served request, with the times of its tokens in seconds after the start of the run.
 
     Raises:
-        EngineError: the number of tokens is not the requested one.
+        EngineError: the number of tokens differs from the requested number.
     """
 
     request: LoadRequest
-    due_s: float  # time at which it arrived, or its user was free
+    due_s: float  # time at which the request arrived or its user became free
     token_s: list[float]
     tokens: list[int] = field(default_factory=list)
 
@@ -166,12 +166,12 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedLoad:
-    """Result of one run over a load. Figures that a rival doesn't report are None."""
+    """Result of one run of a load. Figures that a rival doesn't report are None."""
 
     served: list[Served]
     preemptions: int | None = None
     prefix_hit_rate: float | None = None  # prompt tokens found in the prefix index / prompt tokens
-    peak_blocks: int | None = None  # live blocks, over all layer groups
+    peak_blocks: int | None = None  # live blocks in all layer groups
     pool_blocks: int | None = None
     pool_utilization: float | None = None  # median over time: filled slots / slots of live blocks
 
@@ -182,12 +182,12 @@ class ServedLoad:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens of all requests per second of the whole run."""
+        """Generated tokens of all requests per second, over the entire run."""
         return sum(one.request.output_tokens for one in self.served) / self.seconds
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Tokens of prompts (including cached ones) and outputs per second of the whole run."""
+        """Prompt tokens (including cached tokens) and output tokens per second, over the entire run."""
         return sum(one.request.tokens for one in self.served) / self.seconds
 
     @property
@@ -197,7 +197,7 @@ class ServedLoad:
 
 
 def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
-    """Return one server's row for one load over all repeats.
+    """Return one server's row for one load, summarizing all repeats.
 
     Rates are medians over repeats; latencies are percentiles over the requests or tokens of all repeats.
     """
@@ -223,7 +223,7 @@ def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> di
 
 
 def is_saturated(rows: Sequence[dict[str, Any]]) -> bool:
-    """Return True if throughput did not grow in the last of a server's rows, in order of concurrency."""
+    """Return True if throughput hardly grew in the last of a server's rows, sorted by concurrency."""
     rates = [row["output_tokens_per_s"] for row in rows]
     return len(rates) > 1 and rates[-1] < _GROWTH * max(rates[:-1])
 

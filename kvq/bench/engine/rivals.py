@@ -1,4 +1,4 @@
-"""Rivals of `kvq bench engine`, opened and checked. The row of a rival that can't run has the reason."""
+"""Rivals in `kvq bench engine`, opened and checked. A rival that can't run gets a row with the reason."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -29,17 +29,17 @@ def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
 
 
 def one_by_one(server: KvqServer, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-    """Run one request after another; return their results."""
+    """Run requests one after another, and return their results."""
     return [server.generate([request])[0] for request in requests]
 
 
 def compare(
     name: str, model: Model, alone: Sequence[CompletionOutput], tokens: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """Compare token ids with those of requests that ran one by one.
+    """Compare token ids with the results of requests that ran one by one.
 
-    Batches may differ where rounding can swap the two most likely tokens. Such a difference is counted, with
-    the gap between the two log-probabilities; any other difference raises an error.
+    Batches may differ where rounding can swap the two most likely tokens. Such differences are counted and
+    reported with the largest gap between the two log-probabilities.
 
     Raises:
         EngineError: tokens differ in a way that rounding does not explain.
@@ -66,12 +66,12 @@ def compare(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the index of the first token in which two lists differ; None if they are equal."""
+    """Return the index of the first token at which two lists differ, or None if they are equal."""
     return None if list(expected) == list(found) else num_common(expected, found)
 
 
 def _gap(output: CompletionOutput, at: int) -> float:
-    """Return the gap between a step's two largest log-probabilities; infinite beyond the output's end."""
+    """Return the gap between a step's two largest log-probabilities, or infinity beyond the output's end."""
     if output.logprobs is None or at >= len(output.logprobs):
         return float("inf")
     (_, first), (_, second) = output.logprobs[at].top[:2]
@@ -84,9 +84,9 @@ RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}
 def open_rivals(
     names: Sequence[str], model: Model, limits: EngineLimits, requests: Sequence[LoadRequest]
 ) -> Iterator[tuple[Server | None, dict[str, Any]]]:
-    """Load the model with transformers, and compare each rival with kvq with KV of the same dtype.
+    """Load the model with transformers, and compare each rival with kvq, using KV of the same dtype.
 
-    Yields each rival with the results of its check, or None and the row of a rival that can't run here.
+    Yields each rival with the results of its check, or None with the row of a rival that can't run here.
     `requests`: a few requests for the check.
 
     Raises:
@@ -103,7 +103,7 @@ def open_rivals(
             tokens = rival.generate(requests)
             if isinstance(rival, ContinuousBatching):
                 rival.choose_attention(requests)
-        except Exception as error:  # noqa: BLE001 - a third-party engine; its row has the reason
+        except Exception as error:  # noqa: BLE001 - a third-party engine; its row includes the reason
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             yield None, {"name": name, "kv": own_format(loaded), "reason": reason}
             continue

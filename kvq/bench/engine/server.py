@@ -1,4 +1,4 @@
-"""Server of a benchmark: kvq's engine with one KV format, stepped by the loop that submits requests."""
+"""Server in a benchmark: kvq's engine with one KV format, stepped by the loop that submits requests."""
 
 import itertools
 import logging
@@ -19,13 +19,13 @@ from kvq.models.loading.fused_layers import is_fused
 from kvq.scheduler import Priority
 
 _SLACK_BLOCKS = 8  # beyond the blocks of the load, for the engine's reserve and for copies
-_SAMPLE_EVERY = 8  # steps, because counting filled slots takes time
+_SAMPLE_EVERY = 8  # interval in steps, because counting filled slots takes time
 _Ended = tuple[LoadRequest, float, RequestOutput]  # with its due time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """Limits of an engine, as options of `LLM`. If no size is given, the pool fits all requests at once."""
+    """Limits of an engine, named as options of `LLM`. Without a size, the pool fits all requests at once."""
 
     kv_memory: int | str | None = None
     num_blocks: int | None = None  # per layer group
@@ -34,21 +34,21 @@ class EngineLimits:
     prefix_caching: bool = True
 
     def blocks_for(self, requests: Sequence[LoadRequest], block_size: int) -> int:
-        """Return the number of blocks that the longest `max_num_seqs` requests take at their end."""
+        """Return the number of blocks that the longest `max_num_seqs` requests take at full length."""
         blocks = sorted((-(-request.tokens // block_size) for request in requests), reverse=True)
         return round(1.02 * sum(blocks[: self.max_num_seqs])) + _SLACK_BLOCKS
 
 
 class KvqServer:
-    """Server: an engine with one KV format."""
+    """Server that runs kvq's engine with one KV format."""
 
     name = "kvq"
 
     def __init__(self, model: Model, kv: str, limits: EngineLimits, requests: Sequence[LoadRequest]) -> None:
-        """Start an engine. `requests`: one draw of the load, which sizes the pool if `limits` don't.
+        """Start an engine. `requests`: requests of the load, used to size the pool if `limits` don't.
 
         Raises:
-            ConfigError: a format that doesn't fit.
+            ConfigError: the format doesn't fit the model.
             OutOfMemory: the pool doesn't fit.
         """
         self.kv = kv
@@ -69,7 +69,7 @@ class KvqServer:
         """Serve all requests as they arrive, or `users` at a time, starting with an empty prefix index.
 
         Raises:
-            EngineError: a request failed or ended early.
+            EngineError: a request fails or ends early.
         """
         core, manager = self.llm.core, self.llm.core.scheduler.manager
         manager.drop_cached()
@@ -98,9 +98,9 @@ class KvqServer:
         )
 
     def measure_steps(self, requests: Sequence[LoadRequest], users: int | None) -> list[StepStats]:
-        """Return the steps of a run, and of one in which all requests arrive at once, for steps of all sizes.
+        """Return the steps of two runs, with all requests arriving at once in the second, to cover all sizes.
 
-        Recording the steps makes both runs a little slower.
+        Recording the steps makes both runs slightly slower.
         """
         steps: list[StepStats] = []
         at_once = [replace(request, arrival_s=0.0, priority=Priority.BATCH) for request in requests]
@@ -113,7 +113,7 @@ class KvqServer:
         return steps
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-        """Return the greedy results of requests that run together, with two log-probabilities per step."""
+        """Return the greedy results of concurrent requests, with two log-probabilities per step."""
         self.llm.core.scheduler.manager.drop_cached()
         outputs = self.llm.generate(
             [request.prompt for request in requests],
@@ -132,7 +132,7 @@ class KvqServer:
         self.llm.close()
 
     def submit(self, request: LoadRequest, due_s: float, ended: list[_Ended]) -> None:
-        """Submit a request for greedy tokens; its result is added to `ended`."""
+        """Submit a request for greedy tokens, and append the result to `ended` when it finishes."""
         core = self.llm.core
 
         def listen(event: Event) -> None:
@@ -145,7 +145,7 @@ class KvqServer:
 
 
 class _GraphsRefused(logging.Handler):
-    """Log handler that records why the engine captures no CUDA graphs of its decode steps."""
+    """Log handler that records why the engine captures no CUDA graphs for decode steps."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -167,7 +167,7 @@ class _GraphsRefused(logging.Handler):
 
 
 class _Gauge:
-    """Gauge of the peak of live blocks and of the share of their filled slots, sampled between steps."""
+    """Gauge of the peak number of live blocks and the share of their slots in use, sampled between steps."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager

@@ -13,20 +13,20 @@ from kvq.models import Model
 from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.weights import weight_bytes
 
-_LEAST = 4  # minimum steps near a number of tokens for a separate point
+_LEAST = 4  # minimum number of steps near a number of tokens for a separate point
 _FEWEST_STEPS = 32
 _ROUNDS = 12
 _NEGLIGIBLE = 0.02  # relative error
 
 
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
-    """Fit step costs in the form that `kvq.capacity.plan.step_time` reads; None for too few steps.
+    """Fit step costs in the form that `kvq.capacity.plan.step_time` reads; None if steps are too few.
 
-    Also returns None for models with sliding windows (decodes see fewer tokens than are counted here) or with
-    experts (steps with more tokens read more of them), and for families whose parameters are not counted.
+    Also returns None for models with sliding windows (decodes see fewer tokens than are counted here) or
+    experts (steps with more tokens read more experts), and for families whose parameters are not counted.
 
-    The fit minimizes relative errors, with no negative costs. The cost of linear layers is linear between
-    powers of two tokens; that of decodes depends on the tokens that they see, that of prefill on query-key
+    The fit minimizes relative errors without negative costs. The cost of linear layers is linear between
+    powers of two tokens. Decode costs depend on the tokens that decodes see, prefill costs on query-key
     pairs, and each sequence adds a constant.
     """
     layout, geometry = model.layout, model.geometry
@@ -64,19 +64,19 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
 
 
 def read_bytes(model: Model, parameters: Parameters) -> float:
-    """Return the bytes of weights that a step of one token reads."""
+    """Return the bytes of weights read by a step of one token."""
     return weight_bytes(model.weights.model) * read_share(parameters, 1)
 
 
 def _knots(rows: Sequence[int]) -> list[int]:
-    """Return the powers of two that have some steps around them."""
+    """Return the powers of two with enough steps near them."""
     powers = [1 << i for i in range(max(rows).bit_length() + 1)]
     near = [power for power in powers if sum(power / 1.5 < n <= power * 1.5 for n in rows) >= _LEAST]
     return near or [sorted(rows)[len(rows) // 2]]
 
 
 def _hats(count: int, knots: Sequence[int]) -> list[float]:
-    """Return the weight of each knot for a number of tokens, linear between knots and beyond the last."""
+    """Return the weight of each knot for `count` tokens, linear between knots and beyond the last knot."""
     hats = [0.0] * len(knots)
     if len(knots) == 1 or count <= knots[0]:
         hats[0] = 1.0
@@ -91,7 +91,7 @@ def _hats(count: int, knots: Sequence[int]) -> list[float]:
 def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
     """Fit with least absolute errors, by iteratively reweighted least squares.
 
-    This way, a step that waited for a kernel's compilation or another process does not outweigh others.
+    As a result, a step that waited for kernel compilation or another process does not outweigh the others.
     """
     weights = torch.ones_like(target)
     costs: list[float] = []

@@ -1,4 +1,4 @@
-"""`kvq bench attention`: one layer's attention over quantized blocks, against torch's over dense tensors."""
+"""`kvq bench attention`: one layer's attention over quantized blocks, compared with torch's attention."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +36,8 @@ def bench_attention(
 ) -> tuple[Rows, float]:
     """Check every contender against fp64, then time them interleaved.
 
-    `rivals`: a folder with a rivals.py; see `_third_parties`. Returns the rows and the memory read bandwidth,
-    measured in the same run, in GB/s.
+    `rivals`: a folder with a rivals.py; see `_third_parties`. Returns the rows and the memory read bandwidth
+    in GB/s, measured in the same run.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -90,7 +90,7 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
 
 
 def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch | StagedBatch]:
-    """Return kvq's contender, its cache, and the batch that attends to the cache."""
+    """Return kvq's contender, its cache, and the batch that attends over the cache."""
     is_staged = layout_of(workload, kv).recipe.is_staged
     cache, batch, copies = (filled_staged if is_staged else filled_cache)(workload, kv)
     q = queries(workload)
@@ -124,7 +124,7 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
 
 
 def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """Return the contender that attends in one Triton kernel, because a captured batch gathers no rows."""
+    """Return the contender that attends in one Triton kernel, since a captured batch gathers no rows."""
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     captured = replace(batch, is_captured=True)
     return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])
@@ -143,7 +143,7 @@ def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: Sequenc
 
 
 def _of_rounding(workload: Workload, cache: KVCache, batch: SequenceBatch, truth: Tensor) -> float:
-    """Return twice the relative error that only rounding queries to 8 bits causes in the last sequence."""
+    """Return twice the relative error caused by only rounding queries to 8 bits, for the last sequence."""
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
     held = rounded_queries(queries(workload)[-1], cache.layer(0).formats.k)
     return 2 * relative_error(exact_attention(held, k[0], v[0], workload.head_dim**-0.5), truth)
@@ -158,7 +158,7 @@ def _multiplies_8_bits(workload: Workload, cache: KVCache) -> bool:
 
 
 def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """Return the contender that dequantizes everything, then runs torch's attention."""
+    """Return the contender that first dequantizes all K and V, then runs torch's attention."""
     q, scale = queries(workload), workload.head_dim**-0.5
 
     def run(copy: int) -> Tensor:
@@ -170,7 +170,7 @@ def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: Sequ
 
 
 def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
-    """Yield torch's attention over contiguous K and V, in both forms of grouped-query attention."""
+    """Yield torch's attention over contiguous K and V, in two forms of grouped-query attention."""
     k, v = (x.to(dtype) for x in dense_kv(workload))
     scale, q = workload.head_dim**-0.5, queries(workload).to(dtype)
     copies = copies_for(workload.device, 2 * k.nbytes)
@@ -197,10 +197,10 @@ def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
 
 
 def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
-    """Yield the contenders of a user's rivals.py, which defines `contenders(workload, q, k, v)`.
+    """Yield the contenders from a user's rivals.py, which defines `contenders(workload, q, k, v)`.
 
-    That function yields (name, kv, bytes read, run). `q` is [sequences, new, q_heads, head_dim], `k` and `v`
-    are [sequences, kv_heads, tokens, head_dim], and `run()` returns a tensor of the shape of `q`.
+    This function must yield (name, kv, bytes read, run). `q` is [sequences, new, q_heads, head_dim], `k` and
+    `v` are [sequences, kv_heads, tokens, head_dim], and `run()` returns a tensor with the shape of `q`.
     """
     if not workload.is_even:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`kvq bench attention --latent-dim`: latent attention over quantized latents, compared with torch's.
+"""`kvq bench attention --latent-dim`: attention over quantized latents, compared with torch's attention.
 
 `--expanded` compares latents with K and V of every head, for the same layer. Both contenders get per-head
 queries and the new tokens' latents, as in the model's code. With latents, the projection is absorbed into
@@ -41,10 +41,10 @@ _ALLOWED_EXPANDED = _ALLOWED | {torch.float32: 5e-4}
 
 
 def latent_contenders(workload: Workload, formats: Sequence[str], dense: bool) -> Iterator[Contender]:
-    """Yield kvq for every format of latents, and torch's attention. Rotary parts have the queries' dtype.
+    """Yield kvq with every latent format, and torch's attention. Rotary parts have the queries' dtype.
 
     Raises:
-        ConfigError: more than one KV head.
+        ConfigError: there is more than one KV head.
     """
     check_one_head(workload)
     for i, kv in enumerate(formats):
@@ -91,7 +91,7 @@ def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, 
 
 
 def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor]) -> Contender:
-    """Return torch's attention over the same keys and values in contiguous form, with query heads as rows."""
+    """Return torch's attention over the same keys and values, made contiguous, with query heads as rows."""
     nbytes = stored[0].numel() * workload.dtype.itemsize
     copies = copies_for(workload.device, nbytes)
     keys = [stored[0].to(workload.dtype, copy=True) for _ in range(copies)]
@@ -132,7 +132,7 @@ _Linear = Callable[[Tensor], Tensor]
 def _projection(workload: Workload, each: int) -> tuple[LatentExpansion, _Linear]:
     """Return a projection from latents to heads in two forms: absorbed into attention, and as a Linear layer.
 
-    Its weights are random and exact in bf16, as in checkpoints.
+    The weights are random and exactly representable in bf16, as in checkpoints.
     """
     _, latent = workload.dims
     random = torch.Generator().manual_seed(workload.seed)
@@ -145,12 +145,12 @@ def _projection(workload: Workload, each: int) -> tuple[LatentExpansion, _Linear
 
 
 def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iterator[Contender]:
-    """Yield kvq over latents and over heads, for every format.
+    """Yield kvq's attention over latents and over heads, for every format.
 
-    `each`: elements of a head's V, and of its K without the rotary part.
+    `each`: number of elements of a head's V, and of its K without the rotary part.
 
     Raises:
-        ConfigError: no latents, or more than one KV head.
+        ConfigError: there are no latents, or there is more than one KV head.
     """
     if workload.latent_dim is None:
         raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
@@ -221,7 +221,7 @@ def _contender(
 def _filled(
     workload: Workload, layout: KVLayout, heads: LatentExpansion | None = None
 ) -> tuple[KVCache, SequenceBatch]:
-    """Return a cache of random latents and rotary keys, or of the heads that they expand to, and its step."""
+    """Return a cache of random latents and rotary keys, or of the heads they expand to, and its step."""
     layout.recipe.check_unstaged("a benchmark of latent attention")
     tables, blocks = shuffled_tables(workload), sum(blocks_of(workload))
     cache = KVCache(layout, num_blocks=[blocks], device=workload.device, backend=workload.backend)

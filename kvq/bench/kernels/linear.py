@@ -1,4 +1,4 @@
-"""`kvq bench linear`: a Linear layer with quantized weights, compared with torch's and plain weights."""
+"""`kvq bench linear`: a Linear layer with quantized weights, compared with unquantized weights."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearWorkload:
-    """Shape of one Linear layer, and the rows of its inputs."""
+    """Shape of one Linear layer and the number of rows of its inputs."""
 
     out_features: int
     in_features: int
@@ -53,10 +53,10 @@ def bench_linear(
     repeats: int = 20,
     progress: Progress = UNWATCHED.progress,
 ) -> tuple[Rows, float]:
-    """Check every contender against fp64, then time them interleaved, with weights rotated to be uncached.
+    """Check every contender against fp64, then time them interleaved, rotating weights to prevent caching.
 
-    The limit is the time to read the weights and, on a GPU, torch's rate of matrix products, doubled for
-    rounded inputs. Returns the rows and the memory read bandwidth, measured in the same run, in GB/s.
+    The limit is the time to read the weights or, if longer, to multiply at torch's rate on a GPU, doubled for
+    rounded inputs. Returns the rows and the memory read bandwidth in GB/s, measured in the same run.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -85,7 +85,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     """Parse the numbers of outputs and inputs from a text such as `4096x11008`.
 
     Raises:
-        ConfigError: the text is not two positive numbers with an x between them.
+        ConfigError: the text does not consist of two positive numbers separated by an x.
     """
     outputs, _, inputs = text.lower().partition("x")
     if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
@@ -94,7 +94,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def over_codes(workload: LinearWorkload, name: str) -> Contender:
-    """Return kvq's kernel with weights in a format."""
+    """Return a contender that runs kvq's kernel with weights in the format `name`."""
     fmt = parse_weight_format(name)
     is_cpu = workload.device.type == "cpu"
     weight = round_weight(workload.weight(), fmt, dtype=torch.float32 if is_cpu else workload.dtype)
@@ -103,7 +103,7 @@ def over_codes(workload: LinearWorkload, name: str) -> Contender:
     x = workload.inputs().to(workload.dtype)
     allowed = _ALLOWED[workload.dtype]
     if fmt.inputs is not Inputs.FULL and workload.dtype is torch.float32:
-        allowed /= 20  # because the reference's inputs are rounded, too
+        allowed /= 20  # because the reference's inputs are also rounded
     copies = copies_for(workload.device, weight.nbytes)
     layers = [kernel.run(weight) for _ in range(copies)]
     return Contender(
@@ -119,7 +119,7 @@ def over_codes(workload: LinearWorkload, name: str) -> Contender:
 
 
 def _plain(workload: LinearWorkload) -> Iterator[Contender]:
-    """Yield products with unquantized weights: torch's (on CPUs oneDNN with packed weights) and kvq's."""
+    """Yield products with unquantized weights in kvq and torch (on CPUs, oneDNN with packed weights)."""
     is_cpu = workload.device.type == "cpu"
     if is_cpu and workload.backend != "reference" and not isinstance(load(), str):
         for dtype in (torch.float32, torch.bfloat16):  # dtype of weights; the product is in fp32
@@ -132,7 +132,7 @@ def _plain(workload: LinearWorkload) -> Iterator[Contender]:
 def _unquantized(
     workload: LinearWorkload, name: str, backend: str, dtype: torch.dtype, inputs: torch.dtype
 ) -> Contender:
-    """Return a product of inputs and weights in the given dtypes."""
+    """Return a contender that multiplies inputs and weights of these dtypes."""
     weight = workload.weight().to(dtype)
     x = workload.inputs().to(inputs)
     copies = copies_for(workload.device, weight.nbytes)

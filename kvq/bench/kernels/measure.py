@@ -1,4 +1,4 @@
-"""Measurement of kernels: contenders are checked, then timed alternately; memory bandwidth is measured."""
+"""Kernel measurements: checks and alternating timing of contenders, and memory bandwidth."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from kvq.evals.watch import Progress
 
 Run = Callable[[int], Tensor]  # one call; the argument selects one of several copies of the data
 Rows = list[dict[str, Any]]
-_GPU_CALLS = 20  # minimum per sample
+_GPU_CALLS = 20  # minimum number of calls per sample
 _WARM_UP = 3
 _MOST_COPIES = 64
 _PEAK_SIZE = 8192  # rows and columns of the matrices for timing products
 
 
 class Stopwatch:
-    """Stopwatch of one contender: wall-clock time on a CPU, a replayed graph between events on a GPU."""
+    """Stopwatch for one contender: wall-clock time on a CPU, or a replayed graph between events on a GPU."""
 
     def __init__(self, run: Run, copies: int, device: torch.device) -> None:
         self._run = run
@@ -38,7 +38,7 @@ class Stopwatch:
         self._is_gpu = device.type == "cuda"
 
     def sample(self) -> float:
-        """Return the milliseconds of one call; on a GPU, the mean over a batch of calls."""
+        """Return the duration of one call in milliseconds; on a GPU, the mean over a batch of calls."""
         if not self._is_gpu:
             begin = perf_counter()
             self._run(self._next)
@@ -56,7 +56,7 @@ class Stopwatch:
         return float(begin_event.elapsed_time(end_event)) / self._calls
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        """Return all calls of a sample as one graph; None if the contender synchronizes."""
+        """Return all calls of a sample as one graph, or None if the contender synchronizes."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
@@ -71,15 +71,15 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """Contender: a way to compute the result. Its row has `name`, `backend` and the keys of `over`."""
+    """One way to compute a result. Its row has `name`, `backend` and the keys of `over`."""
 
     name: str
     backend: str
     over: dict[str, str]  # kv or weights -> format
     run: Run
-    nbytes: int  # read by one call from one copy of the data
+    nbytes: int  # bytes read by one call from one copy of the data
     copies: int
-    truth: Tensor  # fp64, the last rows that `run` should return
+    truth: Tensor  # fp64, correct values of the last rows returned by `run`
     allowed: float  # relative error
 
     def check(self) -> float:
@@ -100,7 +100,7 @@ class Contender:
 def compete(contenders: Sequence[Contender], repeats: int, progress: Progress) -> tuple[Rows, float]:
     """Check every contender, then time them interleaved.
 
-    Returns a row for each, and the memory read bandwidth, measured in the same run, in GB/s.
+    Returns a row per contender, and the memory read bandwidth in GB/s, measured in the same run.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -125,7 +125,7 @@ def compete(contenders: Sequence[Contender], repeats: int, progress: Progress) -
 
 
 def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) -> list[dict[str, float]]:
-    """Sample all stopwatches `repeats` times, alternately; return `ms_median`, `ms_p10`, `ms_p90` of each."""
+    """Sample all stopwatches alternately, `repeats` times; return each `ms_median`, `ms_p10` and `ms_p90`."""
     samples: list[list[float]] = [[] for _ in watches]
     for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
         samples[i].append(watches[i].sample())
@@ -136,7 +136,7 @@ def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) 
 
 
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
-    """Return the GB/s at which a sum reads data much larger than any cache, as the median of several runs."""
+    """Return the GB/s at which a sum reads data much larger than any cache (median of several runs)."""
     nbytes = nbytes or (1 << 32 if device.type == "cuda" else 1 << 29)
     x = torch.ones(nbytes // 4, device=device)
     watch = Stopwatch(lambda _: x.sum(), 1, device)
@@ -145,14 +145,14 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of torch's product of two large matrices, as the median of several."""
+    """Return the operations per second of torch's product of two large matrices (median of several runs)."""
     a, b = (torch.randn(_PEAK_SIZE, _PEAK_SIZE, device=device, dtype=dtype) for _ in range(2))
     watch = Stopwatch(lambda _: a @ b, 1, device)
     return 2e3 * _PEAK_SIZE**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of the last-level cache in bytes; data should be several times as large, or rotated."""
+    """Return the size of the last-level cache in bytes. Data should be several times as large, or rotated."""
     if device.type == "cuda":
         size: int = torch.cuda.get_device_properties(device).L2_cache_size
         return size
@@ -160,12 +160,12 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def copies_for(device: torch.device, nbytes: int) -> int:
-    """Return the number of copies of `nbytes` that fill four times the last-level cache, at most 64."""
+    """Return how many copies of `nbytes` bytes fill four times the last-level cache, at most 64."""
     return max(1, min(_MOST_COPIES, -(-4 * cache_bytes(device) // max(1, nbytes))))
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of one sequence's last tokens in fp64.
+    """Compute causal attention for the last tokens of one sequence in fp64.
 
     `q`: [new, q_heads, dim]; `k`, `v`: [kv_heads, keys, dim]. Returns fp64 [new, q_heads, dim].
     """

@@ -1,4 +1,4 @@
-"""Staged recipes in benchmarks: tokens are written and sealed as in steps, recent ones in rings of blocks."""
+"""Staged recipes in benchmarks: tokens are written and sealed as in steps, with rings for recent tokens."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,10 @@ _CHUNK = 512  # tokens written at a time
 
 
 def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, int]:
-    """Return a filled cache of a staged recipe, the step that reads it, and its number of layers.
+    """Return a filled cache of a staged recipe, the step that reads the cache, and the number of layers.
 
     Raises:
-        ConfigError: more than one new token per sequence, because each would see other keys as recent.
+        ConfigError: there is more than one new token per sequence, each with different recent keys.
     """
     if workload.new > 1:
         raise ConfigError(f"{kv} is staged, which is timed in decode only; leave out --new {workload.new}")
@@ -60,14 +60,14 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
 
 
 def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
-    """Return the steps to time, by the names of their rows.
+    """Return the steps to time, keyed by the names of their rows.
 
-    In "kvq", contexts have the given lengths, or one token less, so that the new token seals no block. In
-    "kvq, sealing a block each", they are up to a block shorter, so that the new token seals a block of every
+    In "kvq", contexts have the workload's lengths, or one token less if the new token would seal a block. In
+    "kvq, sealing a block each", contexts are up to a block shorter, so the new token seals a block of every
     sequence, which normally happens once in `block_size` steps.
     """
     recent, size = layout_of(workload, kv).exact.recent, workload.block_size
-    late = [(n - recent) % size for n in workload.contexts]  # tokens since it sealed a block
+    late = [(n - recent) % size for n in workload.contexts]  # number of tokens since the last sealed block
     quiet = tuple(max(1, n - (over == 0)) for n, over in zip(workload.contexts, late, strict=True))
     steps = {"kvq": replace(workload, contexts=quiet)}
     sealing = tuple(n - over for n, over in zip(workload.contexts, late, strict=True))
@@ -77,7 +77,7 @@ def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
 
 
 def _of_sequence(batch: StagedBatch, i: int, new: int, end: int) -> StagedBatch:
-    """Return the step that adds `new` tokens to one sequence, up to `end`."""
+    """Return the step that adds `new` tokens to sequence `i`, up to length `end`."""
     parts = {
         name: part and replace(part, query_lens=(new,), context_lens=(end,), tables=part.tables[i : i + 1])
         for name in ("sealed", "recent", "sinks")
@@ -93,7 +93,7 @@ def _staged(cache: KVCache, layer: int) -> StagedStore:
 
 
 def visible_kv(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
-    """Return the K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
+    """Return the K and V visible to the last sequence's query, fp32 [1, kv_heads, tokens, dim] each."""
     kv, last = _staged(cache, 0).kv, batch.sealed.context_lens[-1]
     rows = cache.gather(0, batch.sealed.tables[-1:], 0, last, unrotate=True)
     first, edge = _old(cache.layout, last)
@@ -106,14 +106,14 @@ def visible_kv(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
 
 
 def read_bytes(layout: KVLayout, context: int) -> float:
-    """Return the bytes that one query reads in all layers, for sealed tokens quantized and others not."""
+    """Return the bytes read by one query in all layers, with only sealed tokens quantized."""
     first, edge = _old(layout, context)
     plain = layout.staging_of(0).block_bytes / layout.block_size
     return layout.kv_bytes_per_token * (edge - first) + plain * (context - edge + first)
 
 
 def _old(layout: KVLayout, context: int) -> tuple[int, int]:
-    """Return the range of tokens that the last of `context` tokens sees quantized."""
+    """Return the range (first, end) of tokens that are quantized for the last of `context` tokens."""
     exact = layout.exact
     edge = Part(age=Age.YOUNG, recent=exact.recent, block_size=layout.block_size).edge(context - 1)
     return min(exact.sinks, edge), edge

@@ -1,4 +1,4 @@
-"""`kvq bench tune`: search for the fastest attention tiles on this GPU, compiling only a few."""
+"""`kvq bench tune`: search for the fastest attention tiles on this GPU, compiling only a few of them."""
 
 import itertools
 import json
@@ -20,18 +20,18 @@ from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
 from kvq.kernels.linear.tiles import LinearTile
 
 Change = dict[str, int | None]
-Cost = tuple[float, ...]  # the lowest is the best
-Costs = dict[TileShape, Cost | None]  # None: it does not compile, or is wrong
+Cost = tuple[float, ...]  # lower is better
+Costs = dict[TileShape, Cost | None]  # None: the tile does not compile, or its result is wrong
 _DECODE = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))  # keys, warps
-# By their instruction counts, tiles with 64 keys per warp spill registers, and with 8 warps only one program
-# runs, so they are left out
+# According to instruction counts, tiles with 64 keys per warp spill registers, and with 8 warps only one
+# program runs, so these are omitted
 _EXTEND = ((64, 4), (64, 8), (128, 8))  # rows, warps
 _REGISTERS = (None, 168, 128)  # for 8, 12 and 16 warps per multiprocessor
-STAGES = range(2, 8)  # two stages need one more tile, since rows wait for their table entry
+STAGES = range(2, 8)  # two stages need an additional tile, since rows wait for their table entry
 
 
 def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
-    """Return the axes of the search for "decode" or "extend": the tile, its registers, its stages."""
+    """Return the search axes for "decode" or "extend": tile sizes, registers and stages."""
     decode = [(DECODE_ROWS, *cut) for cut in _DECODE]
     extend = [(rows, keys, warps) for rows, warps in _EXTEND for keys in (32, 64)]
     tiles: list[Change] = [
@@ -44,7 +44,7 @@ def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
 def search(
     ways: Sequence[Sequence[Change]], start: TileShape, cost: Callable[[TileShape], Cost | None]
 ) -> Costs:
-    """Search along one axis after another from the best tile so far; return all tried tiles with costs."""
+    """Search each axis in turn, starting from the best tile so far; return all tried tiles with costs."""
     found = {start: cost(start)}
     for axis in ways:
         own = cheapest(found) or start
@@ -56,7 +56,7 @@ def search(
 
 
 def cheapest(found: Costs) -> TileShape | None:
-    """Return the first tile with the lowest cost; None if all were refused."""
+    """Return the first tile with the lowest cost, or None if no tile has a cost."""
     had = {tile: cost for tile, cost in found.items() if cost is not None}
     return min(had, key=lambda tile: had[tile], default=None)
 
@@ -64,12 +64,12 @@ def cheapest(found: Costs) -> TileShape | None:
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
 _TIMED_IN_TURN = 6  # tiles
-_LOOKS = 3  # samples of each tile in the first look
+_LOOKS = 3  # number of samples per tile in the first round
 _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def kind_of(workload: Workload) -> str:
-    """Return the kind of tiles for the workload's query rows per KV head: "decode" or "extend"."""
+    """Return the kind of tiles, "decode" or "extend", for the workload's query rows per KV head."""
     height = workload.new * workload.q_heads // workload.kv_heads
     return "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
 
@@ -79,9 +79,9 @@ def tune(
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
     """Time attention tiles; return their key, the best tile, and the rows of the tiles in the final round.
 
-    A first look at each tile alone finds the tiles that compile and are correct; the fastest `_TIMED_IN_TURN`
-    are then timed alternately. The tiles of a staged format are those for its sealed blocks, timed with
-    everything that its steps read.
+    A first round runs each tile separately to find the tiles that compile and are correct; the fastest
+    `_TIMED_IN_TURN` tiles are then timed alternately. For a staged format, the tiles apply to its sealed
+    blocks, and timing includes everything that its steps read.
 
     Raises:
         KVQError: no tile compiles and is correct.
@@ -114,7 +114,7 @@ def tune(
 def fastest(
     own: Contender, key: str, found: Sequence[_Tile], *, repeats: int
 ) -> tuple[_Tile, list[dict[str, Any]]]:
-    """Time tiles alternately; return the best, and the rows of all tiles that run and are correct.
+    """Time tiles alternately; return the fastest, and the rows of all tiles that run and are correct.
 
     Raises:
         KVQError: no tile runs and is correct.
@@ -142,7 +142,7 @@ def _is_right(own: Contender) -> bool:
 def write_table(
     found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE, *, origin: str = "timed"
 ) -> None:
-    """Write tiles into the table. Other entries are kept, as are timed ones unless `origin` is "timed"."""
+    """Write tiles to the table, keeping other entries, and timed entries unless `origin` is "timed"."""
     entries: dict[str, Any] = json.loads(path.read_text())["shapes"] if path.exists() else {}
     for key, shape in found:
         if origin == "timed" or entries.get(key, {}).get(shapes.ORIGIN) != "timed":

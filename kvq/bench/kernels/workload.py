@@ -1,4 +1,4 @@
-"""Workload of attention benchmarks: shape, random rows in shuffled blocks, and dense copies."""
+"""Workload of attention benchmarks: its shape, random rows in shuffled blocks, and dense copies."""
 
 import math
 import random
@@ -22,10 +22,10 @@ _CHUNK = 8192  # tokens written at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Workload of a benchmark: the shape of one layer's step."""
+    """Workload of an attention benchmark: the shape of a step in one layer."""
 
-    contexts: tuple[int, ...]  # tokens of every sequence, including the new ones
-    new: int  # tokens that every sequence adds
+    contexts: tuple[int, ...]  # number of tokens of every sequence, including new tokens
+    new: int  # number of new tokens per sequence
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -40,7 +40,7 @@ class Workload:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Numbers of elements of a token's K and V in a head."""
+        """Numbers of elements of a token's K and V in one head."""
         return self.head_dim, self.head_dim if self.latent_dim is None else self.latent_dim
 
     @property
@@ -88,7 +88,7 @@ def queries(workload: Workload) -> Tensor:
 
 
 def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
-    """Return K and V of equally long sequences, fp32 [sequences, kv_heads, tokens, head_dim]."""
+    """Return K and V for sequences of equal length, fp32 [sequences, kv_heads, tokens, head_dim]."""
     shape = (len(workload.contexts), workload.kv_heads, workload.contexts[0], workload.head_dim)
     source = torch.Generator(device=workload.device).manual_seed(workload.seed)
     k, v = (torch.randn(shape, generator=source, device=workload.device) for _ in range(2))
@@ -96,9 +96,10 @@ def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
 
 
 def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, int]:
-    """Return a cache with random rows in shuffled blocks, the step that reads it, and its number of layers.
+    """Return a cache with random rows in shuffled blocks, the step that reads it, and the number of layers.
 
-    Every layer stores a copy; together, the copies are several times as large as the last-level cache.
+    Every layer stores a copy of the rows; together, the copies are several times as large as the last-level
+    cache.
     """
     layout, needs = layout_of(workload, kv), blocks_of(workload)
     layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
@@ -115,7 +116,7 @@ def blocks_of(workload: Workload) -> list[int]:
 def filled(
     workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
 ) -> SequenceBatch:
-    """Write the same random rows to shuffled blocks of all layers; return the step that reads them."""
+    """Write the same random rows to shuffled blocks of all layers, and return the step that reads them."""
     tables = shuffled_tables(workload)
     for i, position, k, v in random_rows(workload, _CHUNK):
         slots = slots_of(tables[i], position, workload.block_size)
@@ -146,7 +147,7 @@ def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, T
 
 
 def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
-    """Return the step that reads the blocks in `tables`, whose new tokens are the last ones."""
+    """Return the step that reads the blocks in `tables`, with each sequence's last tokens as new tokens."""
     return SequenceBatch(
         query_lens=(workload.new,) * len(workload.contexts),
         context_lens=workload.contexts,
@@ -163,7 +164,7 @@ def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
 def layout_of(workload: Workload, kv: str) -> KVLayout:
     """Return a layout of equal layers that together are several times as large as the last-level cache.
 
-    Bare format names are timed without staging; staged blocks are timed if the name requests them.
+    The layout is staged only if the format name requests staging.
     """
     one = _plan(workload, kv, layers=1)
     return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))

@@ -19,10 +19,10 @@ def bench_write(
     repeats: int = 20,
     progress: Progress = UNWATCHED.progress,
 ) -> list[dict[str, Any]]:
-    """Time writing the last `new` tokens of every sequence, as a decode step does.
+    """Time writing the last `new` tokens of every sequence, as in a decode step.
 
     Raises:
-        KVQError: bytes differ from the reference's; nothing was timed.
+        KVQError: the bytes differ from the reference's bytes; nothing was timed.
     """
     watches: list[Stopwatch] = []
     rows: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def bench_write(
 
 
 def _check(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: str) -> None:
-    """Raise KVQError unless the bytes in the pool equal those of the reference."""
+    """Raise KVQError unless the bytes in the pool equal the reference's bytes."""
     cache.write(0, k, v, slots)
     mine = cache.pool(0).clone()
     reference(k, v, cache.layer(0), slots)

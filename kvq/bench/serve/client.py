@@ -18,7 +18,7 @@ _MAX_HEADERS = 200
 _MAX_BODY = 1 << 30  # bytes
 _MAX_DIGITS = 16  # in a size
 
-# Disconnects a client after its first token, instead of reading to the end
+# Disconnects a client after its first token instead of reading to the end
 Leave = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -34,7 +34,7 @@ class Endpoint:
 
     @classmethod
     def from_url(cls, url: str, key: str = "none") -> "Endpoint":
-        """Return the endpoint of a URL such as http://127.0.0.1:8000.
+        """Return the endpoint for a URL such as http://127.0.0.1:8000.
 
         Raises:
             ConfigError: the URL is not an HTTP URL with a host.
@@ -45,7 +45,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Sent:
-    """Request that was sent, and its outcome; times are in seconds on this process's clock."""
+    """Sent request with its outcome; times are in seconds on this process's clock."""
 
     request: LoadRequest
     due_s: float
@@ -59,7 +59,7 @@ class Sent:
 
 
 async def send(target: Endpoint, request: LoadRequest, due_s: float, leave: Leave | None = None) -> Sent:
-    """Request a streamed completion; server errors are recorded, never raised."""
+    """Request a streamed completion; server errors are recorded rather than raised."""
     sent = Sent(request, due_s, leave)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -76,7 +76,8 @@ async def get(target: Endpoint, path: str, *, timeout_s: float = 10.0) -> tuple[
     """Send a GET request; return the status and body of the response.
 
     Raises:
-        OSError: no connection; TimeoutError: no response in time; EOFError, ValueError: an invalid response.
+        OSError: there is no connection; TimeoutError: no response in time; EOFError, ValueError: invalid
+        response.
     """
     async with asyncio.timeout(timeout_s):
         reader, writer = await _connect(target)
@@ -89,7 +90,7 @@ async def get(target: Endpoint, path: str, *, timeout_s: float = 10.0) -> tuple[
 
 
 async def first_model(target: Endpoint) -> dict[str, Any]:
-    """Return the first model that `/v1/models` lists; its `id` is a string.
+    """Return the first model listed at `/v1/models`; its `id` is a string.
 
     Raises:
         OSError, TimeoutError, EOFError, ValueError: as in `get`.

@@ -1,4 +1,4 @@
-"""Server process: `kvq serve`, started, pinned to cores, and ended."""
+"""Server process that runs `kvq serve`, optionally pinned to cores."""
 
 import asyncio
 import os
@@ -27,10 +27,10 @@ _PORTS = range(20_000, 32_000)  # below the ephemeral ports of operating systems
 
 
 def free_port() -> int:
-    """Return a free, non-ephemeral port of this machine, for a server that is started next.
+    """Return a free, non-ephemeral port on this machine, for a server that is about to start.
 
     Raises:
-        EngineError: no free port was found.
+        EngineError: no free port is found.
     """
     for port in random.sample(_PORTS, 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -41,7 +41,7 @@ def free_port() -> int:
 class ServerProcess:
     """Server on a free port of this machine, with a separate engine process.
 
-    With `pin`, the HTTP process shares the first core with this process, and the engine has the others.
+    With `pin`, the HTTP process shares the first core with this process, and the engine uses the other cores.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ServerProcess:
         key: str = "none",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Start the server. `options`: of `kvq serve`, without a port. `tls`: for clients, if HTTPS is on."""
+        """Start the server. `options`: for `kvq serve`, without a port. `tls`: for clients if HTTPS is on."""
         port = free_port()
         self.target = Endpoint(host="127.0.0.1", port=port, model="", key=key, tls=tls)
         self.model: dict[str, Any] = {}  # entry in /v1/models
@@ -90,7 +90,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """Output of the server so far, as text."""
+        """Log output of the server so far, as text."""
         return os.pread(self._log.fileno(), 1 << 26, 0).decode(errors="replace")
 
     @property
@@ -98,7 +98,7 @@ class ServerProcess:
         """Process id of the engine.
 
         Raises:
-            EngineError: there is no engine process now.
+            EngineError: there is currently no engine process.
         """
         pid = self.process.pid
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
@@ -112,7 +112,7 @@ class ServerProcess:
         """Wait until the server accepts requests; return the waiting time in seconds.
 
         Raises:
-            EngineError: the server ended, or took longer than `timeout_s`.
+            EngineError: the server ends, or takes longer than `timeout_s`.
         """
         began = perf_counter()
         while await self.status("/health/ready") != 200:
@@ -123,7 +123,7 @@ class ServerProcess:
         return perf_counter() - began
 
     async def status(self, path: str) -> int:
-        """Return the status of a GET request, or 0 without a response."""
+        """Return the status of a GET request, or 0 if there is no valid response."""
         try:
             return (await get(self.target, path))[0]
         except (OSError, EOFError, ValueError, TimeoutError):

@@ -1,4 +1,4 @@
-"""`kvq bench serve`: servers under load over HTTP, alternately.
+"""`kvq bench serve`: servers under load over HTTP, measured alternately.
 
 Each request is sent at its arrival time, or a fixed number of users send one request after another.
 """
@@ -30,10 +30,10 @@ async def run_load(
     leave: Callable[[LoadRequest], Leave | None] = lambda request: None,
     step: Callable[[], object] = lambda: None,
 ) -> list[Sent]:
-    """Send all requests as they arrive, or `users` at a time; return results in the order of `requests`.
+    """Send all requests as they arrive, or `users` at a time, and return results in the order of `requests`.
 
-    `leave`: returns a function that disconnects a request's client early, or None. `step` is called after
-    each request.
+    `leave` returns a function that disconnects a request's client early, or None. `step` is called after each
+    request.
     """
     began = perf_counter()
 
@@ -60,7 +60,7 @@ async def run_load(
 
 
 def as_served(sent: Sequence[Sent]) -> ServedLoad:
-    """Return the completed requests in the form that `kvq bench engine` uses."""
+    """Return the completed requests in the form used by `kvq bench engine`."""
     begin = min(one.due_s for one in sent)
     return ServedLoad(
         served=[
@@ -76,7 +76,7 @@ def as_served(sent: Sequence[Sent]) -> ServedLoad:
 
 
 def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
-    """Return counts of the outcomes of requests, and the latency of refusals."""
+    """Return the number of requests with each outcome, and the latency of refusals."""
     refused = [one for one in sent if one.status in (429, 503)]
     waits = [one.end_s - one.due_s for one in refused]
     polite_ones = [one for one in sent if one.leave is None]
@@ -94,7 +94,7 @@ def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Server:
-    """Server to measure, with its name in rows."""
+    """Server to measure, with the name used in its row."""
 
     name: str
     kv: str
@@ -102,11 +102,11 @@ class _Server:
 
 
 async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]) -> _Rows:
-    """Measure a running server; return its row. `measure`: see `measure_servers`.
+    """Measure a running server, and return its row. `measure`: see `measure_servers`.
 
     Raises:
         ConfigError: no kvq server responds at the URL.
-        EngineError: no request was completed.
+        EngineError: no request is completed.
     """
     target = Endpoint.from_url(url, key=key)
     try:
@@ -124,13 +124,13 @@ async def bench_url(url: str, key: str, measure: Callable[..., Awaitable[_Rows]]
 async def bench_serve(
     formats: Sequence[str], options: Sequence[str], measure: Callable[..., Awaitable[_Rows]], *, pin: bool
 ) -> _Rows:
-    """Start a server for each format and measure them alternately; `options` are those of `kvq serve`.
+    """Start a server for each format, and measure the servers alternately. `options`: options of `kvq serve`.
 
     `measure`: see `measure_servers`. With `pin`, this process and the HTTP processes share one core, and the
-    engines have the others.
+    engines use the other cores.
 
     Raises:
-        EngineError: a server does not start, or no request was completed.
+        EngineError: a server does not start, or no request is completed.
     """
     async with AsyncExitStack() as stack:
         processes = [
@@ -155,7 +155,7 @@ async def measure_servers(
     repeats: int,
     watch: Watch,
 ) -> _Rows:
-    """Measure a model's servers alternately. `users`: concurrent clients; None: send at arrival times."""
+    """Measure a model's servers alternately. `users`: concurrent clients, or None to use arrival times."""
     load = make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
     done, total = itertools.count(1), len(servers) * repeats * load.num_requests
     sent: dict[_Server, list[list[Sent]]] = {server: [] for server in servers}
@@ -182,7 +182,7 @@ async def measure_servers(
 
 
 async def _send_alone(target: Endpoint, load: Load) -> Sent:
-    """Send the first request alone, for comparison with its text under load; raise EngineError on failure."""
+    """Send the first request alone, for comparison with its text under load, or raise EngineError."""
     sent = await send(target, load.draw(0)[0], perf_counter())
     if not sent.is_complete:
         raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")

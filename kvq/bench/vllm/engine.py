@@ -1,4 +1,4 @@
-"""Engine of vLLM in this process, with its own KV cache or a kvq format, stepped by the benchmark."""
+"""vLLM's engine in this process, with its own KV cache or a kvq format, stepped by the benchmark."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +12,20 @@ from kvq.errors import EngineError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-STEP_TOKENS = 2048  # maximum per step, of prompts and outputs
+STEP_TOKENS = 2048  # maximum number of prompt and output tokens per step
 OWN = "vllm"  # name of vLLM's own cache among formats
 _PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _PARTS = {"attention": "forward", "write": "do_kv_cache_update"}  # -> methods of vLLM's attention
 
 
 class VllmServer:  # D346: one process, alternating step by step
-    """Server: one model in vLLM, stepped by the benchmark."""
+    """Server that runs one model in vLLM, stepped by the benchmark."""
 
     def __init__(self, kv: str, folder: Path, limits: dict[str, Any]) -> None:
-        """Start vLLM. `kv`: a kvq format, or `OWN`. `limits`: common limits of all engines, by vLLM's names.
+        """Start vLLM. `kv`: a kvq format, or `OWN`. `limits`: limits of all engines, keyed by vLLM's names.
 
         Raises:
-            EngineError: vLLM refuses to start; the error has vLLM's message.
+            EngineError: vLLM fails to start; the error includes vLLM's message.
         """
         os.environ |= _PROCESS
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -50,7 +50,7 @@ class VllmServer:  # D346: one process, alternating step by step
         self._added = 0
 
     def add(self, requests: Sequence[LoadRequest]) -> list[str]:
-        """Queue requests for greedy tokens; return their ids in vLLM."""
+        """Queue requests for greedy tokens, and return their ids in vLLM."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -64,18 +64,18 @@ class VllmServer:  # D346: one process, alternating step by step
         return names
 
     def step(self) -> dict[str, list[int]]:
-        """Run one step; return the tokens so far of requests that got a token."""
+        """Run one step, and return all tokens so far of each request that got a token."""
         return {one.request_id: list(one.outputs[0].token_ids) for one in self._engine.step()}
 
     def finish(self, names: Sequence[str]) -> list[list[int]]:
-        """Step until all requests are done; return the tokens of the requests in `names`."""
+        """Step until all requests finish, and return the tokens of the requests in `names`."""
         tokens: dict[str, list[int]] = {}
         while self._engine.has_unfinished_requests():
             tokens |= self.step()
         return [tokens[name] for name in names]
 
     def fill(self, requests: Sequence[LoadRequest]) -> list[str]:
-        """Queue requests, and step until each has its first token; return their ids."""
+        """Queue requests, step until each has its first token, and return their ids."""
         names = self.add(requests)
         waiting = set(names)
         while waiting:
@@ -83,10 +83,10 @@ class VllmServer:  # D346: one process, alternating step by step
         return names
 
     def steps_s(self, count: int, requests: int) -> float:
-        """Run `count` steps, each with a token for every one of `requests` requests; return their seconds.
+        """Run `count` steps, each with a token for each of `requests` requests; return the total seconds.
 
         Raises:
-            EngineError: a step had fewer tokens, so the timing is invalid.
+            EngineError: a step does not yield one token per request, so the timing is invalid.
         """
         begin = perf_counter()
         given = [len(self._engine.step()) for _ in range(count)]
@@ -96,12 +96,12 @@ class VllmServer:  # D346: one process, alternating step by step
         return seconds
 
     def drop(self, names: Sequence[str]) -> None:
-        """End requests early."""
+        """Abort requests."""
         self._engine.abort_request(list(names))
 
     @contextmanager
     def clocks(self) -> Iterator[dict[str, float]]:
-        """Yield the seconds that the parts of attention take in all layers inside the block, on a CPU."""
+        """Yield a dict with the seconds that parts of attention take inside the block, in all layers."""
         spent = dict.fromkeys(_PARTS, 0.0)
         layers = self._engine.vllm_config.compilation_config.static_forward_context.values()
         impls = [layer.impl for layer in layers if hasattr(layer, "impl")]

@@ -1,4 +1,4 @@
-"""Loads of `kvq bench vllm`: a burst of requests, decode steps at a depth, and the model."""
+"""Loads of `kvq bench vllm`, a burst of requests and decode steps at a depth, and the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,15 +33,15 @@ RANDOM: dict[str, Any] = {  # a Llama with a few heads of 128 elements
 WARM_UP = 4  # steps
 CLOCKED = 8  # steps whose parts are timed, in a separate pass
 _VLLM_BLOCK = 128  # tokens, on CPUs
-_FEW, _FEW_TOKENS = 4, 8  # requests and output tokens that are compared before timing
+_FEW, _FEW_TOKENS = 4, 8  # numbers of requests and output tokens compared before timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmLoad:
-    """Load of equal requests that all arrive at once.
+    """Load of equally long requests that all arrive at once.
 
-    With `steps`, prompts are computed first, and a sample is that many steps, each with a token for every
-    request. Otherwise, a sample is the whole load, including prompts.
+    With `steps`, prompts are computed first, and a sample consists of that many steps, each with a token for
+    every request. Otherwise, a sample is the entire load, including prompts.
     """
 
     requests: int
@@ -51,24 +51,23 @@ class VllmLoad:
 
     @property
     def name(self) -> str:
-        """Name of the load in rows."""
+        """Name of the load in result rows."""
         if self.steps is None:
             return f"{self.requests} x {self.prompt_tokens}/{self.output_tokens}"
         return f"{self.requests} at depth {self.prompt_tokens}"
 
     @property
     def lasting_tokens(self) -> int:
-        """Number of output tokens with which a request lasts until all prompts are computed and steps
-        measured.
+        """Number of output tokens that keeps a request running until all steps are measured.
 
-        The first requests get tokens while the last prompts are computed.
+        The first requests already get tokens while the last prompts are computed.
         """
         computing = -(-self.requests * self.prompt_tokens // STEP_TOKENS) + self.requests
         return computing + WARM_UP + CLOCKED + self.output_tokens
 
     @property
     def tokens(self) -> int:
-        """Maximum number of tokens of a request at its end."""
+        """Maximum number of tokens of a finished request."""
         return self.prompt_tokens + self.lasting_tokens
 
     @property
@@ -78,11 +77,11 @@ class VllmLoad:
 
     @property
     def cache_tokens(self) -> int:
-        """Number of tokens of all requests at their end, in whole blocks and with a spare block each."""
+        """Number of tokens of all finished requests, rounded up to full blocks, plus a spare block each."""
         return self.requests * (-(-self.tokens // _VLLM_BLOCK) + 1) * _VLLM_BLOCK
 
     def draw(self, model: Model, repeat: int = 0) -> list[LoadRequest]:
-        """Return the requests of a repeat.
+        """Return the requests of one repeat.
 
         Raises:
             ConfigError: the model's context is too short.
@@ -91,22 +90,22 @@ class VllmLoad:
         return burst(model, self.requests, prompt, output).draw(repeat)
 
     def lasting(self, model: Model) -> list[LoadRequest]:
-        """Return the load's requests, with enough output tokens to last while steps are measured."""
+        """Return the load's requests, with enough output tokens to keep running while steps are measured."""
         return [replace(one, output_tokens=self.lasting_tokens) for one in self.draw(model)]
 
     def few(self, model: Model) -> list[LoadRequest]:
-        """Return some requests to compare, with about the same number of prompt tokens for every load."""
+        """Return a few requests to compare, with a similar total number of prompt tokens for every load."""
         count = max(1, min(_FEW, self.requests, 4096 // self.prompt_tokens))
         return [replace(one, output_tokens=_FEW_TOKENS) for one in self.draw(model)[:count]]
 
 
 def make_loads(burst: Sequence[int], deep: Sequence[int], repeats: int) -> tuple[VllmLoad, VllmLoad]:
-    """Return the burst, then the load at a depth, which lasts for all repeats.
+    """Return the burst, and the load at a depth, whose requests last for all repeats.
 
     `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps per sample.
 
     Raises:
-        ConfigError: an empty load.
+        ConfigError: a load is empty.
     """
     if min(burst) < 1 or burst[2] < 2:
         raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {tuple(burst)}")
@@ -120,7 +119,7 @@ def make_loads(burst: Sequence[int], deep: Sequence[int], repeats: int) -> tuple
 
 
 def require_context(loads: Sequence[VllmLoad], most: int) -> None:
-    """Raise ConfigError if requests would end with more than `most` tokens."""
+    """Raise ConfigError if requests would grow to more than `most` tokens."""
     for load in loads:
         if load.tokens > most:
             option = "--burst" if load.steps is None else "--deep"
@@ -137,11 +136,11 @@ def make_model(folder: Path, dtype: str) -> Model:
 
 
 def read_model(folder: str | Path, dtype: str) -> Model:
-    """Load a model from files that vLLM reads, too.
+    """Load a model from files that vLLM also reads.
 
     Raises:
-        ModelError: a missing, damaged or refused model.
-        ConfigError: an unknown dtype.
+        ModelError: the model is missing, damaged or not supported.
+        ConfigError: the dtype is unknown.
     """
     prepared = prepare(folder, dtype=dtype)
     return load_prepared(prepared, prepared.recipe("auto"))

@@ -1,4 +1,4 @@
-"""`kvq bench vllm`: kvq's formats inside vLLM and vLLM's own KV cache, alternating in one process."""
+"""`kvq bench vllm`: kvq's formats in vLLM and vLLM's own KV cache, alternating in one process."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -19,7 +19,7 @@ from kvq.models import Model
 
 @dataclass(slots=True)
 class _Entrant:
-    """Engine with its figures for each load, by the load's name."""
+    """Engine with its figures, keyed by the name of the load."""
 
     engine: VllmServer
     alone: dict[str, list[CompletionOutput]]  # results of kvq's own engine, one by one
@@ -31,14 +31,14 @@ class _Entrant:
 def bench_vllm(
     model: Model, formats: Sequence[str], loads: Sequence[VllmLoad], repeats: int, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
-    """Measure vLLM's own cache and all formats under each load; return their rows.
+    """Measure vLLM's own cache and all formats under each load, and return their rows.
 
-    Greedy tokens are first compared with those of kvq's own engine with the same format. All engines stay
-    loaded and alternate, so that other work on the machine affects them equally.
+    Greedy tokens are first compared with the tokens of kvq's own engine in the same format. All engines stay
+    loaded and alternate, so other work on the machine affects them equally.
 
     Raises:
         ConfigError: a load's requests outgrow the model's context.
-        EngineError: vLLM refuses a format, or generates tokens that rounding doesn't explain.
+        EngineError: vLLM rejects a format, or generates tokens that rounding doesn't explain.
     """
     require_context(loads, model.geometry.max_context)
     total = len(loads) * (1 + len(formats)) * (repeats + 1)
@@ -58,7 +58,7 @@ def bench_vllm(
 
 @contextmanager
 def _entrants(model: Model, formats: Sequence[str], loads: Sequence[VllmLoad]) -> Iterator[list[_Entrant]]:
-    """Yield all engines. kvq's own engine runs before vLLM starts, as vLLM binds the process's threads."""
+    """Yield all engines. kvq's own engine runs before vLLM starts, since vLLM binds the process's threads."""
     names = [OWN, *formats]
     few = {shape.name: shape.few(model) for shape in loads}
     alone = [
@@ -76,13 +76,13 @@ def _entrants(model: Model, formats: Sequence[str], loads: Sequence[VllmLoad]) -
 
 
 def kvq_outputs(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-    """Return the results of kvq's own engine, one request after another."""
+    """Return the results of kvq's own engine, which runs one request after another."""
     with closing(KvqServer(model, kv, EngineLimits(), requests)) as server:
         return one_by_one(server, requests)
 
 
 def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
-    """Return the limits of all engines, by vLLM's names, with room for the unquantized KV of each load."""
+    """Return the limits of all engines, keyed by vLLM's names, with room for each load's unquantized KV."""
     dtype = model.prepared.dtype
     tokens = max(shape.cache_tokens for shape in loads)
     return {
@@ -95,7 +95,7 @@ def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
 
 
 def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeats: int) -> Iterator[None]:
-    """Check and warm up every engine, then sample them alternately, then time the parts of steps."""
+    """Check and warm up all engines, sample them alternately, and time the parts of steps."""
     running: dict[int, list[str]] = {}
     for i, one in enumerate(entrants):
         few = shape.few(model)
@@ -126,7 +126,7 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeat
 
 
 def _running(engine: VllmServer, model: Model, shape: VllmLoad) -> list[str]:
-    """Start requests, and run until their prompts are computed and the warm-up steps are done."""
+    """Start requests, and run until their prompts are computed and the warm-up steps are complete."""
     names = engine.fill(shape.lasting(model))
     engine.steps_s(WARM_UP, shape.requests)
     return names
@@ -139,7 +139,7 @@ def _burst_s(engine: VllmServer, requests: Sequence[LoadRequest]) -> float:
 
 
 def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
-    """Return the rows of all engines sampled under a load; rates and speedups are medians."""
+    """Return the rows of all engines measured under a load; rates and speedups are medians."""
     first = entrants[0].seconds.get(shape.name, [])
     rows = []
     for one in entrants:

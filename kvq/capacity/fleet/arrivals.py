@@ -1,4 +1,4 @@
-"""Arriving requests of a simulation, drawn at random or read from a trace."""
+"""Request arrivals for a simulation, sampled at random or read from a trace."""
 
 import random
 from array import array
@@ -14,21 +14,21 @@ from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
 _MULTIPLIER = 2_654_435_761  # Knuth's multiplicative hash
-_ANSWERS = 1 << 31  # number of first tokens that answers may have
+_ANSWERS = 1 << 31  # number of possible first tokens of an answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
     """One future request. Only the simulation knows the length of its output."""
 
-    number: int  # by arrival
+    number: int  # in order of arrival
     arrival_s: float
     prompt: "array[int]"  # token ids
     output_tokens: int  # at least 1
-    kept_tokens: int | None = None  # of these, until its client disconnects; None: it never does
+    kept_tokens: int | None = None  # output tokens before the client disconnects; None: it stays connected
     whole: "Call | None" = None  # the full request, if this one is only its prompt and first token
-    is_cut: bool = False  # it was truncated to the context
-    session: str = ""  # session routing sends its requests to one replica
+    is_cut: bool = False  # whether the request was truncated to the context
+    session: str = ""  # session routing sends all requests of a session to one replica
     tenant: str = ""
     priority: Priority = Priority.INTERACTIVE
 
@@ -38,27 +38,27 @@ class Call:
         return self.output_tokens if self.kept_tokens is None else self.kept_tokens
 
     def answer(self, first: int, count: int) -> "array[int]":
-        """Return `count` output tokens from `first` on: invented, but always the same."""
+        """Return `count` output tokens starting at index `first`; they are artificial but deterministic."""
         begin = self.number * _MULTIPLIER % _ANSWERS + first
         return array("I", range(begin, begin + count))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrivals:
-    """Requests with exponential gaps, alone or as turns of conversations.
+    """Requests with exponentially distributed gaps, standalone or as turns of conversations.
 
     The next prompt of a conversation is the previous prompt, its answer, and a random number of new tokens.
-    It is sent some time after the previous one, whether or not that has been answered.
+    It is sent some time after the previous prompt, whether or not the previous prompt has been answered.
     """
 
     rate: float  # requests per second
     input_lengths: Lengths
     output_lengths: Lengths
     max_context: int  # tokens; longer requests are truncated
-    shared_prefix: float = 0.0  # share of a prompt that is one of `num_prefixes` common prefixes
+    shared_prefix: float = 0.0  # share of a prompt taken up by one of `num_prefixes` common prefixes
     num_prefixes: int = 1
     turns: int = 1  # per conversation
-    think_s: float = 30.0  # between its turns, on average
+    think_s: float = 30.0  # mean time between turns
     batch_share: float = 0.0  # share of requests with batch priority
     num_tenants: int = 1
 
@@ -67,7 +67,7 @@ class Arrivals:
         check_positive("the time between turns", self.think_s)
 
     def calls(self, number: int, seed: int) -> Iterator[Call]:
-        """Yield `number` requests in order of arrival, deterministic for a seed."""
+        """Yield `number` requests in order of arrival; equal seeds yield equal requests."""
         rng = random.Random(seed)
         starts = self._conversations(rng)
         due: list[tuple[float, int, _Conversation]] = []  # heap of next turns
@@ -128,11 +128,11 @@ class Arrivals:
 def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> Iterator[Call]:
     """Yield the requests of a trace, truncated to the context as a client would truncate them.
 
-    `rate`: requests per second with exponential gaps, instead of the trace's times. Prompts with equal
-    `hash_ids` have equal prefixes; all other tokens are random.
+    `rate`: requests per second with exponentially distributed gaps, replacing the trace's arrival times.
+    Prompts with equal `hash_ids` have equal prefixes; all other tokens are random.
 
     Raises:
-        ConfigError: an invalid line, or a line without a time although no rate is given.
+        ConfigError: a line is invalid, or has no arrival time and no rate is given.
     """
     if rate is not None:
         check_positive("the rate", rate)

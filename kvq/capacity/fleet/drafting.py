@@ -1,4 +1,4 @@
-"""Speculative drafts in a simulated engine: their number, their time and their acceptance."""
+"""Speculative drafts in a simulated engine: how many there are, the time they take, and their acceptance."""
 
 import random
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ _SPELLING = "k=4,acceptance=0.8,draft=0.1, where acceptance alone is needed, and
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drafting:  # D286: the engine's own rule, with a given acceptance rate
+class Drafting:  # D286: the engine's own rule, with a configured acceptance rate
     """Assumptions about drafts, and the seed that decides which drafts are accepted."""
 
-    k: int = 4  # maximum drafts of a sequence per step
+    k: int = 4  # maximum number of drafts per sequence and step
     acceptance: float  # probability of accepting a draft if all before it were accepted
     draft: float = 0.0  # time of one draft pass, relative to a decode step; 0: prompt lookup
-    adapts: bool = True  # False: always k drafts, whatever they cost
+    adapts: bool = True  # False: always k drafts, regardless of their cost
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | N
     """Parse a text such as `k=4,acceptance=0.8,draft=0.1`; None, "" and "off" mean no drafts.
 
     Raises:
-        ConfigError: an unknown or missing name, or a value out of range; the message names `option`.
+        ConfigError: a name is unknown or missing, or a value is out of range; the message names `option`.
     """
     if text is None or text.strip() in ("", "off"):
         return None
@@ -59,7 +59,7 @@ def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | N
 
 
 def _value(name: str, text: str) -> Any:
-    """Convert a value to its type; return text that can't be converted, which is then refused."""
+    """Convert a value to its type; text that can't be converted is returned, for `Drafting` to reject."""
     if name == "adapts":
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
@@ -69,7 +69,7 @@ def _value(name: str, text: str) -> Any:
 
 
 class Guesser:
-    """Drafts of one engine, by the rules of `kvq.engine.speculation`, with random acceptance."""
+    """Drafting in one engine, by the rules of `kvq.engine.speculation`, with random acceptance."""
 
     def __init__(self, drafting: Drafting, scheduler: Scheduler, time: StepTime, rng: random.Random) -> None:
         self._drafting = drafting
@@ -79,9 +79,9 @@ class Guesser:
         self.depth = Depth(scheduler.costs, drafting.draft > 0, adapts=drafting.adapts)
 
     def plan(self, *, is_steady: bool) -> None:
-        """Set the number of drafts of each branch in the step that is planned next.
+        """Set the number of drafts of each branch for the next step to be planned.
 
-        `is_steady`: the step will equal the last one, so the number need not be chosen again each time.
+        `is_steady`: whether the step will equal the last one, so that the previous choice may be reused.
         """
         if is_steady and self.depth.rests:
             self.depth.rest()
@@ -104,7 +104,7 @@ class Guesser:
         return seconds
 
     def right(self, branch: Branch, drafts: int) -> int:
-        """Draw the number of a branch's drafts that are accepted, and learn from it."""
+        """Sample how many of a branch's drafts are accepted, and record the result for later choices."""
         count = 0
         while count < drafts and self._rng.random() < self._drafting.acceptance:
             count += 1

@@ -1,4 +1,4 @@
-"""Fault injection, timed by a seed: clients that disconnect, slow steps, engines that crash."""
+"""Fault injection at times determined by a seed: client disconnects, slow steps, and engine crashes."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from kvq.capacity.fleet.arrivals import Call
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """Rates of faults, and the seed that decides when they happen."""
+    """Rates of faults, and the seed that determines when they happen."""
 
     seed: int = 0
     leaving: float = 0.05  # share of requests whose clients disconnect during the answer
@@ -20,7 +20,7 @@ class Faults:
     restart_s: float = 30.0  # until its next engine is ready
 
     def visit(self, calls: Iterable[Call]) -> Iterator[Call]:
-        """Yield the requests; some of their clients will disconnect."""
+        """Yield the requests, some of them marked with an early disconnect of their client."""
         rng = random.Random(f"clients/{self.seed}")
         for call in calls:
             leaves = rng.random() < self.leaving and call.output_tokens > 1
@@ -40,18 +40,18 @@ class Trouble:  # D284: engines crash; their requests are not sent again
         self.death_s = self._draw_life()
 
     def slowness(self) -> float:
-        """Return the factor by which a slow step takes longer, and draw the next slow step."""
+        """Return the slowdown factor of a slow step, and sample the number of the next slow step."""
         self.slow_step += 1 + self._draw_steps()
         return self._rng.uniform(10, 100)
 
     def die(self, now: float) -> float:
-        """Return the time at which the next engine is ready, and draw the time of its crash."""
+        """Return the time at which the next engine is ready, and sample the time of its crash."""
         ready_s = now + self._faults.restart_s
         self.death_s = ready_s + self._draw_life()
         return ready_s
 
     def _draw_steps(self) -> int:
-        """Draw the number of steps before the next slow one."""
+        """Sample the number of steps before the next slow step."""
         share = self._faults.slow_steps
         if share in (0, 1):
             return maxsize if share == 0 else 0

@@ -1,6 +1,6 @@
-"""Fleet of replicas under one load: routed, split into prefill and decode, or overflowing to an API.
+"""Simulated fleet of replicas with routing, split prefill and decode, or overflow to an external API.
 
-It also finds the number of replicas that a load needs.
+This module also searches for the number of replicas that a load requires.
 """
 
 import gc
@@ -25,13 +25,13 @@ _OBJECTS = 100_000  # objects allocated between collections of the young generat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSpec:
-    """Number of engines of one kind, and how they share the load."""
+    """Number of identical engines, and how the load is shared among them."""
 
     engine: EngineSpec
     replicas: int = 1
     routing: Routing = Routing.LEAST_LOADED
-    prefill_replicas: int = 0  # compute only prompts; the others continue from their KV
-    transfer_token_s: float = 0.0  # to send the KV of a token to a decode replica
+    prefill_replicas: int = 0  # these compute only prompts; the other replicas continue from the KV
+    transfer_token_s: float = 0.0  # time to send the KV of one token to a decode replica
     overflow_waiting: int | None = None  # number of waiting requests at which the next goes to an API
     faults: Faults = NONE
     seed: int = 0  # for routers that choose at random
@@ -45,7 +45,7 @@ class FleetSpec:
 def serve(
     calls: Iterable[Call], spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
 ) -> FleetRun:
-    """Serve requests in order of arrival until all have ended.
+    """Serve requests in order of arrival until all of them have finished.
 
     `leaps=False` simulates every step separately: slower, but with the same results.
 
@@ -71,7 +71,7 @@ def serve(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Run the garbage collector less often: it takes a tenth of the time and finds little."""
+    """Run the garbage collector less often, since it would take a tenth of the time and free little."""
     usual = gc.get_threshold()
     gc.set_threshold(_OBJECTS, 50, 50)
     try:
@@ -101,7 +101,7 @@ class _Fleet:
         self._looks = chooses or spec.overflow_waiting is not None or spec.faults.life_s < inf
 
     def take(self, call: Call) -> None:
-        """Accept a request that arrives now."""
+        """Accept an arriving request."""
         self.records.open(call)
         most = self._spec.overflow_waiting
         if self._prefill:
@@ -122,7 +122,7 @@ class _Fleet:
         _advance(self._rest, inf)
 
     def _hand_over(self, call: Call, now: float) -> bool:
-        """Send on a computed prompt with its first token; return False if there are no further tokens."""
+        """Send a prompt's KV and first token to a decode replica; return False if no tokens remain."""
         whole = call.whole
         if whole is None or whole.output_tokens == 1:
             return False
@@ -138,7 +138,7 @@ class _Fleet:
         return True
 
     def _deliver(self, until: float) -> None:
-        """Hand KV that has arrived before `until` to replicas. KV sent later can't arrive earlier."""
+        """Pass KV that arrives by `until` to replicas. KV sent later can't arrive earlier."""
         while self._sent and self._sent[0][0] <= until:
             there, _, rest = heappop(self._sent)
             _advance(self._rest, there)
@@ -147,7 +147,7 @@ class _Fleet:
     def _place(
         self, call: Call, router: Router, replicas: Sequence[Replica], overflow_waiting: int | None
     ) -> None:
-        """Send a request to a replica, or to an API if too many wait; it fails if no replica is ready."""
+        """Send a request to a replica, or to an API if too many wait; fail it if no replica is ready."""
         now = call.arrival_s
         ready = [replica for replica in replicas if replica.ready_s <= now]
         waiting = min([replica.num_waiting for replica in ready], default=inf)
@@ -167,7 +167,7 @@ def _advance(replicas: Sequence[Replica], until: float) -> None:
 
 
 def _decoding(spec: EngineSpec) -> EngineSpec:
-    """Return the engine of a decode replica: prompts arrive with their KV and take no part of a step."""
+    """Return the engine spec of a decode replica: prompts arrive with their KV and cost no step time."""
     most = 1 << 24
     config = replace(spec.config, max_num_batched_tokens=most, min_chunk=most, prefix_caching=False)
     return replace(spec, computes_prompts=False, config=config)
@@ -178,14 +178,14 @@ _IDLE = 0.5  # utilization below which more replicas don't shorten waiting
 
 
 def fewest_replicas(run: Callable[[int], dict[str, Any]], share: float) -> tuple[int, dict[str, Any]]:
-    """Return the smallest number of replicas with which `share` of the requests meets the SLO, and the
+    """Return the smallest number of replicas with which `share` of the requests meet the SLO, and its
     figures.
 
-    `run` serves the load with a given number of replicas. The number is doubled, then bisected, on the
-    assumption that more replicas are never worse.
+    `run` serves the load with the number of replicas passed to it. The search doubles the number, then
+    bisects, assuming that more replicas are never worse.
 
     Raises:
-        ConfigError: not even `MOST_REPLICAS` suffice, or no request can be served at all.
+        ConfigError: `MOST_REPLICAS` replicas are not enough, or adding replicas no longer helps.
     """
     tried: dict[int, dict[str, Any]] = {}
 

@@ -1,6 +1,6 @@
-"""Records of a simulated run, and its summary figures.
+"""Records of a simulated run, and the figures that summarize it.
 
-Requests are stored as columns of numbers and histograms, so that a million take little memory.
+Requests are stored as columns of numbers and histograms, so a million requests take little memory.
 """
 
 from array import array
@@ -20,7 +20,7 @@ _RANKS = (50, 95, 99)
 
 
 class Histogram:
-    """Histogram of non-negative numbers by their logarithm. Percentiles are accurate to 0.13%."""
+    """Histogram of non-negative numbers with logarithmic bins. Percentiles are accurate to 0.13%."""
 
     def __init__(self) -> None:
         self._counts = Counter[int]()
@@ -50,7 +50,7 @@ class Histogram:
         return None
 
     def items(self) -> list[tuple[int, int]]:
-        """Return all counts, for comparing runs."""
+        """Return the sorted (bin, count) pairs, for comparing runs."""
         return sorted(self._counts.items())
 
 
@@ -63,17 +63,17 @@ def percentile(values: list[float], rank: float) -> float:
 class Fate(IntEnum):
     """Outcome of a request."""
 
-    OPEN = 0  # it has not ended
+    OPEN = 0  # not finished yet
     SERVED = 1
-    REFUSED = 2  # it could never fit
-    FAILED = 3  # it could not continue although nothing else ran, or its engine crashed
+    REFUSED = 2  # too large ever to fit
+    FAILED = 3  # could not continue even with nothing else running, or its engine crashed
     OVERFLOWED = 4  # sent to an external API
     CANCELLED = 5  # its client disconnected
 
 
 @dataclass(slots=True)
 class Records:
-    """Columns with one entry per request, by its number. Times are in seconds; NaN means never."""
+    """Columns with one entry per request, indexed by its number. Times are in seconds; NaN means never."""
 
     arrival_s: "array[float]" = field(default_factory=lambda: array("d"))
     admitted_s: "array[float]" = field(default_factory=lambda: array("d"))  # when it first got blocks
@@ -84,15 +84,15 @@ class Records:
     cached_tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of its prompt
     preemptions: "array[int]" = field(default_factory=lambda: array("I"))
     fate: "array[int]" = field(default_factory=lambda: array("I"))
-    replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served it, or began to serve it
-    handovers: Histogram = field(default_factory=Histogram)  # gaps between tokens of two replicas
+    replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served the request, or began to
+    handovers: Histogram = field(default_factory=Histogram)  # gaps between tokens from two different replicas
     num_cut: int = 0  # requests that were truncated to the context
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def open(self, call: Call) -> None:
-        """Add a row with the next number."""
+        """Add a row for a new request, under the next request number."""
         self.num_cut += call.is_cut
         self.arrival_s.append(call.arrival_s)
         for times in (self.admitted_s, self.first_s, self.end_s):
@@ -103,7 +103,7 @@ class Records:
             counts.append(0)
 
     def begin(self, number: int, now: float) -> None:
-        """Record a replica's first token of a request; the second if another replica computed the prompt."""
+        """Record a replica's first token for a request, which may follow a prefill replica's token."""
         if isnan(self.first_s[number]):
             self.first_s[number] = now
         else:
@@ -127,8 +127,8 @@ class Gauges:
 
     steps: int = 0
     busy_s: float = 0.0
-    running_s: float = 0.0  # of the number of sequences that got a token or were in prefill
-    live_s: float = 0.0  # of the share of live blocks in the fullest layer group
+    running_s: float = 0.0  # number of sequences that got a token or were in prefill
+    live_s: float = 0.0  # share of live blocks in the fullest layer group
     peak_live: float = 0.0
     peak_waiting: int = 0
     recomputed_tokens: int = 0
@@ -136,7 +136,7 @@ class Gauges:
     restarts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    decodes: int = 0  # times that a sequence advanced, by a token plus accepted drafts
+    decodes: int = 0  # number of times a sequence advanced by a token plus accepted drafts
     decoded_tokens: int = 0  # total tokens of these advances
     gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
 
@@ -152,7 +152,7 @@ class FleetRun:
 
     @property
     def digest(self) -> str:
-        """Digest of all results, 16 hexadecimal digits; equal for equal runs."""
+        """Digest of all results as 16 hexadecimal digits, equal for equal runs."""
         sha = sha256()
         records = self.records
         for times in (records.arrival_s, records.admitted_s, records.first_s, records.end_s):
@@ -171,7 +171,7 @@ class Slo:
     itl_s: float | None = None  # mean over its tokens
 
     def is_met(self, records: Records, number: int) -> bool:
-        """True if a request was served within the limits."""
+        """Return True if a request was served within the limits."""
         if records.fate[number] != Fate.SERVED:
             return False
         ttft = records.first_s[number] - records.arrival_s[number]
@@ -181,10 +181,10 @@ class Slo:
 
 
 def summarize(run: FleetRun, slo: Slo) -> dict[str, Any]:
-    """Return figures by name; times are in milliseconds, None if nothing was measured.
+    """Return figures keyed by name; times are in milliseconds, or None if nothing was measured.
 
-    Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share of
-    all requests except those sent to an API or with disconnected clients.
+    Throughput and goodput cover the time from the first arrival to the last completion. `slo_met` is a share
+    of all requests, except requests sent to an API or abandoned by their clients.
     """
     records, seconds = run.records, run.seconds
     served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
@@ -241,7 +241,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def costs(run: FleetRun, usd_per_hour: float, prices: Prices | None) -> dict[str, float | None]:
-    """Return the cost of a run in $. `usd_per_hour`: of all GPUs together; `prices`: of the overflow API."""
+    """Return the costs of a run in $. `usd_per_hour`: price of all GPUs; `prices`: of the overflow API."""
     records = run.records
     gpus, api, outputs = usd_per_hour * run.seconds / 3600, 0.0, 0
     for fate, prompt, output in zip(records.fate, records.prompt_tokens, records.output_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""Simulated replica: the real scheduler and block manager, with a clock that modelled steps advance."""
+"""Simulated replica: the real scheduler and block manager, with a clock advanced by modelled step times."""
 
 import random
 from array import array
@@ -31,29 +31,29 @@ _IDLE_S = 1e-3  # until the next attempt if nothing can run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """Configuration of one replica; one entry of `num_blocks` per layer group."""
+    """Configuration of one replica; `num_blocks` has one entry per layer group."""
 
     num_blocks: list[int]
     block_size: int  # tokens
     config: SchedulerConfig
-    time: StepTime  # which includes the windows
+    time: StepTime  # includes the sliding windows
     computes_prompts: bool = True  # False: prompts arrive with their KV
     drafting: Drafting | None = None
 
     @property
     def can_leap(self) -> bool:
-        """True if several steps may be taken at once, because no blocks leave a sliding window."""
+        """True if several steps may be simulated at once, because no block can leave a sliding window."""
         return all(window is None for window in self.time.windows)
 
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request that has not ended."""
+    """An unfinished request."""
 
     call: Call
     left: int  # remaining tokens
     first_token: int
-    last_s: float | None = None  # when its last token was ready
+    last_s: float | None = None  # when the latest token was ready
 
     def next_token(self) -> int:
         """Return the next token."""
@@ -68,10 +68,10 @@ class _Ticket:
 
 
 class _ArrivedCosts(MeasuredCosts):
-    """Costs of an engine whose prompts arrive with their KV; they never wait for a measurement."""
+    """Costs of an engine whose prompts arrive with their KV, so that prompts never wait for a measurement."""
 
     def prefill_share(self, num_decodes: int) -> float:
-        """Return 1: prompts may take all of a step."""
+        """Return 1.0, since prompts may take up an entire step."""
         return 1.0
 
 
@@ -83,8 +83,8 @@ class Replica:
         ...
         replica.advance(inf)
 
-    If only lengths change from step to step, many steps are taken at once, with the same results as separate
-    steps (`leaps=False`).
+    If only sequence lengths change from step to step, many steps are simulated at once, with the same results
+    as separate steps (`leaps=False`).
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Replica:
         faults: Faults = NONE,
         hand_over: Callable[[Call, float], bool] = lambda call, now: False,
     ) -> None:
-        """`hand_over` is called with every finished request; True means that it continues elsewhere."""
+        """`hand_over` is called with each finished request and returns True if it continues elsewhere."""
         self.index = index
         self.now = self.ready_s = 0.0
         self.gauges = Gauges()
@@ -146,7 +146,7 @@ class Replica:
         return self.manager.lookup(self.manager.prompt(call.prompt, tenant=call.tenant)).length
 
     def add(self, call: Call, now: float) -> None:
-        """Add a request, which may be refused."""
+        """Add a request, or record it as refused if the scheduler rejects it."""
         records, number = self._records, call.number
         records.replica[number] = self.index
         request = Request(
@@ -227,7 +227,7 @@ class Replica:
             if self._spec.computes_prompts or plan.branches[i].request.preemptions:
                 tokens += count
                 attention_s += time.prefill_attention(end - count, end)
-            else:  # its KV was sent along, except the newest token's
+            else:  # the KV of all tokens but the newest was sent along
                 tokens += 1
         seconds = time.linear_s(tokens) + time.read(time.seen(plan.ends[:num_decodes]))
         seconds += attention_s
@@ -250,7 +250,7 @@ class Replica:
     def _accept(
         self, guesser: Guesser, plan: StepPlan, tickets: list[_Ticket], tokens: list[list[int]]
     ) -> None:
-        """Append accepted drafts to the tokens of a step, up to the remaining tokens of each request."""
+        """Append accepted drafts to a step's tokens, but no more than each request has left."""
         gauges = self.gauges
         for i, (branch, drafts) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
             if drafts:
@@ -263,9 +263,9 @@ class Replica:
                 gauges.decoded_tokens += len(tokens[i])
 
     def _mark(self, tickets: list[_Ticket], counts: list[int], began: float, end: float) -> list[int]:
-        """Record when tokens were ready; several tokens of a request share the gap before them.
+        """Record when tokens were ready; a request's tokens from one step share the preceding gap equally.
 
-        Returns the places in the step of the requests that have all their tokens.
+        Returns the positions within the step of the requests that are complete.
         """
         gaps, records = self.gauges.gaps, self._records
         neighbours, ended = 0, []
@@ -287,8 +287,8 @@ class Replica:
             gaps.add(end - began, neighbours)
         return ended
 
-    def _leap(self, until: float) -> bool:  # D282: the real scheduler, with equal steps in one leap
-        """Take all equal steps at once; False if there are fewer than two."""
+    def _leap(self, until: float) -> bool:  # D282: the real scheduler, with equal steps simulated at once
+        """Simulate all equal steps at once; return False if too few steps can be combined."""
         branches, scheduler = self._steady, self.scheduler
         tickets = [self.live[branch.request] for branch in branches]
         lengths = [len(branch.tokens) for branch in branches]
@@ -304,7 +304,7 @@ class Replica:
         number, time, costs, gauges = len(branches), self._spec.time, self._costs, self.gauges
         linear_s, sequences_s = time.linear_s(number), time.sequence_s * number
         seen, size, now, count = sum(lengths), self._spec.block_size, self.now, 0
-        opens = [0] * size  # blocks opened by a step, by its number
+        opens = [0] * size  # blocks opened by each step, indexed by step number
         for length in lengths:
             opens[(1 - length) % size] += 1
         pools, opened = [(pool.num_live, pool.num_blocks) for pool in self.manager.pools], 0
@@ -335,7 +335,7 @@ class Replica:
         return True
 
     def _fitting(self, lengths: list[int], most: int) -> int:
-        """Return how many steps, up to `most`, have free blocks without preemption; 0 or 1 means too few."""
+        """Return how many steps, up to `most`, fit in the free blocks; 0 or 1 means too few."""
         size = self._spec.block_size
         available = min([pool.num_available for pool in self.manager.pools])
         held = sum([-(-(length - 1) // size) for length in lengths])
@@ -353,7 +353,7 @@ class Replica:
             gauges.peak_live = live
 
     def _finish(self, branch: Branch, now: float) -> None:
-        """Finish a request that has all tokens, or all until its client disconnects."""
+        """Finish a request that has all its tokens, or all tokens before its client disconnects."""
         self.scheduler.finish(branch)
         stays = self.live[branch.request].call.kept_tokens is None
         self._end(branch.request, Fate.SERVED if stays else Fate.CANCELLED, now)

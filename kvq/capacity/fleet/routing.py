@@ -1,4 +1,4 @@
-"""Routing policies of a fleet: kvq's, and those of Ray Serve."""
+"""Routing policies of a fleet: kvq's own policies and Ray Serve's."""
 
 import random
 from array import array
@@ -12,33 +12,33 @@ from zlib import crc32
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.replica import Replica
 
-MOST_AHEAD = 8  # surplus of requests over the least loaded replica that a prefix hit justifies
-_LONG_PREFIX = 0.25  # share of a prompt from which its cached prefix decides the replica
-LONG_MATCH = 0.1  # share of a prompt from which Ray routes by prefix
-# D285: decides as Ray does, but in pieces of 16 tokens
+MOST_AHEAD = 8  # excess of requests over the least loaded replica that a prefix hit justifies
+_LONG_PREFIX = 0.25  # smallest cached share of a prompt at which the prefix determines the replica
+LONG_MATCH = 0.1  # smallest matching share of a prompt at which Ray routes by prefix
+# D285: the same decisions as Ray's, but with pieces of 16 tokens
 REMEMBERED_TOKENS = 1 << 20  # per replica, in Ray's tree
 
 Router = Callable[[Call, Sequence[Replica]], Replica]
 
 
 class Routing(Enum):
-    """Routing policy, by its name on the command line."""
+    """Routing policy; the values are the names on the command line."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"  # the replica with the fewest unfinished requests
     SESSION = "session"  # always the same replica for the turns of a conversation
     PREFIX = "prefix"  # the replica with the longest cached prefix, unless it is much busier
     TWO_CHOICES = "two-choices"  # the less loaded of two random replicas, Ray's default
-    AFFINITY = "affinity"  # the replica that got the longest prefix before, as in Ray's prefix router
+    AFFINITY = "affinity"  # the replica that already received the longest prefix, as in Ray's prefix router
 
     @property
     def goes_by_load(self) -> bool:
-        """True if the policy needs replicas that have advanced to the arrival."""
+        """True if the policy needs the replicas' state at the time of arrival."""
         return self not in (Routing.ROUND_ROBIN, Routing.SESSION)
 
 
 def make_router(routing: Routing, seed: int = 0) -> Router:
-    """Return a function that chooses among replicas that are ready and have advanced to the arrival."""
+    """Return a function that chooses among ready replicas, all simulated up to the request's arrival."""
     turn = count()
 
     def in_turn(call: Call, replicas: Sequence[Replica]) -> Replica:
@@ -70,7 +70,7 @@ def _least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
 
 
 def _two_choices(seed: int) -> Router:
-    """Return a router that chooses, of two random replicas, the one with fewer requests.
+    """Return a router that picks two random replicas and chooses the less loaded of the two.
 
     Source: Mitzenmacher 2001, The Power of Two Choices; `PowerOfTwoChoicesRequestRouter` of Ray 2.60.
     """
@@ -83,11 +83,11 @@ def _two_choices(seed: int) -> Router:
 
 
 def _affinity(seed: int) -> Router:
-    """Return a router to the replicas that got the longest prefix before; if it is short, the least text.
+    """Return a router that prefers the replicas that already received the longest prefix of a prompt.
 
-    Among several replicas, it chooses the one with the fewest requests. If one replica has over `MOST_AHEAD`
-    requests more than another, or no replica ever got a request, it chooses the less loaded of two random
-    replicas.
+    If this prefix is too short, it prefers the replicas with the least text. Ties go to the replica with the
+    fewest requests. If the loads differ by more than `MOST_AHEAD` requests, it chooses the less loaded of two
+    random replicas.
 
     Source: `PrefixCacheAffinityRouter` of Ray 2.60.
     """
@@ -123,11 +123,10 @@ class _Node:
 
 
 class _PrefixTree:
-    """Prefix tree of the prompts that each replica got.
+    """Prefix tree of the prompts that each replica received.
 
     Prompts are split every `PIECE` tokens, while Ray's tree splits wherever two texts diverge. Beyond
-    `most_tokens` per replica, the least recently used pieces are evicted, but never a piece before its
-    successors.
+    `most_tokens` per replica, the least recently used pieces are evicted, but never before their successors.
     """
 
     PIECE = 16  # tokens
@@ -135,10 +134,10 @@ class _PrefixTree:
     def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
         self._root = _Node()
         self._most = most_tokens // self.PIECE
-        self._of: dict[int, OrderedDict[_Node, None]] = {}  # pieces by replica, least recently used first
+        self._of: dict[int, OrderedDict[_Node, None]] = {}  # each replica's pieces, least recently used first
 
     def match(self, prompt: "array[int]", among: Collection[int]) -> tuple[int, set[int]]:
-        """Return the length of the longest prefix that a replica got before, and the replicas that got it."""
+        """Return the length of the longest prefix seen by any replica, and all replicas that have seen it."""
         node, length = self._root, 0
         for piece in self._pieces(prompt):
             after = node.children.get(piece)
@@ -153,7 +152,7 @@ class _PrefixTree:
         return {index for index in among if self._size(index) == least}
 
     def insert(self, prompt: "array[int]", replica: int) -> None:
-        """Record that a replica gets a prompt."""
+        """Record that a prompt is sent to a replica."""
         held, path = self._of.setdefault(replica, OrderedDict()), []
         node = self._root
         for piece in self._pieces(prompt):

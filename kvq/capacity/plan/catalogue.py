@@ -1,7 +1,7 @@
 """Model catalogue: the facts in published config.json files that determine memory use.
 
-Most shapes are derived from these facts, as for a model folder. For families whose layers differ in more than
-windows, the shape according to transformers' own code is stored, too; tools/model_catalogue.py writes it.
+Most shapes are derived from these facts, as for a model folder. If a family's layers differ in more than
+their windows, the shape computed by transformers is stored as well; tools/model_catalogue.py writes it.
 """
 
 import json
@@ -25,9 +25,9 @@ class KnownModel:
 
     name: str
     model: str  # its repository on the Hugging Face hub
-    source: str  # the address that the facts were read from
-    read: str  # date on which they were read, YYYY-MM-DD
-    note: str | None = None  # if the source is not the model's own config.json
+    source: str  # URL from which the facts were read
+    read: str  # date of reading, YYYY-MM-DD
+    note: str | None = None  # present if the source is not the model's own config.json
     published: int | None = None  # exact number of parameters, if published
     refused: str | None = None  # why kvq's engine does not run it
     config: Mapping[str, Any]
@@ -49,7 +49,7 @@ class KnownModel:
 
 @cache
 def known_models() -> Mapping[str, KnownModel]:
-    """Return the models of the catalogue, by name."""
+    """Return the models in the catalogue, keyed by name."""
     data = json.loads(CATALOGUE.read_text(encoding="utf8"))
     return {name: KnownModel(name=name, **facts) for name, facts in data["models"].items()}
 
@@ -60,12 +60,12 @@ def _found(name: str) -> KnownModel | None:
 
 
 def is_known(name: str) -> bool:
-    """True if a name in the catalogue or on the hub belongs to a known model."""
+    """Return True if `name` is the catalogue name or hub repository of a known model."""
     return _found(name) is not None
 
 
 def find_model(name: str) -> KnownModel:
-    """Return a model by its name in the catalogue or on the hub.
+    """Return the model with this catalogue name or hub repository.
 
     Raises:
         ConfigError: no model has this name; the message suggests the nearest one.
@@ -77,7 +77,7 @@ def find_model(name: str) -> KnownModel:
 
 
 def decode_shape(shape: Mapping[str, Any]) -> ModelGeometry:
-    """Decode a geometry; the catalogue stores equal layers once, with their numbers."""
+    """Decode a geometry from the catalogue, which stores equal layers once, with a list of their numbers."""
     places: dict[int, dict[str, Any]] = {}
     for entry in shape["layers"]:
         own = {key: entry[key] for key in OF_A_LAYER if key in entry}

@@ -1,4 +1,4 @@
-"""Engine in a plan: GPU memory for weights, activations and runtime, and kvq's pools in the rest."""
+"""Engine in a capacity plan: GPU memory for weights, activations and runtime, and kvq's pools in the rest."""
 
 import sys
 from bisect import bisect_left
@@ -17,19 +17,19 @@ from kvq.sizing.memory import Term, activation_term
 from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks, wanted_blocks
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
-_FRAGMENTS = 0.01  # share of free memory that may remain as parts of blocks
-_ROOMY = 0.9  # largest share of a GPU that a suggested split may use; the rest is for KV
-# D274: for hybrid models, as many sequences as fit
-_MOST_SEQUENCES = 1 << 20  # for which a staging area is planned
+_FRAGMENTS = 0.01  # share of free memory that may be left over as fractions of blocks
+_ROOMY = 0.9  # maximum share of a GPU used by a suggested split; the rest is for KV
+# D274: for hybrid models, the maximum number of sequences that fit
+_MOST_SEQUENCES = 1 << 20  # maximum number of sequences for which a staging area is planned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Users:
-    """Number of requests that fit at once, each with as much KV as at its end."""
+    """Number of requests that fit at once, each counted with its KV at full length."""
 
     paged: int  # in blocks
     contiguous: int  # in reserved slots of equal length, in the same format
-    bytes_per_request: float  # mean size of its blocks
+    bytes_per_request: float  # mean size of a request's blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +37,13 @@ class Room:
     """Memory terms of the fullest GPU except the pool, and the memory left for the pool."""
 
     terms: tuple[Term, ...]
-    free_bytes: int  # not taken by weights and runtime
-    activation_bytes: int  # part of these that a step takes
+    free_bytes: int  # memory left by weights and runtime
+    activation_bytes: int  # part of the free memory that a step takes
     pool_bytes: int  # maximum size of the pool; negative if memory is missing
 
     @classmethod
     def of(cls, target: Target, gpu: Gpu, engine: "Engine") -> "Room":
-        """Return the memory that an engine finds after loading the weights."""
+        """Return the memory available to an engine after loading the weights."""
         runtime = Term(
             name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
         )
@@ -62,7 +62,7 @@ class Room:
         )
 
     def with_pool(self, pool: Term, why_free: str) -> tuple[Term, ...]:
-        """Return all terms: these, the memory that is left free, and the pool."""
+        """Return all memory terms, including the memory left free and the pool."""
         rest = self.free_bytes - self.activation_bytes - pool.nbytes
         left = (Term(name="left free", nbytes=rest, formula=why_free),) if rest > 0 else ()
         return (*self.terms, *left, pool)
@@ -89,15 +89,15 @@ def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: Room, block_b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:  # D277: the memory for blocks and the kind of blocks are separate questions
-    """Settings of kvq's engine that take memory; the defaults are those of `kvq serve`."""
+class Engine:  # D277: the memory for blocks is separate from the kind of blocks
+    """Settings of kvq's engine that affect memory use, with the defaults of `kvq serve`."""
 
     block_size: int = BLOCK_SIZE  # tokens
     step_tokens: int = MAX_NUM_BATCHED_TOKENS  # maximum new tokens per step
     memory_fraction: float = GPU_FRACTION  # of the memory that is free after loading the weights
-    sequences: int | None = None  # maximum concurrent sequences; None: as many as fit
-    max_context: int | None = None  # decides how layer groups share memory; None: the model's
-    runtime_bytes: int = 600_000_000  # of the process without tensors; measure yours
+    sequences: int | None = None  # maximum number of concurrent sequences; None: as many as fit
+    max_context: int | None = None  # determines how layer groups share memory; None: the model's maximum
+    runtime_bytes: int = 600_000_000  # memory of the process without tensors; measure your own
 
     def __post_init__(self) -> None:
         check_share("the memory fraction", self.memory_fraction)
@@ -105,9 +105,9 @@ class Engine:  # D277: the memory for blocks and the kind of blocks are separate
             raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Return the bytes for pools: a share of the memory left by weights and runtime, minus a step's.
+        """Return the bytes for pools: a share of the memory left by weights and runtime, minus activations.
 
-        `taken_bytes`: of weights and runtime. The result is negative if memory is missing.
+        `taken_bytes`: bytes of weights and runtime. The result is negative if memory is insufficient.
         """
         free = total_bytes - taken_bytes
         return pool_budget(
@@ -140,8 +140,8 @@ class Engine:  # D277: the memory for blocks and the kind of blocks are separate
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
         """Divide the budget among layer groups, as an engine for `sequences` sequences does.
 
-        Staging areas and recurrent states take memory for every concurrent sequence; with them, `sequences`
-        defaults to as many as fit.
+        Staging areas and recurrent states take memory for every concurrent sequence; if there are any,
+        `sequences` defaults to the maximum number that fits.
         """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
@@ -177,10 +177,10 @@ def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:
 def count_users(
     layout: KVLayout, num_blocks: Sequence[int], demand: Demand, *, step_tokens: int, most: int | None = None
 ) -> Users:
-    """Count the requests that fit into pools, in blocks and in reserved slots.
+    """Count the requests that fit in the pools, with blocks and with reserved slots.
 
     A prefix that all requests have in common is stored once in the blocks of layer groups without sliding
-    windows or token limits. `most`: maximum concurrent sequences of the engine.
+    windows or token limits. `most`: maximum number of concurrent sequences in the engine.
     """
     lengths = demand.lengths
     held, alone = (

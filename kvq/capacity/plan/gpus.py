@@ -1,6 +1,6 @@
-"""GPU catalogue: memory, bandwidth, dense arithmetic and price, from a file that users may replace.
+"""GPU catalogue: memory, bandwidth, dense throughput and price, from a file that users may replace.
 
-It also computes the cost of tokens, for a GPU by the hour and an API by the token.
+This module also computes the cost of tokens on a GPU rented by the hour and from an API billed by the token.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ _SMALLEST, _LARGEST = 1e-12, 1e15  # limits of any figure
 class Gpu:
     """One kind of GPU. GB and TB are powers of ten, as in data sheets.
 
-    `total_mib`: the GPU's total memory from `cudaMemGetInfo`, the smallest value that a driver was seen to
-    report; None if only the data sheet is known. `source`: where this value was reported.
+    `total_mib`: the smallest total memory that any driver was seen to report (`cudaMemGetInfo`); None if only
+    the data sheet's value is available. `source`: where `total_mib` was reported.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that the driver reports to a process, or that of the data sheet if this is unknown."""
+        """Total memory reported by the driver, or the data sheet's value if no report is available."""
         return round(self.memory_gb * 1e9 if self.total_mib is None else self.total_mib * 2**20)
 
     @property
@@ -62,7 +62,7 @@ class Gpu:
 
     @property
     def flops(self) -> float:
-        """Dense operations per second in 16 bits, on which speeds are based."""
+        """Dense 16-bit operations per second, the basis of planned speeds."""
         return 1e12 * self.tflops["fp16"]
 
 
@@ -75,12 +75,12 @@ def check_positive(what: str, value: Any) -> None:
 
 
 def known_gpus() -> Mapping[str, Gpu]:
-    """Return the GPUs that come with kvq, by name."""
+    """Return the built-in GPU specifications, keyed by name."""
     return read_gpus(Path(__file__).with_name("gpus.json"))
 
 
 def read_gpus(path: Path) -> dict[str, Gpu]:
-    """Read GPUs from JSON: `{"format_version": 1, "gpus": {name: {memory_gb, bandwidth_tb_s, ...}}}`.
+    """Read GPU specifications from JSON: `{"format_version": 1, "gpus": {name: {memory_gb, ...}}}`.
 
     Raises:
         ConfigError: the file is unreadable or has another version, or an entry is invalid.
@@ -106,10 +106,10 @@ def read_gpus(path: Path) -> dict[str, Gpu]:
 
 
 def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
-    """Return a GPU by its name.
+    """Return the GPU with this name.
 
     Raises:
-        ConfigError: no GPU has this name; the message suggests the nearest one.
+        ConfigError: no GPU, or more than one, matches the name; the message suggests names.
     """
     known = known_gpus() if gpus is None else gpus
     asked = name.lower().replace("_", "-").replace(" ", "-")
@@ -133,15 +133,15 @@ class Prices:
         check_positive("the price of output", self.output)
 
     def request_usd(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the price of one request in $."""
+        """Return the price of one request, in $."""
         return (prompt_tokens * self.input + output_tokens * self.output) / 1e6
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: float = 1.0) -> float:
-    """Return the cost in $ per million tokens of a machine that generates `tokens_per_s` while in use.
+    """Return the cost per million tokens, in $, of a machine that generates `tokens_per_s` while in use.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a number is out of range.
     """
     check_positive("$ an hour", usd_per_hour)
     check_positive("tokens a second", tokens_per_s)
@@ -150,17 +150,17 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: fl
 
 
 def monthly_usd(usd_per_hour: float, *, gpus: int = 1, operations_usd: float = 0.0) -> float:
-    """Return the cost in $ per 30-day month of GPUs that always run, and of their operation."""
+    """Return the cost of continuously running GPUs plus operations, in $ per 30-day month."""
     return usd_per_hour * _HOURS_A_MONTH * gpus + operations_usd
 
 
 def requests_a_month(requests_per_s: float, *, utilization: float = 1.0) -> float:
-    """Return the number of requests in 30 days."""
+    """Return the number of requests served in 30 days."""
     return requests_per_s * utilization * 3600 * _HOURS_A_MONTH
 
 
 def break_even_requests(usd_a_month: float, usd_per_request: float) -> float:
-    """Return the requests per month above which a fixed cost is lower than paying per request."""
+    """Return the number of requests per month above which a fixed cost is cheaper than paying per request."""
     return usd_a_month / usd_per_request
 
 

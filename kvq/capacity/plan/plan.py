@@ -1,6 +1,6 @@
-"""Capacity plan: the use of a GPU's memory, and the number of users that fit; `kvq.plan` makes one.
+"""Capacity plan, made by `kvq.plan`: how a GPU's memory is used, and how many users fit.
 
-It also computes plans for other lengths and other numbers of users, for plots.
+This module also computes plans at other context lengths and numbers of users, for plots.
 """
 
 from bisect import bisect_left
@@ -30,18 +30,18 @@ class Serving:
     """Latency and throughput of `users` concurrent requests."""
 
     users: int
-    ttft_s: float  # of a prompt that is computed alone, without queueing
+    ttft_s: float  # for a prompt that is computed alone, without queueing
     itl_s: float
     tokens_per_s: float  # of all users together
     requests_per_s: float
 
 
 def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
-    """Return the speed if every finished request is followed by a new prompt, during which the others wait.
+    """Return the speed if a new prompt replaces every finished request and is computed while the others wait.
 
     By Little's law, `users` = requests per second x seconds per request.
     """
-    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of a user
+    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens for one user
     return Serving(
         users=users,
         ttft_s=prefill_s + step_s,
@@ -64,13 +64,13 @@ def serving(time: StepTime, demand: Demand, users: int) -> Serving:
 
 
 def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
-    """Return the speed of requests at `rate` per second; None if `most` concurrent requests don't keep up.
+    """Return the speed at `rate` requests per second, or None if `most` concurrent requests can't keep up.
 
-    This is the speed of the fewest concurrent requests whose throughput is the rate; by Little's law, that is
-    their average number. `serve`: the speed of a number of concurrent requests.
+    This is the speed at the smallest concurrency whose throughput reaches the rate, which is the average
+    concurrency by Little's law. `serve` returns the speed at a number of concurrent requests.
 
     Raises:
-        ConfigError: the rate is not above 0.
+        ConfigError: the rate is not positive.
     """
     check_positive("the rate", rate)
     if most < 1 or serve(most).requests_per_s < rate:
@@ -81,23 +81,23 @@ def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Servi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityPlan:
-    """Plan for one KV format of one model on `split.gpus` GPUs; its blocks are those of the fullest GPU."""
+    """Plan for one KV format of one model on `split.gpus` GPUs; blocks are counted on the fullest GPU."""
 
     model: str
     gpu: str
     kv: str
     split: Split
-    terms: tuple[Term, ...]  # of memory, the pool last
-    block_bytes: int  # one block of every layer group; in vLLM, whose groups share blocks, of any one
+    terms: tuple[Term, ...]  # memory terms, with the pool last
+    block_bytes: int  # one block of every layer group; in vLLM, whose groups share blocks, one block
     num_blocks: tuple[int, ...]  # per layer group; for vLLM, one number
-    step_tokens: int  # maximum new tokens per step, lower than configured if a staging area is small
+    step_tokens: int  # maximum number of new tokens per step; a small staging area lowers it
     users: Users
-    vllm: Mapping[str, Any] | None = None  # figures that vLLM prints at startup, if it is the engine
+    vllm: Mapping[str, Any] | None = None  # figures that vLLM prints at startup, if vLLM is the engine
     kv_bytes_per_token: float  # on the fullest GPU
-    serving: Serving | None  # for all users that fit; None if only the total size of the weights is known
+    serving: Serving | None  # with all users that fit; None if only the total size of the weights is known
     state_bytes: int  # of a sequence's recurrent states, on the fullest GPU; in a separate pool
-    time: StepTime | None = field(repr=False, compare=False)  # of its steps
-    serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # speed by users
+    time: StepTime | None = field(repr=False, compare=False)  # step times
+    serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # speed at a number of users
     usd_per_million_tokens: float | None  # generated tokens, at full load
     refused: str | None = None  # why kvq's engine does not run the model
 
@@ -124,8 +124,8 @@ def make_plan(
     """Plan one KV format.
 
     Raises:
-        ConfigError: a request beyond the model's context, or a model that doesn't fit; the message gives the
-            missing bytes and remedies.
+        ConfigError: a request exceeds the model's context, or the model doesn't fit; the message then gives
+        the missing bytes and remedies.
     """
     if demand.longest > (most := target.geometry.max_context):
         raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
@@ -183,16 +183,17 @@ def plan(
     lengths: Sequence[Length] | None = None,
     **options: Unpack[_PlanOptions],
 ) -> CapacityPlan:
-    """Plan how many requests of `context` tokens, or of the given `lengths`, fit on a GPU.
+    """Plan how many requests of `context` tokens, or with these `lengths`, fit on a GPU.
 
-    `model`: a name in `kvq models`, or a folder with a config.json. `output`: generated tokens of the
-    context, by default an eighth. `weights`: the format of the linear layers, by default the checkpoint's
-    according to its config; `weight_bytes` replaces the calculated size. `split`: the split over GPUs;
+    `model`: a name in `kvq models`, or a folder with a config.json. `output`: how many tokens of the context
+    are generated, by default an eighth. `weights`: the format of the linear layers, by default the format in
+    the checkpoint's config; `weight_bytes` replaces the calculated size. `split`: the split over GPUs;
     `engine`: settings that affect memory; `prefix_share`: the share of each prompt that all requests have in
     common.
 
     Raises:
-        ConfigError: an unknown name, no lengths, or a model that doesn't fit (with the missing bytes).
+        ConfigError: a name is unknown, neither or both of `context` and `lengths` are given, or the model
+        doesn't fit.
     """
     engine = options.get("engine")
     target = make_target(
@@ -211,7 +212,7 @@ def plan(
 
 
 def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[tuple[int, int]]:
-    """Return (context, requests that fit at once), with contexts doubling up to the engine's longest."""
+    """Return (context, number of requests that fit), doubling the context up to the engine's maximum."""
     longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
     return [
         (context, make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine).users.paged)
@@ -220,7 +221,7 @@ def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[
 
 
 def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, Any]]:
-    """Return latency and cost for concurrent requests, doubling up to as many as fit."""
+    """Return latency and cost at concurrencies that double up to the maximum number of requests that fit."""
     if plan.serve is None or not plan.users.paged:
         return []
     return [

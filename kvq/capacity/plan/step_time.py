@@ -1,4 +1,4 @@
-"""Roofline model of a step's time, from bytes and operations, a GPU's data sheet, and efficiencies.
+"""Roofline model of step times, from bytes and operations, a GPU's data sheet, and efficiencies.
 
 Linear layers take the time to read the weights once or to multiply for every token, whichever is longer
 (Williams et al., 2009, "Roofline"). Decode attention takes the time to read the KV, and prefill attention the
@@ -21,19 +21,19 @@ from kvq.sizing.parameters import Parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:  # D280: until measured, 0.8 of bandwidth and 0.7 of a step are assumed
-    """Shares of a GPU's data sheet figures that an engine reaches: assumed, or measured by a benchmark.
+    """Shares of a GPU's data sheet figures that an engine reaches, either assumed or benchmarked.
 
     `measured`: (tokens, share of the roofline) for the linear layers of steps, in ascending order of tokens.
-    These replace the assumed shares of bandwidth and arithmetic for linear layers.
+    For linear layers, these points replace the assumed shares of bandwidth and arithmetic.
     """
 
-    bandwidth: float = 0.8  # share of the data sheet's, in kernels that read weights or KV
+    bandwidth: float = 0.8  # share of the data sheet's figure, in kernels that read weights or KV
     step: float = 0.7  # share of a step's time in such kernels
     arithmetic: float = 0.5  # share of the dense peak, in prefill
     measured: tuple[tuple[int, float], ...] = ()
-    kv: float | None = None  # share of the bandwidth when decodes read KV; None: as for weights
+    kv: float | None = None  # share of the bandwidth when decode steps read KV; None: as for weights
     attention: float | None = None  # share of the dense peak in prefill attention; None: as in linear layers
-    sequence_s: float = 0.0  # in addition, for every sequence that gets a token
+    sequence_s: float = 0.0  # additional time per sequence that gets a token
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "step", "arithmetic", "kv", "attention"):
@@ -45,14 +45,14 @@ class Efficiency:  # D280: until measured, 0.8 of bandwidth and 0.7 of a step ar
             raise ConfigError(f"seconds a sequence must be 0 to 60, got {self.sequence_s}")
 
     def linear_s(self, gpu: Gpu, weight_bytes: float, flops: float, *, tokens: int) -> float:
-        """Return the seconds of a GPU's linear layers, from bytes and operations for `tokens` tokens."""
+        """Return the seconds that linear layers take for `tokens` tokens, from bytes and operations."""
         if self.measured:
             return self._measured_s(gpu, weight_bytes, flops / tokens, tokens)
         read = weight_bytes / (gpu.bandwidth * self.bandwidth * self.step)
         return max(read, flops / (gpu.flops * self.arithmetic))
 
     def _measured_s(self, gpu: Gpu, weight_bytes: float, token_flops: float, tokens: int) -> float:
-        """Interpolate between measured points; beyond them, use the efficiency of the nearest point."""
+        """Interpolate between measured points; beyond them, use the nearest point's efficiency."""
 
         def at(number: int, share: float) -> float:
             return max(weight_bytes / gpu.bandwidth, token_flops * number / gpu.flops) / share
@@ -68,16 +68,16 @@ class Efficiency:  # D280: until measured, 0.8 of bandwidth and 0.7 of a step ar
         return at(tokens, before[1])
 
     def read_s(self, gpu: Gpu, kv_bytes: float) -> float:
-        """Return the seconds of reading `kv_bytes` of KV."""
+        """Return the seconds that it takes to read `kv_bytes` bytes of KV."""
         return kv_bytes / (gpu.bandwidth * (self.bandwidth * self.step if self.kv is None else self.kv))
 
     def attention_s(self, gpu: Gpu, flops: float) -> float:
-        """Return the seconds of `flops` operations of prefill attention."""
+        """Return the seconds that `flops` operations of prefill attention take."""
         return flops / (gpu.flops * (self.arithmetic if self.attention is None else self.attention))
 
 
 def expert_share(experts: float, chosen: float, tokens: int) -> float:
-    """Return the share of routed experts that a step of `tokens` tokens reads, if chosen uniformly."""
+    """Return the share of routed experts that `tokens` tokens use, if experts are chosen uniformly."""
     return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
 
 
@@ -85,7 +85,7 @@ _KEYS = {"linear", "read_s", "pair_s", "sequence_s", "weight_bytes", "token_flop
 
 
 def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
-    """Read the efficiency with a KV format from the results of `kvq bench engine --json`.
+    """Read the efficiency for a KV format from the results of `kvq bench engine --json`.
 
     Raises:
         ConfigError: the file or the format is missing, or the measurements do not fit the data sheet.
@@ -105,11 +105,11 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
 
 
 def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency:
-    """Return the shares of a GPU's data sheet figures that were reached.
+    """Return the shares of a GPU's data sheet figures that measured step costs reach.
 
-    `costs`: seconds of linear layers by the tokens of a step (`linear`, [tokens, s] each), per token of KV
-    read in decodes, per pair of tokens in prefill attention, and per sequence; and the bytes and operations
-    of these parts.
+    `costs` contains the seconds that linear layers take for steps of various sizes (`linear`, [tokens, s]
+    each), the seconds per token of KV read in decodes, per pair of tokens in prefill attention, and per
+    sequence; and the bytes and operations of each part.
     """
 
     def ideal(tokens: int) -> float:
@@ -127,19 +127,19 @@ def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency
 
 
 def _share(ideal_s: float, measured_s: float) -> float:
-    """Return the share, at most 1, because a small part of a step may be measured as impossibly fast."""
+    """Return the share, clamped to 1 because a small part of a step may be measured as impossibly fast."""
     return min(1.0, ideal_s / measured_s) if measured_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:  # D281: parts add up, because kernels run one after another
-    """Seconds of the parts of a step; one entry of each tuple per layer group."""
+class StepTime:  # D281: parts are additive, because kernels run one after another
+    """Seconds that the parts of a step take; tuples have one entry per layer group."""
 
-    stage_s: Callable[[int], float]  # linear layers of one pipeline stage, by tokens
+    stage_s: Callable[[int], float]  # linear layers of one pipeline stage, for a number of tokens
     stages: int = 1
     windows: tuple[int | None, ...]
     limits: tuple[int | None, ...] = ()  # maximum tokens per sequence; empty: no limits
-    lag: int = 0  # tokens before a full block can be shared
+    lag: int = 0  # number of tokens before a full block can be shared
     state_group: int | None = None  # the layer group of recurrent states
     read_s: tuple[float, ...]  # per token of KV that a decode sees
     pair_s: tuple[float, ...]  # per pair of a prefill token and a token that it sees
@@ -150,20 +150,20 @@ class StepTime:  # D281: parts add up, because kernels run one after another
         return self.stages * self.stage_s(-(-tokens // self.stages))
 
     def read(self, seen: Sequence[int]) -> float:
-        """Return the seconds of decode attention; `seen`: total number of tokens seen, per layer group."""
+        """Return the seconds of decode attention that sees `seen` tokens in total, per layer group."""
         if len(seen) == 1:
             return self.read_s[0] * seen[0]
         return sum([each * tokens for each, tokens in zip(self.read_s, seen, strict=True)])
 
     def seen(self, lengths: Sequence[int]) -> list[int]:
-        """Return the total number of tokens that decodes at these lengths see, per layer group."""
+        """Return the total number of tokens seen by decodes at these lengths, per layer group."""
         full = sum(lengths)
         return [
             full if most is None else sum([min(length, most) for length in lengths]) for most in self._most
         ]
 
     def decode_s(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a step that decodes sequences of these lengths."""
+        """Return the duration in seconds of a step that decodes sequences of these lengths."""
         each_s = self.sequence_s * len(lengths)
         return self.linear_s(len(lengths)) + self.read(self.seen(lengths)) + each_s
 
@@ -174,18 +174,18 @@ class StepTime:  # D281: parts add up, because kernels run one after another
         return [window or limit for window, limit in zip(self.windows, limits, strict=True)]
 
     def prompt_s(self, start: int, end: int) -> float:
-        """Return the seconds of tokens `start` to `end` of a sequence; pipeline stages run one by one."""
+        """Return the seconds that tokens `start` to `end` of a prompt take in all pipeline stages in turn."""
         return self.stages * (self.stage_s(end - start) + self.prefill_attention(start, end))
 
     def prefill_attention(self, start: int, end: int) -> float:
-        """Return the seconds of attention for a chunk with positions `start` to `end` - 1."""
+        """Return the seconds that attention takes for a chunk with positions `start` to `end` - 1."""
         return sum(
             [each * _pairs(start, end, window) for each, window in zip(self.pair_s, self._most, strict=True)]
         )
 
 
 def _pairs(start: int, end: int, window: int | None) -> int:
-    """Count the pairs of a token and a token that it sees, including itself."""
+    """Count the pairs of a query token and a key token visible to it, including itself."""
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) // 2
     within = _pairs(start, window, None) if start < window else 0
@@ -193,10 +193,10 @@ def _pairs(start: int, end: int, window: int | None) -> int:
 
 
 def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-    """Return the step time of a model with known parameters, from data sheet and efficiencies.
+    """Return the step times of a model with known parameter counts, from the data sheet and efficiencies.
 
-    `layout` is that of the fullest GPU. Arithmetic is in 16 bits, whatever the format of the weights. In a
-    pipeline, each stage processes its share of the sequences at a time.
+    `layout` is the KV layout of the fullest GPU. Arithmetic is in 16 bits, regardless of the weight format.
+    In a pipeline, each stage processes one share of the sequences at a time.
     """
     parameters, split = target.parameters, target.split
     assert parameters is not None, "without them a step's bytes and operations are not known"
@@ -220,7 +220,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         lag=layout.holding["lag"],
         state_group=layout.holding["state_group"],
         read_s=tuple(
-            # Per token that a decode sees; in recurrent states it sees two: the previous one and its own
+            # Per token that a decode sees; with recurrent states, it sees the previous state and its own
             efficiency.read_s(gpu, group.block_bytes / (1 if group.role is Role.STATES else group.block_size))
             for group in groups
         ),
@@ -230,7 +230,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
 
 
 def read_share(parameters: Parameters, tokens: int) -> float:
-    """Return the share of weights that a step of `tokens` tokens reads: all but tables and idle experts."""
+    """Return the share of weights read by a step of `tokens` tokens: all except tables and idle experts."""
     read: float = parameters.total - parameters.tables
     if parameters.head:
         read -= parameters.embedding

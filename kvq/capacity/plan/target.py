@@ -1,6 +1,6 @@
-"""Model to plan for: its shape, the bytes of its weights, and the GPUs over which it is split.
+"""Model to plan for: its shape, its weight size, and its split over GPUs.
 
-The shape is read from a folder or from the catalogue.
+The shape is read from a model folder or from the catalogue.
 """
 
 import json
@@ -31,12 +31,12 @@ class Target:  # D279: models and requests are separate values
     geometry: ModelGeometry
     parameters: Parameters | None = None  # None: `weight_bytes` replaces them
     held: HeldAs = field(default_factory=HeldAs)
-    weight_bytes: int | None = None  # of the whole model, instead of counting them
+    weight_bytes: int | None = None  # of the entire model, instead of a calculated size
     split: Split = field(default_factory=Split)
     refused: str | None = None  # why kvq's engine does not run it
 
     def formats(self, kv: Iterable[str]) -> list[str]:
-        """Return the KV formats without duplicates; `auto` becomes the dtype in which the model computes."""
+        """Return the KV formats without duplicates, with `auto` replaced by the model's compute dtype."""
         return list(dict.fromkeys(self.held.other.name if name == "auto" else name for name in kv))
 
     def terms(self) -> tuple[Term, ...]:
@@ -59,9 +59,9 @@ def make_target(
     shape: ModelShape | None = None,
     max_context: int | None = None,
 ) -> Target:
-    """Return the target for a model name or folder. `weights`: format of linear layers, else the config's.
+    """Return the target for a model name or folder. `weights`: format of linear layers, or the config's.
 
-    `shape`: for a folder whose config.json does not determine it. `max_context`: of the engine.
+    `shape`: model shape, if config.json does not determine it. `max_context`: engine's maximum.
 
     Raises:
         ConfigError: the model is unknown, or its weights can't be counted.
@@ -90,7 +90,7 @@ def make_target(
 
 
 def _shape(model: str | Path, *, counted: bool) -> ModelShape:
-    """Return the shape of a model folder (a Path or a str), or else of a known model."""
+    """Return the shape of a model folder (a Path or a str) or of a model in the catalogue."""
     if isinstance(model, str) and (
         model.lower() in known_models() or not Path(model, "config.json").is_file()
     ):
@@ -113,7 +113,7 @@ def _shape(model: str | Path, *, counted: bool) -> ModelShape:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read a folder's config.json (of multimodal models the text part) with ModelOpt's quantization.
+    """Read a folder's config.json, including ModelOpt's quantization; for multimodal models, the text part.
 
     Raises:
         ConfigError: the file can't be read.

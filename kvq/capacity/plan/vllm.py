@@ -1,10 +1,10 @@
-"""vLLM in a plan, with kvq's plug-in or with its own cache: its settings and its blocks.
+"""vLLM in a capacity plan, with kvq's plug-in or vLLM's own cache: its settings and its blocks.
 
-A page is one layer's part of a block, as large as in kvq's own blocks. If all layers have full attention, or
-all have the same window, they form one group. Otherwise layers are sorted by kind, each kind is split into
-groups of about equal numbers of layers, and all groups take their blocks from one pool: a block is as large
-as the pages of the largest group, and a request takes blocks for every group. For this, pages are made
-equally large, with more tokens if that is possible without a remainder, else by padding.
+A page is one layer's part of a block, as large as in kvq's own blocks. If all layers have full attention or
+the same window, they form one group. Otherwise, layers are sorted by kind, and each kind is split into groups
+of about equal numbers of layers. All groups allocate from one pool: a block is as large as the pages of the
+largest group, and a request needs blocks for every group. Pages are therefore made equally large, with more
+tokens per page if the sizes divide evenly, else by padding.
 
 Source: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, v1/kv_cache_interface.py and engine/arg_utils.py
 of vLLM 0.32; 0.33 counts the same.
@@ -30,23 +30,23 @@ from kvq.sizing.held import PLAIN
 from kvq.sizing.memory import Term
 
 BLOCK_SIZE, GPU_FRACTION = 16, 0.92  # vLLM's defaults on GPUs
-_FEW_MORE = 1.5  # ratio of the largest to the smallest kind below which groups have the former's size
-OWN_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of vLLM's own cache, with its names
+_FEW_MORE = 1.5  # below this ratio of the largest to the smallest kind, groups are as large as the largest
+OWN_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # dtypes of vLLM's own cache
 
 
 def own_type(kv: str) -> str | None:
-    """Return the dtype of vLLM's own cache that a format name stands for, or None for a kvq format."""
+    """Return the name of a dtype of vLLM's own cache, or None if `kv` is a kvq format."""
     name = FOREIGN_NAMES.get(kv, kv)
     return name if name in OWN_TYPES else None
 
 
 def cache_dtype(kv: str) -> str:
-    """Return the name of a kvq format in `--kv-cache-dtype`."""
+    """Return the value of vLLM's `--kv-cache-dtype` for a kvq format."""
     return (VLLM_FILE_PREFIX if kv.endswith(".json") else VLLM_PREFIX) + kv
 
 
 def batch_defaults(gpu: Gpu) -> tuple[int, int]:
-    """Return `vllm serve`'s default maximum of new tokens per step, and of concurrent sequences, on a GPU."""
+    """Return the default maximum numbers of new tokens per step and concurrent sequences in `vllm serve`."""
     gib = gpu.memory_bytes / 2**30
     if gib >= 160:
         return 16384, 1024
@@ -55,7 +55,7 @@ def batch_defaults(gpu: Gpu) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerKind:
-    """Properties that all layers of a group share."""
+    """Properties common to all layers of a group."""
 
     window: int | None  # tokens; None: full attention
     block_size: int  # tokens
@@ -74,7 +74,7 @@ class _LayerKind:
         )
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """Return the blocks of a request; a window takes one more, because it may begin inside a block."""
+        """Return the number of blocks of a request; a window that begins inside a block needs one more."""
         if self.window is None:
             return -(-tokens // self.block_size)
         return -(-min(self.window - 1 + in_flight, tokens) // self.block_size) + 1
@@ -84,17 +84,17 @@ class _LayerKind:
 class _VllmBlocks:
     """vLLM's blocks of one model in one format."""
 
-    groups: tuple[tuple[_LayerKind, int], ...]  # with the number of layers
+    groups: tuple[tuple[_LayerKind, int], ...]  # each with its number of layers
     block_size: int  # tokens
     block_bytes: int
-    in_flight: int  # new tokens of all steps in flight, whose blocks are kept even outside windows
+    in_flight: int  # new tokens of all steps in flight; their blocks are kept even outside windows
 
     @classmethod
     def of(cls, layout: KVLayout, *, in_flight: int) -> "_VllmBlocks":
         """Return the blocks of a layout's layers.
 
         Raises:
-            ConfigError: a block size that is impossible for pages.
+            ConfigError: the block size is not a multiple of `UNPADDED_TOKENS`.
         """
         size = layout.block_size
         if size % UNPADDED_TOKENS:
@@ -114,7 +114,7 @@ class _VllmBlocks:
         return sum(kind.held(tokens, self.in_flight) for kind, _ in self.groups)
 
     def longest(self, num_blocks: int, most: int) -> int:
-        """Return the longest request up to `most` tokens with which vLLM starts; it leaves one block free."""
+        """Return the largest maximum length, up to `most`, with which vLLM starts; one block stays free."""
         return bisect_right(range(1, most + 1), num_blocks - 1, key=self.held)
 
     def users(self, num_blocks: int, demand: Demand) -> int:
@@ -128,7 +128,7 @@ class _VllmBlocks:
         return max(0, int((num_blocks - 1 - common) / each))
 
     def request_bytes(self, demand: Demand) -> float:
-        """Return the mean bytes of a request's blocks."""
+        """Return the mean number of bytes of a request's blocks."""
         return self.block_bytes * fmean([self.held(length.total) for length in demand.lengths])
 
 
@@ -138,9 +138,9 @@ class VllmEngine(Engine):
 
     block_size: int = BLOCK_SIZE
     step_tokens: int = 2048
-    memory_fraction: float = GPU_FRACTION  # of the whole GPU
+    memory_fraction: float = GPU_FRACTION  # of the GPU's total memory
     kv_memory: int | None = None  # bytes of all blocks; overrides `memory_fraction`
-    steps_at_work: int = 2  # in flight, with asynchronous scheduling; 1 on CPUs
+    steps_at_work: int = 2  # number of steps in flight with asynchronous scheduling; 1 on CPUs
 
     @classmethod
     def on(cls, gpu: Gpu) -> "VllmEngine":
@@ -148,7 +148,7 @@ class VllmEngine(Engine):
         return cls(step_tokens=batch_defaults(gpu)[0])
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Return `kv_memory`, or the bytes left by weights, runtime and a step in vLLM's share of the GPU."""
+        """Return `kv_memory`, or what weights, runtime and activations leave of vLLM's share of the GPU."""
         if self.kv_memory is not None:
             return self.kv_memory
         return math.ceil(total_bytes * self.memory_fraction) - taken_bytes - activation_bytes
@@ -193,7 +193,7 @@ class VllmEngine(Engine):
         )
 
     def _cache(self, blocks: _VllmBlocks, count: int, target: Target) -> dict[str, Any]:
-        """Return the figures that vLLM prints; raise ConfigError if a request of full length doesn't fit."""
+        """Return the figures that vLLM prints; raise ConfigError if a full-length request doesn't fit."""
         most = self.max_context or target.geometry.max_context
         one = blocks.held(most)
         if count <= one:
@@ -219,7 +219,7 @@ def _pool_term(blocks: _VllmBlocks, count: int) -> Term:
 
 
 def _check_served(target: Target, layout: KVLayout) -> None:
-    """Raise ConfigError for models and formats that vLLM or the plug-in doesn't serve as counted here."""
+    """Raise ConfigError for models and formats that vLLM or the plug-in does not serve as planned here."""
     geometry, split, recipe = target.geometry, target.split, layout.recipe
     if geometry.states:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _check_served(target: Target, layout: KVLayout) -> None:
 
 
 def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:  # D278
-    """Return groups with their numbers of layers; `kinds` counts the layers of each kind.
+    """Return groups with their numbers of layers; `kinds` maps each kind to its number of layers.
 
     A group is as large as the least frequent kind, or as the most frequent one if the two are similar.
     """

@@ -1,4 +1,4 @@
-"""`kvq bench`: speed of kvq's parts."""
+"""`kvq bench`: benchmarks of kvq's components."""
 
 from dataclasses import asdict, dataclass
 
@@ -19,7 +19,7 @@ from kvq.commands.shared.terminal import echo, print_columns
 
 @click.group(name="bench")
 def command() -> None:
-    """Measure how fast kvq's parts are; every benchmark checks correctness first."""
+    """Measure the speed of kvq's components; every benchmark checks correctness first."""
 
 
 for _one in (attention, write, linear, tune, engine, serve, speculation, vllm):
@@ -49,9 +49,9 @@ class _BlocksOptions:
 @gathered(_BlocksOptions, "options")
 @json_option
 def blocks(options: _BlocksOptions, json_path: str | None) -> None:
-    """Time block memory: allocate, append, free, hash, look up, fork; and show how full blocks are.
+    """Time block memory (allocate, append, free, hash, look up, fork), and show how full blocks are.
 
-    Plain Python on one core, prefix index on. Times are medians in microseconds.
+    The code is plain Python on one core, with the prefix index on. Times are medians in microseconds.
     """
     from kvq.bench.blocks import bench_blocks, measure_utilization
 

@@ -71,11 +71,11 @@ def engine(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Serve random prompts, and measure throughput, time to first token (TTFT) and between tokens (ITL).
+    """Serve random prompts, and measure throughput, time to first token (TTFT) and time between tokens (ITL).
 
-    Greedy tokens are checked first: batched against one by one, and rivals against kvq. In every repeat,
-    formats and rivals run one after another. Rates are medians over repeats, and latencies are over all
-    requests. Fill is the share of slots in live blocks that contain tokens.
+    Greedy tokens are checked first: batched requests against single requests, and rivals against kvq. In
+    every repeat, formats and rivals run one after another. Rates are medians over repeats, and latencies
+    cover all requests. Fill is the share of slots in live blocks that contain tokens.
     """
     from kvq.bench.engine.engine import bench_engine
     from kvq.bench.figures import engine_figure

@@ -1,4 +1,4 @@
-"""`kvq bench attention`, `write` and `tune`: the kernels, compared with rivals in the same run."""
+"""`kvq bench attention`, `write` and `tune`: kernels, compared with rivals in the same run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class _ShapeOptions:
     block_size: int = option(64, "Tokens per block.", type=BLOCK_SIZES)
 
     def workload(self, new: int, kernels: KernelOptions) -> "Workload":
-        """Check the options and return their workload.
+        """Check the options and return the workload that they describe.
 
         Raises:
             ConfigError: the options can't be combined.
@@ -126,8 +126,8 @@ def attention(
 ) -> None:
     """Time one layer's attention over quantized blocks: decode (--new 1) or extend.
 
-    Every contender is checked against fp64 before any is timed; then all are timed alternately. The data is
-    several times as large as the last-level cache, or rotated so that it is not cached.
+    Every contender is checked against fp64 before any is timed; then all contenders are timed alternately.
+    The data is several times as large as the last-level cache, or is rotated to prevent caching.
     """
     from kvq.bench.figures import roofline_figure
     from kvq.bench.kernels.attention import bench_attention
@@ -166,7 +166,7 @@ def attention(
 @gathered(KernelOptions, "kernels")
 @json_option
 def write(kv: str, new: int, shape: _ShapeOptions, kernels: KernelOptions, json_path: str | None) -> None:
-    """Quantize and store one step's K and V of one layer; bytes are checked against the reference."""
+    """Time quantizing and storing one layer's K and V in a step; bytes are checked against the reference."""
     from kvq.bench.kernels.write import bench_write
 
     begin(json_path)
@@ -192,7 +192,7 @@ def write(kv: str, new: int, shape: _ShapeOptions, kernels: KernelOptions, json_
 def tune(
     kv: str, new: str, table: str | None, shape: _ShapeOptions, kernels: KernelOptions, json_path: str | None
 ) -> None:
-    """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
+    """Find the fastest tile shapes of the Triton kernels on this GPU, and write them to the table."""
     import torch
 
     if not torch.cuda.is_available():

@@ -42,10 +42,10 @@ class _LinearOptions:
 @gathered(KernelOptions, "kernels")
 @json_option
 def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | None) -> None:
-    """Time one Linear layer with quantized weights, compared with torch's and plain weights.
+    """Time one Linear layer with quantized weights, compared with unquantized weights in kvq and torch.
 
     Every contender is checked against an fp64 product with the dequantized weight before any is timed.
-    Weights are rotated so that they are not cached; reading them limits products of few rows.
+    Weights are rotated to prevent caching, since products of few rows are limited by reading the weights.
     """
     from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
     from kvq.evals.watch import part_of

@@ -1,4 +1,4 @@
-"""Shared parts of `kvq bench`: options for loads and kernels, and columns of figures."""
+"""Shared parts of `kvq bench`: options for loads and kernels, and columns of result tables."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ TIMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficOptions:
-    """Lengths and arrivals of a load's requests."""
+    """Options for the lengths and arrivals of a load's requests."""
 
     input_len: str = option("128", "Tokens of each prompt: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.")
     output_len: str = option("64", "Tokens of each output, in the same notation.")
@@ -51,7 +51,7 @@ class TrafficOptions:
         """Return a function that builds the load from a model's limits; `concurrency` excludes a rate.
 
         Raises:
-            ConfigError: options that can't be used as given.
+            ConfigError: an option is invalid, or both a rate and a concurrency are given.
         """
         from kvq.bench.engine.load import Load
         from kvq.capacity.lengths import parse_lengths
@@ -74,7 +74,7 @@ class TrafficOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelOptions:
-    """Device and backend of kernels, and the number of samples."""
+    """Options for the device, backend and dtype of kernels, and for the number of timings."""
 
     device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     backend: str = option(
@@ -88,7 +88,7 @@ class KernelOptions:
         """Return the device and the dtype of inputs.
 
         Raises:
-            ConfigError: no device or dtype has that name.
+            ConfigError: the name of the device or dtype is unknown.
         """
         import torch
 
@@ -104,10 +104,10 @@ class KernelOptions:
 
 
 def split_list(text: str, option: str) -> list[str]:
-    """Return values separated by commas.
+    """Split a text at commas, and return the values.
 
     Raises:
-        ConfigError: the text has no values.
+        ConfigError: the text contains no values.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:

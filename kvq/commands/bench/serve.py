@@ -1,4 +1,4 @@
-"""`kvq bench serve`: servers under load over HTTP."""
+"""`kvq bench serve`: servers under load, measured over HTTP."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from kvq.extras import SERVER, require
 
 
 class _OneConcurrency(click.IntRange):
-    """Number of concurrent users; unlike in `kvq bench engine`, only one number."""
+    """Number of concurrent users; unlike `kvq bench engine`, this command takes only one number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "," in value:
@@ -49,8 +49,7 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     """Send random prompts over HTTP, and measure throughput, latencies and refusals.
 
     Options that are not listed here, such as --model and --num-blocks, are passed to `kvq serve`, which is
-    started for each KV format. Latencies are the client's: TTFT counts from the time at which a request was
-    due.
+    started for each KV format. Latencies are measured by the client; TTFT starts when a request is due.
     """
     require("kvq bench serve", SERVER)
     from kvq.bench.serve.serve import bench_serve, bench_url, measure_servers

@@ -68,10 +68,10 @@ def speculation(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Measure drafted tokens: their acceptance, the tokens per step, and the speedup.
+    """Measure the acceptance of drafted tokens, the tokens per step, and the speedup.
 
-    In every repeat, each k, no drafts, and a k that the engine adapts run one after another. Right is the
-    share of right drafts among those whose predecessors were right; offline is the same share without
+    Every repeat runs each k, no drafts, and a k that the engine adapts, one after another. Right is the share
+    of correct drafts among the drafts whose predecessors were correct; offline is the same share without
     drafting, from comparing the models' predictions on the text.
     """
     from kvq.bench.figures import speculation_figure

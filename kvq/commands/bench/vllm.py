@@ -45,8 +45,8 @@ class _VllmOptions:
 def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
     """Compare kvq's formats with vLLM's own KV cache, inside vLLM on CPUs and under two loads.
 
-    Greedy tokens are first compared with those of kvq's own engine. All engines run alternately in this
-    process. Milliseconds are for one decode step: attention, writing KV, everything else.
+    Greedy tokens are first compared with the tokens of kvq's own engine. All engines run alternately in this
+    process. Milliseconds are per decode step, split into attention, writing KV, and everything else.
     """
     require("kvq bench vllm", VLLM)
     from kvq.bench.vllm.load import make_loads
@@ -63,7 +63,7 @@ def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
 
 @contextmanager
 def _loaded(options: _VllmOptions) -> "Iterator[Model]":
-    """Yield the model loaded by kvq; its files exist until the end of the block, for vLLM."""
+    """Yield the model loaded by kvq; its files, which vLLM reads, exist until the end of the block."""
     from kvq.bench.vllm.load import make_model, read_model
 
     if options.model != _RANDOM:

@@ -12,14 +12,14 @@ from kvq.evals.report.page import Columns, html_table, origin, page, table
 from kvq.sizes import binary, decimal
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
-_LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # by GPU; colours are by format
+_LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # one per GPU; colours distinguish formats
 _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
 
 
 def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
-    """Write a page with users by context, memory by GPU, cost by latency, and every term.
+    """Write a page with users by context, memory by GPU, cost by latency, and all memory terms.
 
-    `result`: JSON of `kvq plan`; its rows need `users_by_context` and `speed_by_users`.
+    `result`: JSON of `kvq plan`, whose rows must include `users_by_context` and `speed_by_users`.
     """
     rows = result["rows"]
     first = rows[0]
@@ -57,7 +57,7 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
 
 
 def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
-    """Write a page with latency, throughput and cost of every row. `result`: JSON of `kvq simulate`."""
+    """Write a page with the latency, throughput and cost of each row. `result`: JSON of `kvq simulate`."""
     rows = result["rows"]
     first = rows[0]
     parts = [

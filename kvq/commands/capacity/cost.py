@@ -1,4 +1,4 @@
-"""`kvq cost`: GPUs by the hour compared with an API by the token."""
+"""`kvq cost`: cost of GPUs rented by the hour, compared with an API billed by the token."""
 
 import math
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class _CostOptions:
 @gpu_file_option
 @json_option
 def command(options: _CostOptions, api: PriceOptions, gpu_file: Path | None, json_path: str | None) -> None:
-    """Compare the price of tokens on your own GPUs and at an API, and find where they break even."""
+    """Compare the price of tokens on your own GPUs and from an API, and find the break-even point."""
     prices = api.prices()
     row = _numbers(options, prices, gpu_file)
     console().print(text_table(("", "", ""), _lines(row, options, prices), ("",), no_wrap=False))
@@ -67,7 +67,7 @@ def _numbers(options: _CostOptions, api: "Prices | None", gpu_file: Path | None)
 
 
 def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
-    """Return the cost on the user's own GPUs, or an empty dict if no GPU is named."""
+    """Return the cost of running on one's own GPUs, or an empty dict if no GPU is specified."""
     from kvq.capacity.plan import gpus
 
     if options.gpu is None and options.usd_per_hour is None:

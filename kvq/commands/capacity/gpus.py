@@ -1,4 +1,4 @@
-"""`kvq gpus`: the GPUs for which kvq can plan."""
+"""`kvq gpus`: GPUs for which kvq can plan."""
 
 import json
 from dataclasses import asdict
@@ -26,7 +26,7 @@ _COLUMNS = {
 @gpu_file_option
 @click.option("--json", "json_path", type=TO_WRITE, help="Write them as JSON, in the form that --gpus reads.")
 def command(gpu_file: Path | None, json_path: str | None) -> None:
-    """List GPUs: memory on the data sheet and as seen by a process, bandwidth, arithmetic, hourly price."""
+    """List GPUs with memory (data sheet and seen by a process), bandwidth, arithmetic and hourly price."""
     rows = [asdict(gpu) for gpu in gpus_of(gpu_file).values()]
     for row in rows:
         row["speeds"] = ", ".join(f"{kind} {value:,.0f}" for kind, value in row["tflops"].items())

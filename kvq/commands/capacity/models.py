@@ -1,4 +1,4 @@
-"""`kvq models`: models for which kvq can plan without their files."""
+"""`kvq models`: models for which kvq can plan without access to their files."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,16 @@ _COLUMNS = {
     "hub": ("on the hub", ""),
     "site": ("read from", ""),
 }
-_WIDTH = 260  # characters, so that no name is truncated
+_WIDTH = 260  # characters; wide enough to show every name in full
 
 
 @click.command(name="models")
 @json_option
 def command(json_path: str | None) -> None:
-    """List models that `kvq plan` knows, with the facts that determine their memory.
+    """List the models in kvq's catalogue, with the facts that determine their memory use.
 
-    States is the memory of recurrent layers per sequence, whatever its length. --json includes the source of
-    each model's facts, and the reason why kvq doesn't run a model.
+    States is the memory of recurrent layers per sequence, regardless of its length. --json includes the
+    source of each model's facts, and the reason if kvq doesn't run a model.
     """
     from kvq.capacity.plan.catalogue import known_models
 

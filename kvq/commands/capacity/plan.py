@@ -1,4 +1,4 @@
-"""`kvq plan`: memory of a model on GPUs term by term, and how many users fit."""
+"""`kvq plan`: a model's memory on GPUs term by term, and the number of users that fit."""
 
 import math
 from functools import partial
@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 @gathered(PlanOptions, "options")
 @sizing_options
 def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
-    """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and how many users fit.
+    """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and the number of users that fit.
 
-    With --engine vllm, predict `vllm serve` with kvq's formats: the number of its blocks, and its maximum
-    concurrency.
+    With --engine vllm, predict `vllm serve` with kvq's formats: its number of blocks and maximum concurrency.
 
-    With --verify, an engine is started here for every KV format, and its memory is compared with the plan
-    term by term. The exit code is 1 if a term is off by more than 1%, or the whole process by more than 3%.
+    With --verify, start an engine on this machine for every KV format, and compare its memory with the plan
+    term by term. The exit code is 1 if a term is off by more than 1%, or the entire process by more than 3%.
     """
     sizing.check_paths()
     if options.verify:
@@ -119,7 +118,7 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 def _row(
     sizing: SizingOptions, options: PlanOptions, target: "Target", demand: "Demand", gpu: "Gpu", kv: str
 ) -> dict[str, Any]:
-    """Plan one KV format on one GPU; raise ConfigError if the model and one request don't fit."""
+    """Plan one KV format on one GPU, or raise ConfigError if the model and one request don't fit."""
     from kvq.capacity.plan.plan import make_plan
     from kvq.capacity.plan.vllm import VllmEngine
 
@@ -182,7 +181,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
 
 
 def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
-    """Return figures for requests that arrive at a rate; an empty dict without a rate."""
+    """Return figures for requests that arrive at `rate`, or an empty dict if it is None."""
     from kvq.capacity.plan.plan import at_rate
 
     if rate is None:

@@ -1,6 +1,6 @@
-"""Plans on the terminal: memory by term, users, rates, and predicted servers of kvq and vLLM.
+"""Plans on the terminal: memory by term, users, rates, and the predicted kvq and vLLM servers.
 
-They include options with which these servers would fit more users.
+The output suggests options with which these servers would fit more users.
 """
 
 import shlex
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.vllm import VllmEngine
     from kvq.evals.report.page import Columns
 
-_MUCH = 1.05  # factor in users from which an option is worth a line
+_MUCH = 1.05  # smallest gain in users, as a factor, for which an option is suggested
 _VLLM: "Columns" = {
     "gpu": ("GPU", ""),
     "kv": ("KV", ""),
@@ -45,10 +45,10 @@ _AT_RATE: "Columns" = {
 
 
 def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
-    """Return the `kvq serve` command that a plan predicts; None if kvq can't serve it."""
+    """Return the `kvq serve` command whose memory a plan predicts, or None if kvq can't serve the plan."""
     if plan.split.gpus > 1 or plan.refused is not None:
         return None
-    most = plan.users.paged  # recurrent states take memory for each user
+    most = plan.users.paged  # each user's recurrent states take memory
     max_num_seqs = sizing.sequences or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
     options = (
         ("weights", _rounded_to(sizing.weights), None),
@@ -62,17 +62,17 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
 
 
 def _command_line(command: str, words: list[str], options: Iterable[tuple[str, object, object]]) -> str:
-    """Return a command with `words` and the options (name, value, default) whose value is not the default."""
+    """Return a command line with `words` and all options (name, value, default) with non-default values."""
     for name, value, default in options:
         if value not in (None, default):
             words = [*words, f"--{name}", f"{value}"]
     return f"{command} {shlex.join(words)}"
 
 
-def users_at_context(  # D273: by default, memory is divided for the model's whole context
+def users_at_context(  # D273: by default, memory is divided for the model's full context
     plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
 ) -> int | None:
-    """Return the number of users that fit if the longest context is `longest`; None if hardly more.
+    """Return the number of users that fit if the longest context is `longest`, or None if the gain is small.
 
     Layers with sliding windows store little of a long context, and an engine divides its memory among layer
     groups for its longest context. `again` repeats the plan for another engine.
@@ -84,14 +84,14 @@ def users_at_context(  # D273: by default, memory is divided for the model's who
 
 
 def _path_of(model: str) -> str:
-    """Return a folder or hub name unchanged, or DIR for a model of which only the shape is known."""
+    """Return a folder or hub name unchanged, or DIR for the name of a model in the catalogue."""
     from kvq.capacity.plan.catalogue import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
 
 def _rounded_to(weights: str) -> str | None:
-    """Return the format to which --weights rounds; None for unquantized dtypes and NF4."""
+    """Return the format to which --weights rounds, or None for unquantized dtypes and NF4."""
     try:
         parse_weight_format(weights)
     except ConfigError:
@@ -100,7 +100,7 @@ def _rounded_to(weights: str) -> str | None:
 
 
 def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "VllmEngine":
-    """Return the settings of vLLM on a GPU, with vLLM's defaults for options that were not given."""
+    """Return vLLM's settings on a GPU, with vLLM's own defaults for omitted options."""
     from kvq.capacity.plan.vllm import VllmEngine
 
     values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
@@ -117,7 +117,7 @@ def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "V
 def vllm_server(
     plan: "CapacityPlan", sizing: SizingOptions, engine: "VllmEngine", gpu: "Gpu"
 ) -> dict[str, Any]:
-    """Return the `vllm serve` command that a plan predicts, and its default number of sequences."""
+    """Return the `vllm serve` command whose memory a plan predicts, and its default --max-num-seqs."""
     from kvq.capacity.plan import vllm
 
     step_tokens, max_num_seqs = vllm.batch_defaults(gpu)
@@ -155,7 +155,7 @@ def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
-    """Return the columns of a table of plans, by the keys of a row."""
+    """Return the columns of a table of plans, keyed by the fields of a row."""
     users = {"gpus_needed": ("GPUs needed", ",d")} if rows[0]["gpus_needed"] is not None else {}
     return {
         "gpu": ("GPU", ""),
@@ -176,8 +176,8 @@ def show(
 ) -> None:
     """Print plans.
 
-    `assumed`: whether efficiencies are assumed, not measured; `max_num_seqs`: value of the option; `remarks`:
-    lines that are printed last.
+    `assumed`: whether efficiencies are assumed rather than measured; `max_num_seqs`: value of --max-num-seqs;
+    `remarks`: lines to print at the end.
     """
     out = console()
     firsts = {row["gpu"]: row for row in reversed(rows)}

@@ -1,4 +1,4 @@
-"""`kvq plan --verify`: start engines here, and compare their memory with the plan."""
+"""`kvq plan --verify`: start engines on this machine, and compare their memory with the plan."""
 
 import gc
 import sys
@@ -32,7 +32,7 @@ _COLUMNS = {
 
 
 def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> None:
-    """Start an engine for each format; exit with code 1 if any term is off by more than the tolerance."""
+    """Start an engine for each format, and exit with code 1 if memory is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
     from kvq.models.loading.prepared import prepare
 
@@ -59,7 +59,7 @@ def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> No
 
 
 def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
-    """Return the engine's settings; if no share of memory is given, the engine's own limit applies."""
+    """Return the engine's settings; without --gpu-memory-utilization, the engine's own limit applies."""
     from kvq.engine.config import EngineConfig
 
     has_share = "memory_fraction" in given_options()
@@ -73,7 +73,7 @@ def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
 
 
 def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> dict[str, Any]:
-    """Plan an engine, start it, and compare; `wrong` lists what is off: terms or the process."""
+    """Plan and start an engine, and compare the two; `wrong` lists the terms that are off."""
     from kvq.engine import LLM
     from kvq.engine.steps.reconcile import WHOLE_TOLERANCE, Line
 
@@ -98,7 +98,7 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
 
 
 def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") -> int:
-    """Return the bytes of the pools that an engine would get from the memory that is free now."""
+    """Return the size in bytes of the pools that an engine would get from the currently free memory."""
     from kvq.cache.memory import available_bytes
     from kvq.engine.device.memory import planned_pools
     from kvq.models.loading.footprint import planned_activations, planned_weights

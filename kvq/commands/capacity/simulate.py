@@ -30,11 +30,11 @@ def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api:
     """Simulate a load with the engine's own scheduler and block memory, without a GPU.
 
     Step times come from a roofline (or --calibrate). The table shows latency, throughput, preemptions and
-    cost for every KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the same
-    digest.
+    cost for every KV format and policy, or the number of GPUs required to meet an SLO. Runs with the same
+    seed have the same digest.
 
-    With --faults, clients disconnect during their answers, steps take 10 to 100 times as long, and engines
-    crash and restart empty, at times that the seed determines.
+    With --faults, clients disconnect before their answers are complete, some steps take 10 to 100 times as
+    long, and engines crash and restart empty, at times determined by the seed.
     """
     from kvq.commands.capacity.simulate_fleet import Study
 
@@ -72,8 +72,9 @@ def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api:
 def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) -> None:
     """Set `wins` of each row: True if its routing is the best among rows that differ only in routing.
 
-    The fewest replicas win, then the most requests that meet the goals, then the lowest median TTFT. `wins`
-    is None if there is no other such row. `finds_replicas`: the number of replicas was searched for.
+    The winner needs the fewest replicas; ties are resolved by the share of requests that meet the goals, then
+    by the lowest median TTFT. `wins` is None if there is no row to compare with. `finds_replicas`: whether
+    the number of replicas is a search result.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -86,7 +87,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
-    """Return the columns of a table of simulations, including fields that differ and events that occurred."""
+    """Return the table's columns, omitting compared fields that do not differ and events that never occur."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {

@@ -1,4 +1,4 @@
-"""Study of `kvq simulate`: one load, served by a simulated fleet for each KV format and policy."""
+"""Study of `kvq simulate`: one load, served by a simulated fleet in each KV format and policy."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice, product, starmap
@@ -27,7 +27,7 @@ _DRAWN = {"input_len", "output_len", "shared_prefix", "num_prefixes", "turns", "
 
 
 class _Case(NamedTuple):
-    """KV format and policies of a row."""
+    """KV format, policies and replica count for one row of the results table."""
 
     kv: str
     chunk: int
@@ -36,10 +36,10 @@ class _Case(NamedTuple):
 
 
 class Study:
-    """Common settings of all rows: a model on a GPU, a load, goals and prices."""
+    """Settings common to all rows: a model on a GPU, a load, goals and prices."""
 
     def __init__(self, sizing: SizingOptions, options: SimulateOptions, api: Prices | None) -> None:
-        """Raise ConfigError unless the study can be simulated; nothing is simulated yet."""
+        """Check the settings, and raise ConfigError if they can't be simulated."""
         self._sizing, self._options, self._api = sizing, options, api
         if options.overflow_waiting is not None and api is None:
             raise ConfigError(
@@ -57,7 +57,7 @@ class Study:
         self.num_requests, self._draw = _load(options, self._context)
 
     def cases(self, kv: list[str]) -> list[_Case]:
-        """Return every combination of formats and policies."""
+        """Return all combinations of formats, policies and replica counts."""
         options = self._options
         if options.meet is not None and options.replicas is not None:
             raise ConfigError("--meet finds the number of replicas; leave --replicas out")
@@ -74,7 +74,7 @@ class Study:
         return cases
 
     def row(self, case: _Case, arrived: Callable[[int], object]) -> dict[str, Any]:
-        """Simulate one case; `arrived` is called with the number of requests that have arrived.
+        """Simulate one case, calling `arrived` with the number of requests that have arrived so far.
 
         Raises:
             ConfigError: the model doesn't fit, or no number of replicas meets the goals.
@@ -164,7 +164,7 @@ def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Ite
     if path is not None:
         if wrong := sorted(spelled for name, spelled in given_options().items() if name in _DRAWN):
             raise ConfigError(f"--trace has the requests already; leave out {', '.join(wrong)}")
-        number = sum(1 for _ in read_lines(path))  # every line is checked before any work
+        number = sum(1 for _ in read_lines(path))  # checks every line before any work
         if not number:
             raise ConfigError(f"{path} has no requests")
         number = min(number, options.requests or number)

@@ -1,4 +1,4 @@
-"""Options that only `kvq simulate` has."""
+"""Options specific to `kvq simulate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ _ROUTINGS = ("round-robin", "two-choices", "least-loaded", "session", "prefix", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateOptions:
-    """Load, the fleet that serves it, goals, and faults."""
+    """Options for the load, the fleet that serves the load, the goals, and faults."""
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
     trace: Path | None = option(None, "Requests as JSON lines (kvq's, Mooncake's) or Azure's CSV.", type=FILE)

@@ -1,4 +1,4 @@
-"""Shared options of `kvq plan` and `kvq simulate`: models, GPUs, engines, and paths of results."""
+"""Options shared by `kvq plan` and `kvq simulate`: models, GPUs, engines, and paths of results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ _OWN_GPUS = "File of GPUs instead of kvq's own list."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizingOptions:
-    """Model on GPUs, and engine settings that affect memory."""
+    """Options for a model on GPUs, and for engine settings that affect memory."""
 
     weights: str = option(
         "auto", "fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16."
@@ -75,14 +75,14 @@ class SizingOptions:
     gpu: str | None
 
     def check_paths(self) -> None:
-        """Raise ConfigError if --html is given and the packages that draw plots are missing."""
+        """Raise ConfigError if --html is given but the packages that draw plots are missing."""
         from kvq.extras import PLOTS, require
 
         if self.html_path is not None:
             require("--html", PLOTS)
 
     def gpus(self) -> "list[Gpu]":
-        """Return the GPUs that --gpu names."""
+        """Return the GPUs named by --gpu."""
         if self.gpu is None:
             raise ConfigError(
                 "users are counted, and loads served, on a GPU: give --gpu, one or several names of "
@@ -94,7 +94,7 @@ class SizingOptions:
         return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
 
     def target(self, weights_gb: float | None = None) -> "Target":
-        """Return the model split over GPUs; `weights_gb`: size of all weights, instead of counting them."""
+        """Return the model split over GPUs. `weights_gb`: size of the weights, or None to calculate it."""
         from kvq.capacity.plan.target import make_target
         from kvq.sizing.memory import Split
 
@@ -114,7 +114,7 @@ class SizingOptions:
     def engine(self, step_tokens: int, sequences: int | None = None) -> "Engine":
         """Return the engine settings that affect memory, for at most `step_tokens` new tokens per step.
 
-        `sequences`: maximum concurrent sequences if --max-num-seqs is not given.
+        `sequences`: maximum number of concurrent sequences if --max-num-seqs is not given.
         """
         from kvq.capacity.plan.engine import Engine
 
@@ -126,7 +126,7 @@ class SizingOptions:
         )
 
     def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
-        """Return the efficiency in the --calibrate file for a KV format; None without --calibrate."""
+        """Return the efficiency for a KV format from the --calibrate file, or None without --calibrate."""
         from kvq.capacity.plan.step_time import read_efficiency
 
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
@@ -137,7 +137,7 @@ gpu_file_option = click.option("--gpus", "gpu_file", type=FILE, help=_OWN_GPUS)
 
 
 def target_options(command: _Command) -> _Command:
-    """Add --model and --gpu; a decorator to put above `sizing_options`."""
+    """Decorate a command with --model and --gpu; place this decorator above `sizing_options`."""
     command = click.option(
         "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
     )(command)
@@ -147,13 +147,13 @@ def target_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceOptions:
-    """Prices of an API."""
+    """Options for the prices of an API."""
 
     api_input: float | None = option(None, "$ a million prompt tokens at an API.", type=AT_LEAST_0)
     api_output: float | None = option(None, "$ a million output tokens at an API.", type=AT_LEAST_0)
 
     def prices(self) -> "Prices | None":
-        """Return both prices; None if neither is given."""
+        """Return both prices, or None if neither is given."""
         from kvq.capacity.plan.gpus import Prices
 
         if self.api_input is None and self.api_output is None:
@@ -164,14 +164,14 @@ class PriceOptions:
 
 
 def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
-    """Return the GPUs of a file, or kvq's own list."""
+    """Return the GPU specifications in `file`, or the built-in ones if it is None."""
     from kvq.capacity.plan.gpus import known_gpus, read_gpus
 
     return known_gpus() if file is None else read_gpus(file)
 
 
 def _name_or_folder(name: str) -> Path | str:
-    """Return a model's name if its shape is known, or else its folder: local, embedded or from the hub."""
+    """Return the name of a catalogue model, or a folder for any other: local, embedded or from the hub."""
     from kvq.capacity.plan.catalogue import is_known, known_models
 
     is_here = Path(name).exists()
@@ -180,13 +180,13 @@ def _name_or_folder(name: str) -> Path | str:
     from kvq.models.describe.resolve import EMBEDDED, resolve_model
 
     if not (is_here or "/" in name or name in EMBEDDED):
-        return name  # refused later, with its name in the message
+        return name  # rejected later, with the name in the message
 
     return resolve_model(name, weights=False).folder
 
 
 def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
-    """Return the shape of a model folder whose config.json does not determine it; None if it does."""
+    """Return the observed shape of a model folder, or None if its config.json determines the shape."""
     if isinstance(model, str):
         return None
     from kvq.capacity.plan.target import read_config
@@ -203,7 +203,7 @@ def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Lengths and rate of requests, the engine, and its verification on this machine."""
+    """Options for the lengths and rate of requests, the engine, and verification on this machine."""
 
     context: int | None = option(None, "Tokens of each request when it ends.", type=TOKENS)
     output: int | None = option(None, "Generated tokens among these.  [default: an eighth]", type=TOKENS)

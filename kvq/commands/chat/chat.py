@@ -1,4 +1,4 @@
-"""`kvq chat`: a conversation in the terminal, with a model or with a running server."""
+"""`kvq chat`: a conversation in the terminal, with a local model or a running server."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def command(
 ) -> None:
     """Chat in the terminal; /help lists further commands.
 
-    If standard input is not a terminal, each of its lines is a message, and answers are plain text.
+    If standard input is not a terminal, each input line is a message, and answers are plain text.
     """
     if options.url is not None:
         partner = _server(options.url, options.api_key_env, sampling)
@@ -90,7 +90,7 @@ def command(
 
 
 def _typed(name: str) -> Iterator[str]:
-    """Yield typed lines; Ctrl-C drops the current line, and Ctrl-D ends the input."""
+    """Yield typed lines; Ctrl-C discards the current line, and Ctrl-D ends the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its history and editing
     echo(f"{one_line(name)}: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
@@ -119,7 +119,7 @@ def _server(url: str, api_key_env: str | None, sampling: ChatSampling) -> "Engin
 
 
 class _ChatSession:
-    """Chat session that handles lines, each of them a message or a command."""
+    """Chat session that handles input lines, each of which is a message or a command."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _ChatSession:
         }
 
     def run(self, lines: Iterable[str]) -> None:
-        """Handle lines until they end or one is /exit."""
+        """Handle input lines until the input ends or a line is /exit."""
         for line in lines:
             name, _, rest = line.strip().partition(" ")
             if line.startswith("/") and name in ("/exit", "/quit"):
@@ -168,7 +168,7 @@ class _ChatSession:
         self._commands[name](rest)
 
     def _send(self, text: str) -> None:
-        """Send a message and show its answer; a message that fails is dropped."""
+        """Send a message and show the answer; a message that fails is removed from the conversation."""
         self._messages.append({"role": "user", "content": text})
         shown: list[str] = []
         self._last = None

@@ -1,4 +1,4 @@
-"""Chat partner on a server that speaks OpenAI's protocol."""
+"""Chat partner on a server with an OpenAI-compatible API."""
 
 import json
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from kvq.answers import read_address, read_event, read_model, read_refusal
 from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message, Show
 from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 
-_TIMEOUT_S = 600.0  # without a byte
-_MAX_BYTES = 1 << 20  # of a non-streamed response, or of one event
+_TIMEOUT_S = 600.0  # without receiving a byte
+_MAX_BYTES = 1 << 20  # limit of a non-streamed response, or of one event
 _MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
 _BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # including a header that can't be sent
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ServerPartner:
-    """Running server with a base URL such as http://127.0.0.1:8000/v1; if it has no path, /v1 is added."""
+    """Running server with a base URL such as http://127.0.0.1:8000/v1; a URL without a path gets /v1."""
 
     def __init__(self, url: str, key: str | None, model: str | None, sampling: ChatSampling) -> None:
-        """Connect to a server. `model`: None for the first model that the server lists.
+        """Connect to a server. `model`: name of the model, or None for the first model that the server lists.
 
         Raises:
             ConfigError: the URL is not an HTTP address.
@@ -40,12 +40,12 @@ class ServerPartner:
         self.name = model or self._first_model()
 
     def answer(self, messages: list[Message], show: Show) -> Answer:
-        """Answer the last message; a KeyboardInterrupt closes the connection, so that the server cancels.
+        """Answer the last message; a KeyboardInterrupt closes the connection, which cancels the request.
 
         Raises:
             ContextFull: the server's context is full.
-            RequestError: the server refuses the messages.
-            EngineError: the server fails, or can't be reached.
+            RequestError: the server rejects the messages.
+            EngineError: the server fails or can't be reached.
         """
         body = self._sampling.body() | {
             "model": self.name,
@@ -71,7 +71,7 @@ class ServerPartner:
         )
 
     def close(self) -> None:
-        """Do nothing: no connection is kept between answers."""
+        """Do nothing, since no connection is kept open between answers."""
 
     def _first_model(self) -> str:
         with self._open("/models") as response:
@@ -99,14 +99,14 @@ class ServerPartner:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Handler that does not follow redirects, because the key is only for the named server."""
+    """Handler that does not follow redirects, because the key must only be sent to the named server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _events(response: IO[bytes]) -> Iterator[tuple[tuple[str, ...], dict[str, int] | None]]:
-    """Yield events up to [DONE]; raise EngineError if the stream breaks, is too long, or is malformed."""
+    """Yield events up to [DONE]; raise EngineError if the stream is broken, too long or malformed."""
     num_bytes = 0
     try:
         while line := response.readline(_MAX_BYTES):

@@ -1,4 +1,4 @@
-"""Chat partner in this process: the engine, with the model's own template."""
+"""Chat partner in this process: an engine with the model's own chat template."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,7 +20,7 @@ from kvq.extras import SERVER, is_installed
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.run.prompts import PromptEncoder
 
-_LEAST_ROOM = 64  # tokens, for an answer
+_LEAST_ROOM = 64  # minimum number of tokens for an answer
 _USUAL = {"temperature": 0.7, "max_tokens": None}
 _Result = TypeVar("_Result")
 
@@ -41,12 +41,12 @@ class EnginePartner:
         """Load the model.
 
         Raises:
-            ConfigError: the chat template is missing or broken, or an option can't be used as given.
-            ModelError: a missing, damaged or refused model.
+            ConfigError: the chat template is missing or broken, or an option is unsuitable.
+            ModelError: the model is missing, damaged or not supported.
             BrokenFormat: the format breaks the model, and `accept_divergence` is False.
         """
         given = sampling.body()
-        SamplingParams(**given)  # raises before anything is read
+        SamplingParams(**given)  # raises errors before anything is read
         checked = check_for(options, [kv])
         check_cache(checked.prepared)
         _check_template(checked.prepared)
@@ -68,8 +68,8 @@ class EnginePartner:
 
         Raises:
             ContextFull: the context has no room for an answer.
-            RequestError: the template or the engine refuses the messages.
-            EngineError: the engine or the prompt reader failed.
+            RequestError: the template or the engine rejects the messages.
+            EngineError: the engine or the prompt reader fails.
         """
         tokens = self._read(messages)
         room = self._max_context - len(tokens)
@@ -90,11 +90,11 @@ class EnginePartner:
         )
 
     def close(self) -> None:
-        """End the engine and the prompt reader."""
+        """Stop the engine and the prompt reader."""
         self._held.close()
 
     def _run(self, work: Coroutine[None, None, _Result]) -> _Result:
-        """Run a coroutine; a KeyboardInterrupt, even while an answer is printed, cancels it."""
+        """Run a coroutine, and cancel it on KeyboardInterrupt, even while an answer is printed."""
         task = self._loop.create_task(work)
         try:
             return self._loop.run_until_complete(task)
@@ -118,7 +118,7 @@ class EnginePartner:
 def _reading(
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
 ) -> Iterator[Callable[[list[Message]], list[int]]]:
-    """Yield a function that encodes messages as token ids, with the generation prompt."""
+    """Yield a function that encodes messages as token ids, including the generation prompt."""
     if all(map(is_installed, SERVER)):
         with _process_reader(prepared, loop) as read:
             yield read
@@ -128,7 +128,7 @@ def _reading(
 
 
 def _check_template(prepared: PreparedModel) -> None:
-    """Raise ConfigError for a model without a chat template, before weights are loaded."""
+    """Raise ConfigError if the model has no chat template, before weights are loaded."""
     if not getattr(prepared.tokenizer, "chat_template", None):
         raise ConfigError(
             f"{prepared.source} has no chat template, so it is a base model: "
@@ -140,15 +140,15 @@ def _check_template(prepared: PreparedModel) -> None:
 def _process_reader(  # D337: prompts are encoded in separate processes, as in the server
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
 ) -> Iterator[Callable[[list[Message]], list[int]]]:
-    """Yield a function that encodes messages in separate processes; it needs the server's packages.
+    """Yield a function that encodes messages in separate processes, which require the server's packages.
 
-    Any chat template can therefore be stopped. The function raises RequestError if the template refuses the
-    messages or takes too long, and EngineError if the processes have died. They are ended, or killed, at the
-    end of the block.
+    A chat template that takes too long can therefore be stopped. The function raises RequestError if the
+    template rejects the messages or takes too long, and EngineError if the processes have died. The processes
+    are stopped, or killed, at the end of the block.
 
     Raises:
-        ConfigError: the template fails for any messages.
-        EngineError: the template can't be tried.
+        ConfigError: the template fails for all messages.
+        EngineError: the template can't be tested.
     """
     from kvq.server.admission.bodies import ChatMessage
     from kvq.server.admission.prompts import Prompts
@@ -156,7 +156,7 @@ def _process_reader(  # D337: prompts are encoded in separate processes, as in t
     from kvq.server.reading import Readers, Setup
 
     def wait(work: Coroutine[None, None, _Result]) -> _Result:
-        """Run a coroutine; a KeyboardInterrupt cancels it and is raised once it has ended."""
+        """Run a coroutine; a KeyboardInterrupt cancels the coroutine and is raised after it has ended."""
         task = loop.create_task(work)
         try:
             with cancelling(partial(loop.call_soon_threadsafe, task.cancel)):

@@ -1,4 +1,4 @@
-"""Messages, answers and sampling parameters of a chat with an engine in this process or a server."""
+"""Messages, answers and sampling parameters of a chat with a local engine or a server."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ Show = Callable[[str], object]  # receives the text of the answer as it is gener
 
 
 class ContextFull(KVQError):
-    """Error for a conversation that leaves no room for an answer."""
+    """Conversation leaves no room for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatSampling:
-    """Sampling parameters of answers."""
+    """Options for sampling parameters."""
 
     temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0.7]", type=float)
     top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
@@ -28,7 +28,7 @@ class ChatSampling:
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
 
     def body(self) -> dict[str, Any]:
-        """Return the given parameters by OpenAI's names."""
+        """Return the specified parameters, keyed by OpenAI's names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -42,10 +42,10 @@ class Answer:
     ttft_s: float
     total_s: float
     kv_bytes: int | None = None  # peak; None if the server does not report it
-    fills_context: bool = False  # whether it ended because the context is full
+    fills_context: bool = False  # whether the answer ended because the context is full
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second after the first token; 0 if there was only one."""
+        """Tokens per second after the first token, or 0 if there was only one token."""
         rest = self.total_s - self.ttft_s
         return (self.generated_tokens - 1) / rest if rest > 0 and self.generated_tokens > 1 else 0.0

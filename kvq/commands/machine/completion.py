@@ -1,4 +1,4 @@
-"""`kvq completion`: shell completion of commands, options, and names of formats, models and GPUs."""
+"""`kvq completion`: shell completion for commands, options, and names of formats, models and GPUs."""
 
 import os
 import shlex
@@ -20,14 +20,14 @@ from kvq.errors import ConfigError
 
 VARIABLE = "_KVQ_COMPLETE"
 MARK = "# Made by `kvq completion`"
-_MOST_ANCESTORS = 8  # make, sudo or a script may be between the shell and kvq
+_MOST_ANCESTORS = 8  # make, sudo or a script may run between the shell and kvq
 
 
 class _Valued(ShellComplete):
-    """Completion that also supports `--option=value`, if the shell passes it as one word."""
+    """Completion that also supports `--option=value` if the shell passes it as one word."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
-        """Return completions of the last word."""
+        """Return completions for the last word."""
         found = super().get_completions(args, incomplete)
         option, equals, _ = incomplete.partition("=")
         if equals and option.startswith("-"):
@@ -40,7 +40,7 @@ class _Bash(_Valued, BashComplete):
     """Completion for bash, which splits `--option=value` into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the last one, and the last one."""
+        """Return all words except the last, and the last word."""
         args, incomplete = super().get_completion_args()
         if args and args[-1] == "=":
             args.pop()
@@ -48,7 +48,7 @@ class _Bash(_Valued, BashComplete):
 
 
 class _Zsh(_Valued, ZshComplete):
-    """Completion for zsh, whose completion system may not be initialized when the script is read."""
+    """Completion for zsh; the script initializes zsh's completion system if necessary."""
 
     source_template = (
         "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
@@ -57,7 +57,7 @@ class _Zsh(_Valued, ZshComplete):
 
 
 class _Fish(_Valued, FishComplete):
-    """Completion for fish; unlike in click's script, values with commas are not split."""
+    """Completion for fish; unlike click's script, this one does not split values at commas."""
 
     source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
@@ -73,7 +73,7 @@ def register() -> None:
 
 
 def _place_of(shell: str) -> tuple[Path, Path | None]:
-    """Return the path of the script for `shell`, and the startup file that must load it, if any."""
+    """Return the path of the script for `shell`, and the startup file that must load the script, if any."""
     home = Path.home()
     if shell == "fish":
         return _folder("XDG_CONFIG_HOME", home / ".config") / "fish" / "completions" / "kvq.fish", None
@@ -82,7 +82,7 @@ def _place_of(shell: str) -> tuple[Path, Path | None]:
 
 
 def calling_shell() -> str | None:
-    """Return the nearest shell among the ancestor processes, or else the login shell; None if unknown."""
+    """Return the nearest shell among the ancestor processes, or else the login shell; None if unsupported."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         name, pid = _process(pid)
@@ -95,13 +95,13 @@ def calling_shell() -> str | None:
 
 
 def _folder(variable: str, default: Path) -> Path:
-    """Return the folder that an environment variable names; XDG allows only absolute paths."""
+    """Return the folder named by an environment variable, or `default` if the path is not absolute."""
     named = Path(os.environ.get(variable, ""))
     return named if named.is_absolute() else default
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return a process's name and its parent's id; "" and 0 if unknown."""
+    """Return a process's name and its parent's id, or "" and 0 if they can't be determined."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         _, _, rest = stat.partition("(")
@@ -123,9 +123,9 @@ def _process(pid: int) -> tuple[str, int]:
 @click.argument("shell", metavar="[bash|zsh|fish]", required=False, type=click.Choice(SHELLS))
 @click.option("--install", is_flag=True, help="Write the script where the shell finds it.")
 def command(shell: str | None, install: bool) -> None:
-    """Print the script with which a shell, by default the calling one, completes kvq's commands.
+    """Print a script that completes kvq's commands in a shell, by default the calling shell.
 
-    With --install, it is written where the shell finds it; a second --install changes nothing.
+    With --install, the script is written where the shell finds it; a second --install changes nothing.
     """
     shell = shell or calling_shell()
     if shell is None:
@@ -151,7 +151,7 @@ def _install(shell: str, script: str) -> None:
 
 
 def _write(shell: str, path: Path, script: str) -> bool:
-    """Write the script; return False if it exists already. Raise ConfigError if the file is not kvq's."""
+    """Write the script, or return False if it already exists; raise ConfigError if the file is not kvq's."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
@@ -171,7 +171,7 @@ def _write(shell: str, path: Path, script: str) -> bool:
 
 
 def _add_line(path: Path, line: str) -> bool:
-    """Append a line to a user's file; return False if the file has it already. Keep links and modes."""
+    """Append a line to a user's file, or return False if it is already there; links and modes are kept."""
     try:
         before = path.read_bytes() if path.exists() else b""
         if line.encode() in before.splitlines():

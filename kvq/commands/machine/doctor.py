@@ -1,4 +1,4 @@
-"""`kvq doctor`: backends that run on this machine, and why others don't."""
+"""`kvq doctor`: the backends that run on this machine, and the reasons why others don't."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command(name="doctor")
 def command() -> None:
-    """Show device and compiler, the backends that run here, and why others don't."""
+    """Show the device, the compiler, the backends that run here, and the reasons why others don't."""
     import torch
 
     from kvq.cache import available_bytes
@@ -57,7 +57,7 @@ def command() -> None:
 
 
 def backend_verdicts() -> list[tuple[str, str]]:
-    """Return every backend with the operations that run here, or the reason why none do."""
+    """Return every backend with the operations that run here, or with the reason why none do."""
     from kvq.formats import KVRecipe
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
@@ -83,7 +83,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
 
 
 def _linear_operations(device: "Device", backend: str) -> list[str]:
-    """Return the Linear operations of a backend that run here."""
+    """Return a backend's Linear operations that run here."""
     from kvq.formats.weights import parse_weight_format
     from kvq.kernels import LinearSpec, select
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvq.models import Model
     from kvq.models.loading.prepared import PreparedModel
 
-_FEW_TOKENS = 256  # with fewer, single tokens determine maxima and means
+_FEW_TOKENS = 256  # with fewer tokens, single tokens determine maxima and means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +68,10 @@ class _CalibrateOptions:
 @kv_option("fp8_per_head", many=False)
 @gathered(_CalibrateOptions, "options")
 def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
-    """Observe MODEL and write the scales that static formats need to a kvq.json.
+    """Observe MODEL, and write the scales required by static formats to a kvq.json.
 
     The scales work for both fp8_per_head and int8_per_head, rotated or not. The file is also a recipe: `--kv
-    kvq.json` uses the formats that it names, and `--scales kvq.json` its scales with other formats.
+    kvq.json` uses its formats, and `--scales kvq.json` uses its scales with other formats.
     """
     from kvq.calib import observe
     from kvq.calib.domain import verdict_of
@@ -128,7 +128,7 @@ def _check_options(
     texts: "tuple[EvalText, EvalText | None]",
     options: _CalibrateOptions,
 ) -> None:
-    """Raise ConfigError or RequestError for unusable formats or texts, before weights are loaded."""
+    """Raise ConfigError or RequestError if a format or text is unsuitable, before weights are loaded."""
     from kvq.calib.domain import check_length
     from kvq.calib.observe import spread_windows
 
@@ -154,7 +154,7 @@ def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
 def _check(
     model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
 ) -> dict[str, Any]:
-    """Check the recipe on another text; without scales or centers in it, check the observed FP8 scales."""
+    """Check the recipe on another text, or the observed FP8 scales if the recipe has no scales or centers."""
     from kvq.calib.domain import check_domain
 
     if not recipe.is_static and recipe.centers is None:

@@ -18,7 +18,7 @@ _PERCENT = ("perplexity_change", "top1_agreement", "top5_agreement", "identical"
 @click.argument("b", type=TO_READ)
 @click.option("--json", "json_path", type=TO_WRITE, help="Write the differences as JSON.")
 def command(a: str, b: str, json_path: str | None) -> None:
-    """Compare A and B, JSON files of `kvq perplexity` or of `kvq eval`, format by format.
+    """Compare two JSON results A and B, both of `kvq perplexity` or both of `kvq eval`, format by format.
 
     Differences are B's figures minus A's. Reasons why figures can't be compared are printed first.
     """

@@ -1,4 +1,4 @@
-"""`kvq eval`: quality of KV formats by several measures, with error bars and gates."""
+"""`kvq eval`: quality of KV formats in several measures, with error bars and gates."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -114,7 +114,7 @@ def _measure(
     limits: "list[Gate]",
     json_path: str | None,
 ) -> dict[str, Any]:
-    """Check everything and run the tasks; return the JSON envelope, which is also written and shown."""
+    """Check all settings and run the tasks; write, show and return the JSON envelope."""
     from kvq.commands.quality.eval_tasks import TASKS, gate_figures
     from kvq.evals.report.gates import check_gate
 
@@ -140,14 +140,14 @@ def _measure(
 
 
 def recipes_of(checked: "CheckedModel") -> "list[KVRecipe]":
-    """Return the recipes of the formats that fit, the baseline first."""
+    """Return the recipes of the formats that fit, starting with the baseline."""
     from kvq.evals.divergence import baseline_first
 
     return baseline_first([checked.recipe(name) for name in checked.kv], checked.prepared)
 
 
 def load_for_plan(checked: "CheckedModel", plan: "EvalPlan") -> "tuple[Model, EvalPlan]":
-    """Load the model; return it and the plan, with scales that loading may have calibrated."""
+    """Load the model, and return it with the plan, including any scales calibrated on loading."""
     model = checked.load()
     if checked.calibrates:
         recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in plan.recipes]
@@ -178,7 +178,7 @@ def plan_result(
 
 
 def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[str, bool]) -> dict[str, Any]:
-    """Return the outcome of a gate as JSON; all gates of a void task fail."""
+    """Return the outcome of a gate as JSON; gates of a void task always fail."""
     from kvq.commands.quality.eval_tasks import TASKS
     from kvq.evals.report.gates import failures, missing
 
@@ -200,7 +200,7 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
 def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
 ) -> dict[str, Any]:
-    """Run all tasks; return their results as JSON by key, with their time and memory under `tasks`."""
+    """Run all tasks, and return their results as JSON by key, with time and memory under `tasks`."""
     from kvq.evals.watch import Watch
 
     found: dict[str, Any] = {"tasks": []}
@@ -218,7 +218,7 @@ def _run_all(
 
 
 def _joined(found: dict[str, Any], task: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results so far and those of another task as JSON."""
+    """Return the results so far, combined with the results of another task, as JSON."""
     rows = {
         key: [asdict(row) for row in value] if isinstance(value, list) and key not in _JSON else value
         for key, value in more.items()

@@ -1,4 +1,4 @@
-"""Options of `kvq eval`, for the whole run and for single tasks."""
+"""Options of `kvq eval`, for the entire run and for single tasks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """Tasks, gates, paths of results, and options of single tasks."""
+    """Options for tasks, gates, paths of results, and single tasks."""
 
     text: str | None
     text_field: str | None

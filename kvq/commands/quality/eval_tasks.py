@@ -1,4 +1,4 @@
-"""Evaluation tasks of `kvq eval` by name. To add a task, add an entry to `TASKS`."""
+"""Evaluation tasks of `kvq eval`, keyed by name. To add a task, add an entry to `TASKS`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -36,13 +36,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPlan:
-    """Plan of all evaluations of a run."""
+    """Plan for all evaluations in a run."""
 
     prepared: PreparedModel
-    recipes: list[KVRecipe]  # the baseline first: an unquantized format, or the weights' dtype
+    recipes: list[KVRecipe]  # starting with the baseline: an unquantized format, or the weights' dtype
     text: EvalText
     tokens: TokenPlan = field(default_factory=TokenPlan)
-    attention_windows: int = 8  # windows of the text for the attention error
+    attention_windows: int = 8  # number of windows for the attention error
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
     generation: GenerationPlan = field(default_factory=GenerationPlan)
     needle: NeedlePlan = field(default_factory=NeedlePlan)
@@ -52,23 +52,23 @@ class EvalPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Task:
-    """One evaluation. Several names may share one; their figures come from one run."""
+    """One evaluation, which may have several names whose figures come from the same run."""
 
     key: str  # of its rows in the JSON
     prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` receives its result
-    # Returns keys of the JSON -> rows or JSON. The watch receives functions that return the finished part.
+    # Returns keys of the JSON -> rows or JSON. The watch receives functions that return the finished rows.
     run: Callable[[EvalPlan, Model, Watch, Any], dict[str, Any]]
     figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> figures for gates
-    gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # rows of the JSON for one gate
+    gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # rows of the JSON that apply to a gate
     # Returns warnings about the result of `prepare`; raises if no query would see a quantized token.
     check_exact: Callable[[EvalPlan, Any], list[str]] = lambda plan, prepared: []
-    takes_argument: bool = False  # NAME:ARGUMENT; arguments of one task are run together
-    modules: tuple[str, ...] = ()  # modules of an extra that the task needs
+    takes_argument: bool = False  # NAME:ARGUMENT; all arguments of a task run together
+    modules: tuple[str, ...] = ()  # modules that the task requires, from an extra
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chosen:
-    """Task that will run, with the names and arguments under which it was chosen."""
+    """Task that will run, with the names and arguments that selected it."""
 
     names: list[str]
     task: Task
@@ -165,7 +165,7 @@ def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
 
 
 def _of_rows(key: str, row: type) -> dict[str, Any]:
-    """Return the gate functions of a task: figures are the numeric fields and interval bounds of its rows."""
+    """Return the gate functions of a task whose figures are its rows' numeric fields and interval bounds."""
     found = []
     for one in fields(row):
         if one.type in (int, float):
@@ -209,10 +209,10 @@ TASKS: dict[str, Task] = {
 
 
 def choose_tasks(names: str) -> list[Chosen]:
-    """Parse a list such as `perplexity,kl,lm_eval:TASK`; each task is run once.
+    """Parse a list such as `perplexity,kl,lm_eval:TASK`, and return each task once.
 
     Raises:
-        ConfigError: an unknown task, a missing or superfluous argument, or missing packages.
+        ConfigError: a task is unknown, an argument is missing or superfluous, or packages are missing.
     """
     chosen: dict[int, Chosen] = {}
     for full in filter(None, map(str.strip, names.split(","))):
@@ -236,9 +236,9 @@ def choose_tasks(names: str) -> list[Chosen]:
 
 
 def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequence[str]]:
-    """Return the figures that gates may name, by the name of each task that will run.
+    """Return the figures available to gates, keyed by the name of each task that will run.
 
-    `prepared`: chosen tasks with the results of their `prepare`.
+    `prepared`: chosen tasks with the results of their `prepare` functions.
     """
     found: dict[str, Sequence[str]] = {}
     for name, task in TASKS.items():

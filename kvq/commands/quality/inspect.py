@@ -1,4 +1,4 @@
-"""`kvq inspect`: layers of a model by kind, bytes per token of every format, and the block layout."""
+"""`kvq inspect`: a model's layers by kind, the bytes per token of every format, and the block layout."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _FORMATS = (
 def command(
     model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
 ) -> None:
-    """Show a model's layers by kind and the bytes per token of every format. Reads config.json only."""
+    """Show a model's layers by kind and the bytes per token of every format. Only config.json is read."""
     from kvq.errors import ConfigError, KVQError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
@@ -41,9 +41,9 @@ def command(
 
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_config(source.folder)
-    # Counting bytes doesn't need RoPE to be pinned
+    # Counting bytes does not require pinned RoPE
     geometry = check_supported(config, max_context=1, folder=source.folder)
-    if is_listed(geometry):  # other models were built to observe them
+    if is_listed(geometry):  # other models have already been built
         build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)

@@ -1,4 +1,4 @@
-"""Layer kinds of a model: KV that grows with every token, and states of constant size per sequence."""
+"""Layer kinds of a model: KV that grows with each token, and states of constant size per sequence."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvq.geometry import LayerGeometry, ModelGeometry
 
 COMPUTE_BYTES = 2  # per element of a state in the compute dtype
-_PIECES = 5  # maximum ranges of layer numbers shown per kind
+_PIECES = 5  # maximum number of layer ranges shown per kind
 _COLUMNS = {
     "kind": ("kind", ""),
     "layers": ("layers", "d"),
@@ -28,7 +28,7 @@ def kind_of(layer: "LayerGeometry") -> str:
 
 
 def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
-    """Return a row per kind: layers that store K and V, read those of another layer, or have states."""
+    """Return a row per kind: layers that store K and V, share another layer's K and V, or have states."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in _rows(geometry):
         key = tuple(row.items())
@@ -49,7 +49,7 @@ def print_kinds(rows: list[dict[str, Any]]) -> None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format numbers as `0-2, 4-6`; if there are many ranges, only the first ones and the last."""
+    """Format numbers as `0-2, 4-6`; if there are many ranges, show only the first few and the last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""`kvq manifest`: digests of a model folder's files, with which every load detects flipped bits."""
+"""`kvq manifest`: digests of a model folder's files, used to detect flipped bits on every load."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +20,10 @@ from kvq.errors import ConfigError
     "--overwrite", is_flag=True, help="Write the manifest again, even if files differ from an older one."
 )
 def command(folder: Path, check: bool, overwrite: bool) -> None:
-    """Write kvq-manifest.json for the model in FOLDER, such as one written by another tool.
+    """Write kvq-manifest.json for the model in FOLDER, for example a model written by another tool.
 
-    From then on, every load compares all files with it. A folder that already has one is only compared.
+    After that, every load compares all files with the manifest. If FOLDER already has a manifest, the files
+    are only compared.
     """
     if check and overwrite:
         raise ConfigError("--check compares and --overwrite writes again; give one of them")
@@ -44,7 +45,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
 
 
 def _check_folder(folder: Path, *, is_written: bool) -> None:
-    """Raise ConfigError if `folder` is not a model folder, or is to be written to in the hub's cache."""
+    """Raise ConfigError if `folder` is not a model folder, or if writing would change the hub's cache."""
     from kvq.models.describe.resolve import hub_name
 
     if not (folder / "config.json").is_file():
@@ -57,7 +58,7 @@ def _check_folder(folder: Path, *, is_written: bool) -> None:
 
 
 def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
-    """Print every file that differs; if there are any, fail the check or refuse to write."""
+    """Print every file that differs; if any file differs, fail the check or refuse to write."""
     from kvq.weights.manifest import find_faults
 
     faults = _read_all(folder, lambda on_read: find_faults(folder, files, on_read))
@@ -73,7 +74,7 @@ def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
 
 
 def _read_all(folder: Path, work: Callable[[Callable[[int], object]], Any]) -> Any:
-    """Run work that reads the folder's files, with a progress bar in MB."""
+    """Run `work`, which reads the folder's files, with a progress bar in MB."""
     from kvq.weights.manifest import listed_files
 
     total = sum(path.stat().st_size for path in listed_files(folder))

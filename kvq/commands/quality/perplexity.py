@@ -1,4 +1,4 @@
-"""`kvq perplexity`: memory that KV formats save, and quality that they cost."""
+"""`kvq perplexity`: the memory that KV formats save, and the quality they cost."""
 
 import sys
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def command(
 def measure(  # D43: `kvq eval` with one measure and without intervals
     model: "Model", plan: "EvalPlan", *, json_path: str | None = None, refused: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Measure the perplexity of a plan's formats; return the JSON envelope, which is written and shown."""
+    """Measure the perplexity of a plan's formats; write, show and return the JSON envelope."""
     from kvq.commands.quality.eval import plan_result
     from kvq.evals.perplexity import instrument_facts, look, measure_perplexity
 

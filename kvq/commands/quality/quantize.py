@@ -1,4 +1,4 @@
-"""`kvq quantize`: a checkpoint of quantized weights, and its perplexity."""
+"""`kvq quantize`: a checkpoint with quantized weights, and its perplexity."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ _HELD_OUT = "held-out help topics of CPython"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MethodOptions:
-    """Method and format for weights: fields of `QuantizeSettings`."""
+    """Options for the quantization method and the weight format: fields of `QuantizeSettings`."""
 
     method: str = option("gptq", "Quantization method.", type=click.Choice(_METHODS))
     bits: str | None = option(
@@ -70,7 +70,7 @@ class _MethodOptions:
     seed: int = option(0, "Seed of the choice of samples.")
 
     def settings(self) -> "QuantizeSettings":
-        """Return the options as settings of the quantizer."""
+        """Convert the options to settings of the quantizer."""
         from kvq.calib.quantize import QuantizeSettings
 
         bits = None if self.bits is None else int(self.bits)
@@ -102,7 +102,7 @@ class _QuantizeOptions:
     token: str | None = option(None, TOKEN)
 
     def work(self, model: str) -> "Quantizing":
-        """Return the input and output of the work; read the text, so that a wrong name fails early."""
+        """Return the input and output of the work; the text is read here so that a wrong name fails early."""
         from kvq.calib.quantize import Quantizing
         from kvq.evals import read_text
 
@@ -140,7 +140,7 @@ class _QuantizeOptions:
     help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
 )
 def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> None:
-    """Quantize the weights of MODEL into a folder that kvq, vLLM and transformers load.
+    """Quantize the weights of MODEL, and write a folder that kvq, vLLM and transformers can load.
 
     Each layer is calibrated on the outputs of the quantized layers before it. Finished layers are kept in
     OUT.partial until the folder is complete, so the same command continues after an interruption.
@@ -156,7 +156,7 @@ def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> No
 
 
 def _held_out(text: str | None) -> "EvalText | None":
-    """Return the text to measure perplexity on, if any."""
+    """Return the text on which perplexity is measured, or None."""
     from kvq.evals import default_text, read_text
 
     if text is None:
@@ -179,7 +179,7 @@ def _quantize(
         context=min(_EVAL_CONTEXT, model.geometry.max_context), max_windows=options.eval_windows
     )
     if held_out is not None:
-        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # raises before the work starts
+        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # fails before the work starts
     say_model(model.source, model.digest)
     work = replace(work, model=model)
     with _goes_on(work), named_progress() as progress, measured(model.device) as used:
@@ -196,7 +196,7 @@ def _quantize(
 
 @contextmanager
 def _goes_on(work: "Quantizing") -> Iterator[None]:
-    """Print, after an interruption, the finished layers and how to continue."""
+    """Print the number of finished layers and how to continue if the block is interrupted."""
     from kvq.calib.quantize.partial import count_finished, partial_folder
 
     try:

@@ -25,7 +25,7 @@ _COLUMNS = {
 def report(
     done: Quantized, used: dict[str, Any], quality: dict[str, Any] | None, file_format: str
 ) -> dict[str, Any]:
-    """Return the facts of the JSON; its rows are separate, one for each module."""
+    """Return the facts of the JSON report; its rows, one per module, are separate."""
     return {
         "out": str(done.out),
         **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),
@@ -42,7 +42,7 @@ def report(
 def print_report(
     done: Quantized, used: dict[str, Any], quality: dict[str, Any] | None, file_format: str
 ) -> None:
-    """Print the worst modules, the totals, and modules that were not quantized."""
+    """Print the modules with the largest errors, the totals, and the modules that were not quantized."""
     worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
     which = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
@@ -75,7 +75,7 @@ def print_report(
 
 
 def _summary(found: dict[str, str]) -> str:
-    """Format names by reason, at most the first three of each."""
+    """Format names grouped by reason, with at most three names per reason."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.items():
         by_reason.setdefault(why, []).append(name)

@@ -41,7 +41,7 @@ _TRIAL = {  # columns of trials in an unfinished search
     "bytes_per_token": ("bytes / token", ",.4g"),
     "kl": ("KL alone", ".6f"),
 }
-_MOST_SHARED = 0.1  # share of the held-out text's long lines
+_MOST_SHARED = 0.1  # maximum share of the held-out text's long lines found in --text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class _TuneOptions:
     html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")
 
     def plan(self, model: "PreparedModel", codes: "Sequence[Code] | None") -> "TunePlan":
-        """Return the plan of the search; `codes`: None for all codes with fast kernels here."""
+        """Return the plan of the search. `codes`: None for all codes with fast kernels on this machine."""
         from kvq.calib.budget import TunePlan, default_codes, parse_budget
 
         is_limited = self.max_kl is not None and self.budget is None
@@ -98,9 +98,10 @@ class _TuneOptions:
 def command(model_options: ModelOptions, options: _TuneOptions) -> None:
     """Find formats for K and V of every layer of MODEL within a budget, and write a kvq.json.
 
-    K and V of each layer are quantized alone in one or two formats, and the divergence is measured; that of
-    other formats is estimated from it. The best recipe within the budget is then compared as a whole with
-    uniform formats, on text that the search did not see. `--kv kvq.json` serves it.
+    K and V of each layer are quantized separately in one or two formats, and the divergence is measured; the
+    divergence of other formats is estimated from these measurements. The best recipe within the budget is
+    then compared with uniform formats on text that the search did not see. `--kv kvq.json` serves this
+    recipe.
     """
     from kvq.calib.candidates import ALL_CODES, codes_of
     from kvq.calib.tune_report import front_figure, write_report
@@ -178,7 +179,7 @@ def _tune(
 
 
 def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[EvalText, EvalText]":
-    """Return the text to search on and a separate text to measure on."""
+    """Return the text used in the search and a separate text for measurement."""
     from kvq.evals import EvalText, calibration_text, default_text, read_text
     from kvq.evals.text import shared_lines
 

@@ -16,7 +16,7 @@ from kvq.strict_json import check_value
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 8
-# YAML 1.1 reads 8:30 as 510, 010 as 8, 0x50 as 80 and 1_0 as 10; here they are strings.
+# YAML 1.1 reads 8:30 as 510, 010 as 8, 0x50 as 80 and 1_0 as 10; here, these are strings.
 _WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _REAL = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _NUMBERS = {
@@ -30,7 +30,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def config_option(command: _Command) -> _Command:
-    """Add --config: its keys are names of long options with dashes or underscores; lists repeat an option."""
+    """Add --config. Keys are long option names with dashes or underscores; lists repeat an option."""
     option = click.option(
         "--config",
         type=click.Path(path_type=Path),
@@ -79,7 +79,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
 def _translated(
     command: click.Command, names: dict[str, click.Option], given: dict[Any, Any]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each option in a file as (key, kvq's name, value); translate options of other engines."""
+    """Yield each option in a file as (key, kvq's name, value), translating options of other engines."""
     for key, value in given.items():
         name = str(key).replace("_", "-")
         several = [] if value is True else value if isinstance(value, list) else [value]
@@ -97,7 +97,7 @@ def _translated(
 
 
 def _names(command: click.Command) -> dict[str, click.Option]:
-    """Return a command's options by their long names, without the dashes."""
+    """Return a command's options, keyed by their long names without the leading dashes."""
     return {
         option.removeprefix("--"): parameter
         for parameter in command.params
@@ -108,7 +108,7 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _wanted(option: click.Option, value: Any) -> str | None:
-    """Describe the values that fit an option; None if `value` does. (click would accept 80.5 as 80.)"""
+    """Describe the values that an option accepts; None if it accepts `value`. (click takes 80.5 as 80.)"""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
     kind = option.type
@@ -186,7 +186,7 @@ def _loader() -> Any:  # D357: only plain digits, because YAML 1.1 reads 8:30 as
 def _check_shape(path: Path, events: Iterable[Any]) -> None:
     """Raise ConfigError for aliases, tags, merges and deep nesting, before any value is built.
 
-    Building values recurses, and aliases may expand to gigabytes.
+    Building values is recursive, and aliases may expand to gigabytes.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""Consoles for tables: text is never parsed as markup, and can't send control codes to the terminal."""
+"""Consoles for tables, in which text is never parsed as markup and can't send control codes."""
 
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec
@@ -13,7 +13,7 @@ _Render = Callable[Concatenate[Console, str, P], Text]
 
 
 def _of_printable(render: _Render[P]) -> _Render[P]:
-    """Return a method that calls `render` with control characters spelled out."""
+    """Return a method that calls `render` with control characters in the text spelled out."""
 
     def render_str(self: Console, text: str, /, *args: P.args, **options: P.kwargs) -> Text:
         return render(self, printable(text), *args, **options)
@@ -27,5 +27,5 @@ class PlainConsole(Console):
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width)
 
-    # rich passes the text only by position
+    # rich passes the text only as a positional argument
     render_str = _of_printable(Console.render_str)  # type: ignore[assignment]

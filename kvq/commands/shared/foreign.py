@@ -1,16 +1,16 @@
-"""Options of vLLM, llama.cpp's server, SGLang and LMDeploy: translated to kvq's options, or refused by name.
+"""Options of vLLM, llama.cpp's server, SGLang and LMDeploy, either translated to kvq's options or refused.
 
-foreign.json has an entry for each option, found by its `names`:
+foreign.json has an entry for each option, looked up by `names`:
 
 - `takes`: number of values: 0 (default), 1, "many" (up to an option or a path), or a list of the values that
 may follow.
-- `values`: kvq's words for specific values; empty if kvq always behaves that way.
-- `as`: kvq's words for any other value, which replaces `{}`; `commas`: split the value at commas; `beside`: a
-note about the translation.
+- `values`: kvq's options for specific values; empty if kvq always behaves that way.
+- `as`: kvq's options for any other value, which replaces `{}`; `commas`: split the value at commas; `beside`:
+a note about the translation.
 - `always`: kvq's behaviour, which needs no option. `instead`: advice if there is no translation.
-- `secret`: values are not shown.
+- `secret`: whether values are hidden in messages.
 
-A kvq option has an entry if other engines support other values, or several values, for it.
+One of kvq's own options has an entry if other engines accept other values, or several values, for it.
 """
 
 import json
@@ -28,11 +28,10 @@ _TABLE = Path(__file__).with_name("foreign.json")  # D355: other engines' option
 
 
 def translated(command: click.Command, words: list[str]) -> list[str]:
-    """Translate a command line to the command's own options; print the translations on standard error.
+    """Translate a command line to the command's own options, and print the translations on standard error.
 
     Raises:
-        ConfigError: options without a translation, each listed with advice, or two options that mean the
-            same.
+        ConfigError: an option has no translation (the message gives advice), or two options mean the same.
     """
     options = [one for one in command.params if isinstance(one, click.Option)]
     own = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
@@ -40,7 +39,7 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
     table = {name: entry for entry in entries for name in entry["names"]}
     found: list[str] = []
     refused: list[str] = []
-    spelled: dict[str | None, str] = {}  # the spelling of each option
+    spelled: dict[str | None, str] = {}  # how each option is spelled
     rest = list(words)
     while rest and rest[0] != "--":
         name, equals, value = (word := rest.pop(0)).partition("=")
@@ -74,7 +73,7 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
 
 
 def _check_once(spelled: dict[str | None, str], option: click.Option | None, name: str) -> None:
-    """Raise ConfigError if an option that takes one value was already given under another name."""
+    """Raise ConfigError if a single-valued option was already specified under another name."""
     if option is None or option.multiple:
         return
     before = spelled.setdefault(option.name, name)
@@ -83,7 +82,7 @@ def _check_once(spelled: dict[str | None, str], option: click.Option | None, nam
 
 
 def _num_values(takes: int | str | list[str], rest: list[str]) -> int:
-    """Return the number of words after an option that are its values."""
+    """Return how many of the words after an option are its values."""
     if isinstance(takes, list):
         return int(bool(rest) and rest[0].lower() in takes)
     if takes != "many":
@@ -93,7 +92,7 @@ def _num_values(takes: int | str | list[str], rest: list[str]) -> int:
 
 
 def _became(entry: _Entry, values: list[str]) -> list[str] | None:
-    """Return an option in kvq's words: empty if kvq always behaves that way, None without a translation."""
+    """Return an option as kvq's options: empty if kvq always behaves that way, None if untranslatable."""
     single = entry.get("values", {}).get(values[0].lower()) if values else None
     if single is not None:
         return list(single.split())

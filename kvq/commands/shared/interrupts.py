@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C and SIGTERM end a command with a KeyboardInterrupt, which is shown as one line."""
+"""Interrupts: Ctrl-C and SIGTERM end a command with a KeyboardInterrupt, reported as one line."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 _USUAL = MappingProxyType({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL})
-_RETRY_S = 0.05  # until an interrupt during an import is raised again
+_RETRY_S = 0.05  # delay before an interrupt during an import is raised again
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:  # D358: SIGTERM acts as Ctrl-C; imports are completed first
-    """Raise KeyboardInterrupt for SIGINT and SIGTERM inside the block, unless they are ignored or handled."""
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM inside the block, unless they are ignored or handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,9 +30,9 @@ def interruptible() -> Iterator[None]:  # D358: SIGTERM acts as Ctrl-C; imports 
 
 @contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Let a signal end the process even during an import inside the block, as there is nothing to clean up.
+    """Let a signal end the process even during an import inside the block; there is nothing to clean up.
 
-    This includes an earlier signal that is waiting for an import to end.
+    This includes an earlier signal that is waiting for the end of an import.
     """
     taken = [number for number in (*_USUAL, signal.SIGALRM) if signal.getsignal(number) is _interrupt]
     if signal.SIGALRM in taken and signal.getitimer(signal.ITIMER_REAL)[0]:
@@ -48,10 +48,10 @@ def nothing_begun() -> Iterator[None]:
 
 @contextmanager
 def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
-    """Call `cancel` for a signal inside the block, and then raise KeyboardInterrupt at the end of the block.
+    """Call `cancel` on a signal inside the block, and raise KeyboardInterrupt at the end of the block.
 
-    If it were raised inside an event loop, it would end the running task, and might never reach the waiting
-    code.
+    A KeyboardInterrupt raised inside an event loop would end the running task and might never reach the
+    waiting code.
     """
     has_come = False
 
@@ -74,12 +74,13 @@ def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but never inside an import; in that case, retry until the import ends.
+    """Raise KeyboardInterrupt, but never inside an import; during an import, retry until the import ends.
 
-    An interrupted import of numpy can't be repeated, and some packages mistake it for a missing package.
+    An interrupted import of numpy can't be repeated, and some packages mistake the interruption for a missing
+    package.
     """
     is_importing = _is_importing(frame)
-    # Repeated, because a signal in another thread does not wake this one from a sleep
+    # Repeated, because a signal in another thread does not wake this thread from a sleep
     signal.setitimer(signal.ITIMER_REAL, *((_RETRY_S, _RETRY_S) if is_importing else (0, 0)))
     if not is_importing:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Model loading with the shared options; everything is checked before weights are loaded."""
+"""Model loading with the shared options, all of which are checked before weights are loaded."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ from kvq.models.model import load_prepared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedModel:
-    """Model that can be loaded, and the formats that fit it."""
+    """Model that passed all checks before loading, and the formats that fit."""
 
     prepared: PreparedModel
-    kv: list[str]  # the formats that fit, in the given order
-    refused: dict[str, str]  # other formats -> reason
+    kv: list[str]  # the formats that fit, in the original order
+    refused: dict[str, str]  # formats that do not fit -> reason
     scales: StaticScales | None
     calibrates: bool
 
@@ -30,10 +30,10 @@ class CheckedModel:
         return self.prepared.recipe(name, self.scales)
 
     def load(self) -> Model:
-        """Load the weights, and print what was loaded.
+        """Load the weights, and print the model's source and digest.
 
         Raises:
-            ModelError: damaged weights, or a model that would run incorrectly.
+            ModelError: the weights are damaged, or the model would run incorrectly.
         """
         model = load_checked(self.prepared, self.scales)
         if self.calibrates:
@@ -46,7 +46,7 @@ def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) ->
     """Load the weights, and check the quality cost of the format; see `kvq.models.check.load_check`.
 
     Raises:
-        ModelError: damaged weights, or a model that would run incorrectly.
+        ModelError: the weights are damaged, or the model would run incorrectly.
         BrokenFormat: the format breaks the model, and `accept_divergence` is False.
     """
     refuse_known(checked.prepared, checked.recipe(kv), accept_divergence=accept_divergence)
@@ -59,10 +59,10 @@ def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) ->
 def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
     """Check the model, its options and every format without loading weights.
 
-    Formats that do not fit the head dimensions are named and left out if others fit.
+    Formats that do not fit the head dimensions are reported and omitted if other formats fit.
 
     Raises:
-        ModelError: a missing, damaged or refused model.
+        ModelError: the model is missing, damaged or not supported.
         ConfigError: an option, a format or scales can't be used, or no format fits.
         UnsupportedKernel: the chosen backend has no kernel for a format.
     """
@@ -101,10 +101,10 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
 
 
 def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
-    """Load the weights of a checked model, and print what was loaded.
+    """Load the weights of a checked model, and print the model's source and digest.
 
     Raises:
-        ModelError: damaged weights, or a model that would run incorrectly.
+        ModelError: the weights are damaged, or the model would run incorrectly.
     """
     with status(f"loading {prepared.source}"):
         model = load_prepared(prepared, prepared.recipe("auto"), scales)

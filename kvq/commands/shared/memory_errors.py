@@ -1,4 +1,4 @@
-"""Out-of-memory errors: how libraries report them, and a check before one of them ends the process."""
+"""Out-of-memory errors: detection of libraries' messages, and a check before a library ends the process."""
 
 import errno
 import mmap
@@ -9,13 +9,13 @@ from kvq.errors import OutOfMemory, first_lines
 from kvq.sizes import binary
 
 # D363: OpenBLAS ends the process unless 1.25 GiB are free
-_ADDRESSES = 5 << 28  # bytes that the libraries need, mostly for code; with fewer, some hang
+_ADDRESSES = 5 << 28  # bytes that the libraries need, mostly for code; with less, some libraries hang
 _SIGNS = re.compile(
     r"(can't|cannot|failed to|unable to) (allocate|mmap|map segment|start new thread|create thread)"
     r"|(not enough|out of) memory|bad_alloc",
     re.IGNORECASE,
 )
-# Consequences of unnoticed failed allocations, in torch's parser of signatures and in C modules
+# Consequences of unnoticed allocation failures, in torch's signature parser and in C modules
 _INDIRECT_SIGNS = re.compile(
     "unknown parameter type|could not create a primitive|without (an exception|exception) set"
     "|returned NULL without"
@@ -23,7 +23,7 @@ _INDIRECT_SIGNS = re.compile(
 
 
 def check_addresses() -> None:
-    """Check that the address space is large enough to load the libraries.
+    """Check whether the address space is large enough to load the libraries.
 
     Raises:
         OutOfMemory: `ulimit -v` is too low.
@@ -41,7 +41,7 @@ def check_addresses() -> None:
 
 
 def memory_message(error: BaseException) -> str | None:
-    """Return a message for an error caused by too little memory; None for any other error."""
+    """Return a message for an error caused by insufficient memory, or None for any other error."""
     limit = address_limit()
     for one in _chain(error):
         if _is_memory_error(one) or (limit is not None and _INDIRECT_SIGNS.search(str(one))):
@@ -53,7 +53,7 @@ def memory_message(error: BaseException) -> str | None:
 
 
 def address_limit() -> int | None:
-    """Return the bytes that `ulimit -v` allows this process; None without a limit."""
+    """Return this process's address space limit in bytes (`ulimit -v`), or None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 

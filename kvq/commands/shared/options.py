@@ -1,4 +1,4 @@
-"""Shared options of commands, with spellings that are common in other engines."""
+"""Options shared by commands, including spellings that are common in other engines."""
 
 import dataclasses
 import functools
@@ -43,11 +43,11 @@ REVISION, TOKEN = "Branch, tag or commit of a hub model.", "Hub token for gated 
 def option(  # D356: options are fields of frozen dataclasses
     default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
 ) -> Any:
-    """Return a field of a frozen dataclass that becomes an option of commands with that dataclass.
+    """Return a field of a frozen dataclass that becomes an option of commands using that dataclass.
 
-    See `gathered`. The option has the name of the field, unless `names` lists spellings, separated by spaces.
-    The default False makes a flag, and True a flag with a --no- form. Defaults are shown, except for flags
-    that are off.
+    See `gathered`. The option is named after the field, unless `names` lists spellings, separated by spaces.
+    The default False makes a flag, and True a flag with a --no- form. `--help` shows defaults, except for
+    flags that are off.
     """
     attributes = {
         "default": default,
@@ -61,17 +61,17 @@ def option(  # D356: options are fields of frozen dataclasses
 
 
 def path_option(names: str, help: str, *, type: click.Path = TO_WRITE) -> Any:
-    """Return an `option` field whose value is a path, by default one to write to; None unless given."""
+    """Return an `option` field for a path, by default a path to write to. The value is None if omitted."""
     return option(None, help, names=names, type=type)
 
 
 def picked(options: object, *names: str) -> dict[str, Any]:
-    """Return some attributes as keyword arguments, for a callee that uses the same names."""
+    """Return the named attributes as keyword arguments, for a callee with parameters of the same names."""
     return {name: getattr(options, name) for name in names}
 
 
 def given_options() -> dict[str, str]:
-    """Return the options that were given on the command line, as {name: longest spelling}."""
+    """Return the options present on the command line, as {name: longest spelling}."""
     context = click.get_current_context()
     return {
         one.name: max(one.opts, key=len)
@@ -81,10 +81,10 @@ def given_options() -> dict[str, str]:
 
 
 def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
-    """Pass options to a command as one argument `name`, a frozen dataclass of type `kind`.
+    """Pass options to a command as one argument `name`, an instance of the frozen dataclass `kind`.
 
-    Fields made by `option` become options of the command. Other fields take the values of options with the
-    same names that decorators above add.
+    Fields made by `option` become options of the command. Other fields receive the values of options with the
+    same names, which other decorators must add above.
     """
 
     def gather(command: _Command) -> _Command:
@@ -106,7 +106,7 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
 
 
 class SectionedCommand(click.Command):
-    """Command with many options that also accepts options of other engines.
+    """Command with many options, which also accepts options of other engines.
 
     `--help` groups options into `sections`, a map from the first option of each section to its title.
     """
@@ -132,7 +132,7 @@ class SectionedCommand(click.Command):
 
 
 def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Command:
-    """Wrap the command so that it is called with `change(values)` of its options."""
+    """Wrap a command so that it is called with `change(values)`, where `values` are its options."""
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> Any:
@@ -143,7 +143,7 @@ def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Model and the way it is loaded."""
+    """Options for a model and for loading it."""
 
     model: str
     device: str = option("auto", "auto, cpu or cuda.")
@@ -174,7 +174,7 @@ class ModelOptions:
     calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
 
     def load_options(self) -> dict[str, Any]:
-        """Return keyword arguments of `kvq.models.loading.prepared.prepare`."""
+        """Return keyword arguments for `kvq.models.loading.prepared.prepare`."""
         apart = ("model", "scales", "calibrate_on_load")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
 
@@ -183,7 +183,7 @@ json_option = click.option("--json", "json_path", type=TO_WRITE, help="Write the
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
-    """Add --text and --text-field, the field of a JSON line or a dataset row that contains the text."""
+    """Add --text, and --text-field for the field of a JSON line or dataset row that contains the text."""
     text = click.option(
         "--text",
         type=TO_READ,
@@ -198,7 +198,7 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowOptions:
-    """Windows of a text, and the check whether it can show damage: fields of `TokenPlan`."""
+    """Options for windows of a text and for the instrument check: fields of `TokenPlan`."""
 
     context: int = option(1024, "Tokens per window; windows are documents.", type=TokenCount())
     max_windows: int | None = option(None, "Stop after this many windows.  [default: all]", type=AT_LEAST_1)
@@ -206,22 +206,24 @@ class WindowOptions:
     instrument: bool = option(False, "Check that model and all of the text can show damage; exit 1 if not.")
 
 
-def model_argument(  # D354: MODEL is an argument; a single text is the prompt
+def model_argument(  # D354: MODEL is an argument; a single argument is the prompt
     default: str | None = "tiny",
     help: str = "Folder, hub name, or 'tiny', the embedded model; the same as MODEL.",
     *,
     kind: ShellNames = MODEL,
 ) -> Callable[[_Command], _Command]:
-    """Add MODEL, the first argument, and --model; the command receives a string `model`.
+    """Add --model and MODEL, the first argument; the command receives a string `model`.
 
-    Put the command's other arguments below this decorator; they are filled first if there are too few words.
+    Place the command's other arguments below this decorator; they take precedence if there are too few
+    arguments.
     """
 
     def add(command: _Command) -> _Command:
         def change(values: dict[str, Any]) -> dict[str, Any]:
             if (model := _one_model(values.pop("words"), values["model"])) is None:
                 raise click.UsageError(kind.missing)
-            # With `kvq chat --url` it is a name on the server, with `kvq plan` one in kvq's catalogue
+            # With `kvq chat --url` this is a name on the server, and with `kvq plan` a name in kvq's
+            # catalogue
             if model != default and kind is not PLANNED_MODEL and not values.get("url"):
                 _check_model(model)
             return values | {"model": model}
@@ -243,7 +245,7 @@ def _one_model(words: tuple[str, ...], option: str | None) -> str | None:
 
 
 def _check_model(model: str) -> None:
-    """Raise ModelError for a folder that can't be a model, before torch is imported."""
+    """Raise ModelError if a folder can't be a model folder, before torch is imported."""
     from kvq.models.describe.checkpoint import read_json
     from kvq.models.describe.resolve import EMBEDDED, find_here
 

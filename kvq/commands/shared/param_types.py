@@ -18,7 +18,7 @@ from kvq.sizes import parse_bytes, parse_tokens
 
 
 class Finite(click.FloatRange):
-    """Number with bounds; NaN and infinity, which can pass the comparisons, are refused."""
+    """Number with bounds; NaN and infinity are refused because comparisons may not exclude them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -43,7 +43,7 @@ class TokenCount(click.IntRange):
 
 
 class _CheckedPath(click.Path):
-    """Path that a function checks before large packages are imported."""
+    """Path that is checked by a function before large packages are imported."""
 
     def __init__(self, check: Callable[[Any], object], path_type: type[Path] | None = None) -> None:
         super().__init__(path_type=path_type)
@@ -55,7 +55,7 @@ class _CheckedPath(click.Path):
 
 
 def check_readable(path: str | Path) -> None:
-    """Raise ConfigError if a path does not exist; hf:NAME and templates, which are not paths, pass."""
+    """Raise ConfigError if a path does not exist; hf:NAME and templates are not paths and are accepted."""
     try:
         if not str(path).startswith(("hf:", "{")):
             os.stat(path)
@@ -79,7 +79,7 @@ class Several(StringParamType):
 
 
 class _Size(StringParamType):
-    """Bytes of memory, such as 2GiB or 512M; the value is not converted."""
+    """Amount of memory, such as 2GiB or 512M; the value is checked but not converted."""
 
     name = "size"
 
@@ -99,15 +99,15 @@ TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 SIZE = _Size()
-TEXT_OR_MAPPING = StringParamType()  # in a config file also a mapping, which is passed on as JSON
+TEXT_OR_MAPPING = StringParamType()  # in a config file, a mapping is also accepted and passed on as JSON
 
 
 class ShellNames(StringParamType):
-    """Text that shells complete from names; the value is not checked.
+    """Text that shells complete from a list of names; the value is not checked.
 
-    `find`: returns the names; it is called only for completion. `separators`: characters between several
-    names. `paths`: "dir" or "file" if values may be paths. `halves`: returns names that form pairs.
-    `missing`: error message if a name is required and none is given.
+    `find`: returns the names; it is called only for completion. `separators`: characters that separate names.
+    `paths`: "dir" or "file" if values may be paths. `halves`: returns the names that can form pairs.
+    `missing`: error message if a required name is missing.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ShellNames(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return names that complete the text after the last separator, or else paths."""
+        """Return names that complete the text after the last separator, or a request for paths."""
         begin = 1 + max((incomplete.rfind(mark) for mark in self._separators), default=-1)
         find = self._find
         half, slash, _ = incomplete[begin:].partition("/")
@@ -173,7 +173,7 @@ FORMATS = ShellNames(known_names, separators=",", paths="file", halves=_halves) 
 ONE_FORMAT = ShellNames(known_names, paths="file", halves=_halves)
 HALF_FORMAT = ShellNames(_halves)
 MODEL = ShellNames(_embedded, paths="dir")
-PLANNED_MODEL = ShellNames(  # models of which only the shape is needed
+PLANNED_MODEL = ShellNames(  # only the shape of these models is needed
     _models,
     paths="dir",
     missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",

@@ -1,7 +1,7 @@
-"""Progress of long work on standard error, so that results on standard output can be piped.
+"""Progress of long operations on standard error, so that results on standard output can be piped.
 
-A terminal shows a bar. A pipe or a log gets a plain line from time to time, with the work, the share done and
-the time left.
+A terminal shows a bar. A pipe or a log gets an occasional plain line with the operation, the completed share
+and the remaining time.
 """
 
 import threading
@@ -15,14 +15,14 @@ from kvq.commands.shared.terminal import echo, hear_stages
 if TYPE_CHECKING:
     from kvq.commands.shared.consoles import PlainConsole
 
-Update = Callable[[int, int | None], None]  # (done, total); total is None until it is known
+Update = Callable[[int, int | None], None]  # (done, total); total is None while unknown
 
-FIRST_S = 5.0  # until the first plain line; shorter work prints none
-EVERY_S = 30.0  # between further lines; later, a tenth of the elapsed time
+FIRST_S = 5.0  # delay before the first plain line; shorter work prints no lines
+EVERY_S = 30.0  # time between further lines, or a tenth of the elapsed time if longer
 
 
 class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth of the time
-    """Progress in plain lines, printed by a separate thread, so that stalled work is reported, too."""
+    """Progress in plain lines, printed by a separate thread so that stalled work is also reported."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -45,7 +45,7 @@ class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth of the tim
             echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
 
     def update(self, done: int, total: int | None) -> None:
-        """Set the amount of work that is done."""
+        """Set the amount of completed work."""
         self._done, self._total = done, total
 
     def stage(self, name: str) -> None:
@@ -100,7 +100,7 @@ def progress_bar(what: str) -> Iterator[Update]:
 
 @contextmanager
 def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yield a function (what, done, total) for work in several steps; each new `what` begins a step."""
+    """Yield a function (what, done, total) for work in several steps; each new `what` starts a step."""
     with ExitStack() as stack:
         current: str | None = None
         update: Update = lambda done, total: None  # noqa: E731 - until a step begins
@@ -117,7 +117,7 @@ def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
 
 @contextmanager
 def status(what: str) -> Iterator[None]:
-    """Show a spinner or lines for work of unknown length, with stages from kvq's log."""
+    """Show a spinner or plain lines for work of unknown length, with stages from kvq's log."""
     console = _console()
     with ExitStack() as stack:
         if console.is_terminal:

@@ -1,4 +1,4 @@
-"""Results of commands: checks before measuring, finished rows, JSON, time and memory."""
+"""Results of commands: checks before measurements, finished rows, JSON, time and memory."""
 
 import resource
 import sys
@@ -22,8 +22,8 @@ def begin(*paths: str | Path | None, plot: str | Path | None = None, html: str |
     """Check the paths of results and look up the source commit, before anything is measured.
 
     Raises:
-        ConfigError: a path that can't be written, two paths to the same file, a `plot` without the suffix of
-            an image, or an HTML page without the packages that draw its plots.
+        ConfigError: a path can't be written, two paths refer to the same file, `plot` does not have the
+        suffix of an image, or packages that draw plots are missing.
     """
     from kvq import fileio
     from kvq.evals.report.figure import check_plot_path
@@ -42,7 +42,7 @@ def begin(*paths: str | Path | None, plot: str | Path | None = None, html: str |
 
 
 def json_beside(html_path: str | None, json_path: str | None) -> str | None:
-    """Return the path of the JSON, which is next to the page if only a page was named."""
+    """Return the path of the JSON file, by default next to the HTML page if there is one."""
     if html_path is None or json_path is not None:
         return json_path
     return str(Path(html_path).with_suffix(".json"))
@@ -51,7 +51,7 @@ def json_beside(html_path: str | None, json_path: str | None) -> str | None:
 def result_of(
     rows: Sequence[Any], device: "torch.device | None" = None, facts: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON envelope of rows and facts; `device` is None if the rows depend on no device."""
+    """Return the JSON envelope of rows and facts; `device` is None if the rows do not depend on a device."""
     import torch
 
     from kvq.evals.report.results import envelope
@@ -65,20 +65,20 @@ def write_rows(
     device: "torch.device | None" = None,
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the rows as JSON if a path is given."""
+    """Write the rows as JSON if `path` is not None."""
     if path is not None:
         _write_json(path, result_of(rows, device, facts))
 
 
-Make = Callable[[], Sequence[Any]]  # returns the rows that are finished now
+Make = Callable[[], Sequence[Any]]  # returns the rows finished so far
 _EVERY_S = 10.0  # minimum time between two writes
 _SHARE = 50  # writes take at most 1/50 of the time
 
 
 class FinishedRows:  # D359: finished rows survive Ctrl-C
-    """Keeper of finished rows in a file next to the result's until the result is complete.
+    """Store for finished rows, in a file next to the result's path, until the result is complete.
 
-    `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. If an
+    Inside `with FinishedRows(path, result, show) as finished:`, measure with `keep=finished.keep`. If an
     interruption or an error ends the block early, the rows so far are shown and remain in NAME.partial.json.
     """
 
@@ -88,7 +88,7 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
         result: Callable[[Sequence[Any]], dict[str, Any]],
         show: Callable[[dict[str, Any]], object],
     ) -> None:
-        """`path`: of the complete result; None writes none. `result`: returns the JSON envelope of rows."""
+        """`path`: file for the complete result, or None. `result`: returns the JSON envelope of rows."""
         self._path = None if path is None else Path(path)
         self._partial: Path | None = None
         if self._path is not None:
@@ -115,7 +115,7 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
         echo(f"kvq: not complete: what was finished is {where}", err=True)
 
     def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
-        """Run `work(watch=...)` with a progress bar; return the result of its rows."""
+        """Run `work(watch=...)` with a progress bar, and return the result with its rows."""
         from kvq.evals.watch import Watch
 
         with self:
@@ -124,7 +124,7 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
             return self.end(rows)
 
     def keep(self, make: Make) -> None:
-        """Keep the rows that `make` returns; `make` is called when they are written or shown."""
+        """Keep the rows returned by `make`, which is called when they are written or shown."""
         self._make = make
         began = time.monotonic()
         if self._partial is not None and began >= self._next_s:
@@ -163,11 +163,11 @@ def _write_json(path: str | Path, result: dict[str, Any]) -> None:
 
 @contextmanager
 def measured(device: "torch.device") -> Iterator[dict[str, Any]]:
-    """Measure the time and memory of a block; yield a dict that contains the figures at the end.
+    """Measure the time and memory of a block; yield a dict that is filled in at the end of the block.
 
-    `seconds`: duration; `peak_bytes`: the process's peak memory in RAM so far; `grown_bytes`: growth of that
-    peak during the block, 0 if an earlier peak was higher; `device_peak_bytes`: peak memory of tensors on the
-    GPU during the block, None without a GPU.
+    `seconds`: duration; `peak_bytes`: the process's peak RAM use so far; `grown_bytes`: growth of this peak
+    during the block, 0 if an earlier peak was higher; `device_peak_bytes`: peak memory of tensors on the GPU
+    during the block, None without a GPU.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Terminal output without control characters: lines, tables, evaluation results, and kvq's log."""
+"""Terminal output with control characters spelled out: lines, tables, results, and kvq's log."""
 
 import io
 import logging
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kvq.evals.report.page import Columns
     from kvq.models.describe.resolve import ModelSource
 
-_SHOWN_DIGITS = 12  # digits that are shown of a digest
+_SHOWN_DIGITS = 12  # number of digits shown of a digest
 _WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of text columns
 
 
 def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
-    """Print a text with its control characters spelled out; with `color`, it is also bold."""
+    """Print a text with control characters spelled out; a text with `color` is also bold."""
     text = printable(str(message))
     text = text if color is None else click.style(text, fg=color, bold=True)
     click.echo(text, nl=nl, err=err)  # noqa: TID251 - one of the two places
@@ -36,17 +36,17 @@ def warn(text: str) -> None:
 
 
 def say_model(source: "ModelSource", digest: str) -> None:
-    """Print the loaded model on standard error."""
+    """Print the model's source and digest on standard error."""
     echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def say_defaults(source: "ModelSource", options: str) -> "SamplingDefaults":
-    """Return the sampling defaults from a model's folder or another, and print them on standard error.
+    """Return the sampling defaults from a model's folder or another folder, and print them on standard error.
 
     `options`: the value of --generation-config.
 
     Raises:
-        ConfigError: the folder it names has no generation_config.json.
+        ConfigError: the folder named in `options` has no generation_config.json.
     """
     from kvq.engine.requests.defaults import read_defaults
 
@@ -57,14 +57,14 @@ def say_defaults(source: "ModelSource", options: str) -> "SamplingDefaults":
 
 
 def stream(text: str) -> None:
-    """Print a part of a generated text; on a terminal, spell out its control characters."""
+    """Print a piece of generated text; on a terminal, spell out its control characters."""
     if sys.stdout.isatty():
         text = printable(text)
     click.echo(text, nl=False, color=True)  # noqa: TID251 - the other place; without `color` it drops escapes
 
 
 def escape_unencodable() -> None:
-    """Make standard streams print characters that their encoding lacks as Python escapes."""
+    """Make the standard streams print characters missing from their encoding as Python escapes."""
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="backslashreplace")
@@ -91,14 +91,14 @@ _LINES = _Lines()
 
 
 def show_warnings() -> None:
-    """Start to print warnings from kvq's log."""
+    """Print warnings from kvq's log from now on."""
     if _LINES not in _log.handlers:
         _log.addHandler(_LINES)
 
 
 @contextmanager
 def hear_stages(show: Callable[[str], None]) -> Iterator[None]:
-    """Pass messages of kvq's log at level INFO to `show` inside the block."""
+    """Pass INFO messages from kvq's log to `show` inside the block."""
     show_warnings()
     level, before = _log.level, _LINES.on_stage
     _log.setLevel(logging.INFO)
@@ -111,7 +111,7 @@ def hear_stages(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def console() -> "PlainConsole":
-    """Return a console on standard output, wide enough for whole tables if that is a pipe."""
+    """Return a console on standard output, wide enough for complete tables if the output is piped."""
     from kvq.commands.shared.consoles import PlainConsole
 
     out = PlainConsole()
@@ -134,7 +134,7 @@ def text_table(
     *,
     no_wrap: bool = True,
 ) -> "Table":
-    """Return a table without a frame; columns whose head is in `texts` are left-aligned, others right.
+    """Return a table without a frame; columns with a head in `texts` are left-aligned, others right-aligned.
 
     If all heads are empty, no header line is shown.
     """
@@ -149,13 +149,13 @@ def text_table(
 
 
 def print_origin(result: Mapping[str, Any], **more: str) -> None:
-    """Print the origin of a result: its model, the lines in `more`, and its device."""
+    """Print a result's model, the lines in `more`, and its device."""
     for name, value in {"model": result["model"], **more, "device": result["device"]}.items():
         echo(f"{name:<7} {value}")
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """Print every table of a result, and its origin."""
+    """Print a result's origin and all of its tables."""
     from kvq.evals.report.sections import sections
 
     out = console()
@@ -173,7 +173,7 @@ def print_eval(result: dict[str, Any]) -> None:
 
 
 def print_cautions(result: Mapping[str, Any]) -> None:
-    """Print the reasons why the figures of a result show nothing about formats."""
+    """Print the reasons why a result's figures say nothing about formats."""
     for line in result.get("cautions", ()):
         echo(f"\ncaution: {line}")
 

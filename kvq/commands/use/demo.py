@@ -15,7 +15,7 @@ MARK = ">>>"
 
 
 def mark_difference(one: str, other: str) -> tuple[str, str]:
-    """Return both texts with a mark before the first word that differs."""
+    """Return both texts, each with a mark before the first word that differs."""
     if one == other:
         return one, other
     words, others = one.split(" "), other.split(" ")

@@ -1,4 +1,4 @@
-"""`kvq detect-watermark`: find the watermark in generated texts, from their tokens and the secret key."""
+"""`kvq detect-watermark`: detection of the watermark in generated texts, from tokens and the secret key."""
 
 import json
 import sys
@@ -41,11 +41,11 @@ class _DetectOptions:
 @click.argument("files", metavar="[MODEL] [FILES]...", nargs=-1, type=click.Path(allow_dash=True))
 @gathered(_DetectOptions, "options")
 def command(files: tuple[str, ...], options: _DetectOptions) -> None:
-    """Find the watermark of texts in FILES or on standard input (-). A folder before them is the MODEL.
+    """Detect the watermark in texts from FILES or standard input (-). A folder before FILES is the MODEL.
 
-    Neither the model's weights nor the prompt are needed: the text is split into tokens, and tokens with
-    enough context are tested. p is the probability that a text without the mark looks as marked as this one;
-    --false-alarms is the share of such texts that are called marked.
+    Neither the model's weights nor the prompt is needed: the text is split into tokens, and tokens with
+    enough context are tested. p is the probability that a text without the mark looks at least as marked as
+    this text; --false-alarms is the share of unmarked texts that may be reported as marked.
     """
     if options.new_key is not None:
         _make_key(options.new_key, files)
@@ -82,7 +82,7 @@ def _make_key(path: Path, files: Sequence[str]) -> None:
 
 
 def _texts(files: Sequence[str], *, is_by_line: bool) -> Iterator[tuple[str, str]]:
-    """Yield texts with their names; raise RequestError for a file that is not UTF-8 or has no text."""
+    """Yield (name, text) pairs; raise RequestError if a file is not UTF-8 or contains no text."""
     from kvq.evals.text import decoded
 
     for file in files:

@@ -1,4 +1,4 @@
-"""Options of commands that run the engine in a separate process."""
+"""Options for commands that run the engine in a separate process."""
 
 import re
 from collections.abc import Callable
@@ -103,11 +103,11 @@ class _RequestOptions:
 
 
 def service_options(command: _Command) -> _Command:
-    """Add --kv and the options of a model, its requests and its engine.
+    """Add --kv and options for a model, its requests and its engine.
 
-    The command receives a function `service` that returns fields of `ServerConfig`, of which `engine`
-    contains options of `kvq.LLM`. It raises ConfigError for options that an engine in a separate process
-    can't have.
+    The command receives a function `service` that returns fields of `ServerConfig`, including `engine` with
+    options of `kvq.LLM`. The function raises ConfigError for options that an engine in a separate process
+    can't support.
     """
 
     def change(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`kvq generate`: text from a prompt, streamed, with quantized KV."""
+"""`kvq generate`: streamed text generation from a prompt, with quantized KV."""
 
 from dataclasses import asdict, dataclass
 from os.path import isfile, join
@@ -48,7 +48,7 @@ class _SamplingOptions:
     regex: str | None = option(None, "The text must match this regular expression.")
 
     def params(self, defaults: "SamplingDefaults | None" = None) -> "SamplingParams":
-        """Return the engine's parameters; `defaults`: of the model, for parameters that were not given."""
+        """Return the engine's parameters; `defaults`: the model's defaults for omitted parameters."""
         from kvq.engine import SamplingParams, StructuredOutput
 
         given = {name: value for name, value in asdict(self).items() if value is not None}
@@ -66,7 +66,7 @@ class _WatermarkOptions:
     watermark_scheme: str = option("green", "green or tournament, with parameters to change: green,delta=3.")
 
     def engine_options(self) -> dict[str, Any]:
-        """Return options of `kvq.LLM`, or an empty dict without a key."""
+        """Return options for `kvq.LLM`, or an empty dict if there is no key."""
         from kvq.watermark import parse_scheme, read_key
 
         parse_scheme(self.watermark_scheme)
@@ -98,8 +98,8 @@ def command(
     watermark: _WatermarkOptions,
     options: _RunOptions,
 ) -> None:
-    """Continue PROMPT, streamed to standard output. A single argument is the prompt; the model is then the
-    embedded one unless --model names another.
+    """Continue PROMPT, and stream the text to standard output. A single argument is the prompt; the model is
+    then the embedded model unless --model names another.
     """
     from kvq.commands.shared.loading import check_for, load_to_serve
     from kvq.engine import LLM

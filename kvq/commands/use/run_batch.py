@@ -1,4 +1,4 @@
-"""`kvq run-batch`: answers to a file of requests, written to another file."""
+"""`kvq run-batch`: results for a file of requests, written to another file."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _REASONS = 3  # maximum number of failure reasons shown
 
 
 class _Stopped(Exception):
-    """Exception for a signal that ended the run early."""
+    """A signal ended the run early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +50,9 @@ class _BatchOptions:
 def command(service: Callable[[], dict[str, Any]], options: _BatchOptions) -> None:
     """Answer the requests in IN.jsonl, in OpenAI's batch format, and write the results to OUT.jsonl.
 
-    Results are in the order in which they are ready. After an interruption, run the same command again to
-    continue; requests with a result in OUT.jsonl are not repeated. The exit code is 1 if a line has no
-    answer.
+    Results are written in the order in which they complete. After an interruption, run the same command again
+    to continue; requests with a result in OUT.jsonl are not repeated. The exit code is 1 if any request
+    failed.
     """
     require("kvq run-batch", SERVER)
     from kvq.server.admission.config import ServerConfig
@@ -76,7 +76,7 @@ def command(service: Callable[[], dict[str, Any]], options: _BatchOptions) -> No
 
         summary = run_batch(config, partial(progress, "answering"), on_model)
         if not summary.is_complete:
-            raise _Stopped  # so that the progress doesn't print "done"
+            raise _Stopped  # prevents the progress from printing "done"
     _print(summary, options.target, is_strict=serving.strict_requests)
     if not summary.is_complete:
         echo("kvq: stopped; run the same command again to continue", err=True)

@@ -104,7 +104,7 @@ class ServeOptions:
 )
 @gathered(ServeOptions, "options")
 def command(service: Callable[[], dict[str, Any]], options: ServeOptions) -> None:
-    """Serve a model over HTTP with OpenAI's API: /v1/completions and /v1/chat/completions."""
+    """Serve a model over HTTP with an OpenAI-compatible API: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop handles signals
         config = _config(service, options)

@@ -23,11 +23,11 @@ Loaded = tuple[str, dict[str, Any]]  # the name, and what lm-eval's TaskManager 
 class LMEvalPlan:
     """Options for running tasks."""
 
-    include_path: str | Path | None = None  # a folder with more task files
-    limit: int | None = None  # number of samples per task, from the first on
+    include_path: str | Path | None = None  # folder with additional task files
+    limit: int | None = None  # number of samples per task, counted from the first
     num_fewshot: int | None = None  # examples before each question, unless the task fixes them
     apply_chat_template: bool = False
-    seed: int = 1234  # lm-eval's default; for drawing examples, and for tasks that sample
+    seed: int = 1234  # lm-eval's default; for choosing examples, and for tasks that sample
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -37,7 +37,7 @@ class LMEvalPlan:
 
 
 def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) -> list[Loaded]:
-    """Find each of `tasks` and load its data.
+    """Find all `tasks` and load their data.
 
     Raises:
         RequestError: a task is unknown or broken, or its data can't be read.
@@ -61,7 +61,7 @@ def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) 
 
 
 def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
-    """Return the metrics of each loaded task or group, by name."""
+    """Return the metrics of each loaded task or group, keyed by name."""
     found: dict[str, list[str]] = {}
     for _, spec in loaded:
         for name, group in spec.get("groups", {}).items():
@@ -85,7 +85,7 @@ def quiet_bars() -> Iterator[None]:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Refuse to run code from datasets, and hide their progress bars."""
+    """Refuse to run code that comes with datasets, and hide progress bars of `datasets`."""
     import datasets
 
     if int(datasets.__version__.split(".")[0]) < 4:
@@ -106,7 +106,7 @@ def _is_file(task: str) -> bool:
 
 
 def _is_group(path: str) -> bool:
-    """True if a file may refer to lm-eval's own tasks, which take seconds to list."""
+    """Return True if a file may refer to lm-eval's own tasks, which take seconds to list."""
     try:
         lines = Path(path).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -115,7 +115,7 @@ def _is_group(path: str) -> bool:
 
 
 def _names(manager: Any, task: str) -> list[str]:
-    """Return the task names or the file that `task` refers to; raise RequestError if there are none."""
+    """Return the task names or the file that `task` refers to, or raise RequestError if there are none."""
     if _is_file(task):
         if not Path(task).expanduser().is_file():
             raise RequestError(f"there is no task file {task}")
@@ -132,7 +132,7 @@ def _names(manager: Any, task: str) -> list[str]:
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Build a task or a group, which reads its data."""
+    """Build a task or group, including reading its data."""
     try:
         loaded: dict[str, Any] = manager.load([name])
     except Exception as error:  # a task's file, functions and data are third-party
@@ -146,7 +146,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return one line that describes an error and how to fix it."""
+    """Return a one-line description of an error and its fix."""
     text = first_lines(error)
     if isinstance(error, ConnectionError | TimeoutError):
         return (

@@ -6,7 +6,7 @@
     with kvq.LLM("tiny", kv="int4") as llm:
         results = lm_eval.simple_evaluate(model=KvqLM(llm), tasks=["hellaswag"], limit=100)
 
-Tokenization, truncation, windows and stop strings are those of lm-eval's `hf` model, so the figures with
+Tokenization, truncation, windows and stop strings follow lm-eval's `hf` model, so the figures with
 unquantized KV are the same. `kvq.evals.lm_eval.tasks.run_tasks` compares KV formats. Importing this module
 imports lm-eval, which the extra `eval` installs.
 """
@@ -43,20 +43,20 @@ _WITHOUT_EFFECT = ("use_cache", "pad_token_id", "eos_token_id", "do_sample", "te
 
 
 class _Prompting(TypedDict, total=False):
-    """Options of `KvqLM` that control how prompts are built and where answers begin."""
+    """Options of `KvqLM` that determine how prompts are built and where answers begin."""
 
     add_bos_token: bool | None  # None: the tokenizer's default
-    prefix_token_id: int | None  # put before texts without a context; by default BOS, else EOS
+    prefix_token_id: int | None  # precedes texts without a context; by default BOS, else EOS
     chat_template_args: Mapping[str, Any] | None
-    think_end_token: str | None  # answers begin after it
+    think_end_token: str | None  # answers begin after this text
 
 
 # D40: lm-eval's own tasks, with the results of its `hf` model
 class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """lm-eval model on a kvq engine. Many requests are in flight at once.
+    """lm-eval model that runs on a kvq engine, with many requests in flight at once.
 
-    A context shared by several continuations is computed once, as far as the prefix cache holds it. Unlike in
-    `hf`, penalties in a model's generation_config have no effect unless a task's gen_kwargs set them.
+    A context shared by several continuations is computed once, as far as it stays in the prefix cache. Unlike
+    in `hf`, penalties in a model's generation_config have no effect; only a task's gen_kwargs set penalties.
     """
 
     backend = "causal"
@@ -77,12 +77,13 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     ) -> None:
         """Wrap an engine, or create one for a model.
 
-        `max_length`: tokens of context, by default the engine's; one more may be scored, because it is only
-        predicted. `max_gen_toks`: for tasks that do not set it. `seed`: for tasks that sample.
+        `max_length`: maximum context in tokens, by default the engine's; one more token may be scored,
+        because the last token is only predicted. `max_gen_toks`: default for tasks that do not set it.
+        `seed`: for tasks that sample.
 
         Raises:
-            ConfigError: a length beyond the engine's context, or no token to put before a text.
-            TypeError: an unknown option.
+            ConfigError: the length exceeds the engine's context, or there is no token to precede a text.
+            TypeError: an option is unknown.
         """
         if unknown := sorted(prompting.keys() - _Prompting.__annotations__.keys()):
             raise TypeError(f"KvqLM has no option {unknown[0]!r}")
@@ -111,7 +112,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     # lm-eval's interface
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Return token ids, by default with the tokenizer's special tokens, but never with a second BOS.
+        """Return token ids, by default including the tokenizer's special tokens, but never with a second BOS.
 
         Raises:
             RequestError: the string is not valid Unicode.
@@ -126,16 +127,16 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
+        """Decode tokens to text."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as one prompt, without its system message if the template refuses it.
+        """Return a conversation as one prompt, omitting the system message if the template rejects it.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or the template refuses the conversation.
+            RequestError: the tokenizer has no chat template, or the template rejects the conversation.
         """
         import jinja2
 
@@ -155,12 +156,12 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         raise RequestError(f"the chat template refuses a conversation: {refused}") from refused
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability after its context, in nats, and whether it is greedy.
+        """Return each continuation's log-probability in nats, and whether greedy decoding would generate it.
 
         A context that is too long is truncated on the left.
 
         Raises:
-            RequestError: a continuation without tokens, or longer than the context of the model.
+            RequestError: a continuation has no tokens, or is longer than the model's context.
         """
         encoded = []
         for request in requests:
@@ -175,7 +176,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self._loglikelihood_tokens(encoded)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """Return the log-probability of each whole text in nats, in windows as wide as the context."""
+        """Return the log-probability of each text in nats, scored in windows as long as the context."""
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
@@ -197,10 +198,10 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Generate text after each context, up to a stop string, the end token or max_gen_toks.
 
-        A context that leaves too little room for max_gen_toks is truncated on the left.
+        A context that leaves too little room for max_gen_toks tokens is truncated on the left.
 
         Raises:
-            RequestError: unsupported options, or more tokens than the context can hold.
+            RequestError: an option is unsupported, or more tokens are requested than fit in the context.
         """
         eos = None
         if self.eot_token_id is not None:
@@ -274,8 +275,8 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _sampling_params(
         self, kwargs: dict[str, Any], until: list[str], count: int, prompt_tokens: int, index: int
     ) -> SamplingParams:
-        """Return a task's normalized generation_kwargs as kvq's parameters."""
-        max_length = kwargs.pop("max_length", None)  # of prompt plus answer, as in transformers
+        """Convert a task's normalized generation_kwargs to kvq's sampling parameters."""
+        max_length = kwargs.pop("max_length", None)  # limit for prompt plus answer, as in transformers
         if max_length is not None:
             count = min(self.max_length - prompt_tokens, max_length - prompt_tokens)
         if kwargs.pop("num_beams", 1) != 1:

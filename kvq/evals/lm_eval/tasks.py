@@ -1,4 +1,4 @@
-"""Runner of lm-eval's tasks for several KV formats of one model, for comparison.
+"""Runner of lm-eval's tasks that compares several KV formats of one model.
 
     from kvq.evals.lm_eval.tasks import LMEvalPlan, run_tasks
 
@@ -7,11 +7,11 @@
     for row in run_tasks(engines, ["hellaswag", "./my_task.yaml"], LMEvalPlan(limit=200)):
         print(row.kv, row.task, row.metric, row.value, row.stderr)
 
-A task is a name that lm-eval knows, a pattern such as `mmlu_*`, the path of a YAML file, or a name from a
-folder given as `include_path`. Tasks with `dataset_path: json` and local `data_files` need no network; as in
-lm-eval, relative data_files start at the current folder, not at the YAML file. A YAML file may name Python
-functions (`!function`), which are run, so name only files you trust. Code that comes with datasets is never
-run, nor are tasks that run code written by the model. Needs the extra `eval`.
+A task is the name of one of lm-eval's tasks, a pattern such as `mmlu_*`, the path of a YAML file, or the name
+of a task in the folder `include_path`. Tasks with `dataset_path: json` and local `data_files` need no
+network; as in lm-eval, relative data_files start at the current folder, not at the YAML file. A YAML file may
+name Python functions (`!function`), which are run, so name only files you trust. Code that comes with
+datasets is never run, nor are tasks that run code written by the model. Needs the extra `eval`.
 """
 
 import math
@@ -38,14 +38,14 @@ class _TaskRow:
     """One metric of one task with one KV format. Fields are the JSON keys of `kvq eval`."""
 
     kv: str
-    task: str  # lm-eval's name of a task or a group
+    task: str  # lm-eval's name of the task or group
     metric: str
     filter: str  # applied to answers before they are scored; "none" if there is none
     value: float | None  # None if it is not a finite number
     stderr: float | None  # standard error, if there is one
     higher_is_better: bool | None
     samples: int
-    seconds: float  # for all that ran for the requested task
+    seconds: float  # total for the requested task or group
 
 
 def run_tasks(
@@ -57,12 +57,13 @@ def run_tasks(
 ) -> list[_TaskRow]:
     """Return rows for every KV format, task and metric, in the order of tasks, then formats.
 
-    `models`: engines by the name of their format, or `KvqLM`s with other options. All tasks are loaded before
-    any is run. `progress` is called with the format, the task, the number of requests done and their total.
+    `models`: engines keyed by the name of their format, or `KvqLM` instances with other options. All tasks
+    are loaded before any task runs. `progress` is called with the format, the task, the number of finished
+    requests, and the total number.
 
     Raises:
-        RequestError: a task that is unknown, broken or unreachable, or that fails.
-        ConfigError: an engine option that can't be used as given, or a library that is too old.
+        RequestError: a task is unknown, broken or unreachable, or fails.
+        ConfigError: an engine's options are unsuitable, or a library is too old.
     """
     if not models:
         raise RequestError("no KV format was named; try fp32,int8,int4")
@@ -87,9 +88,9 @@ def measure_tasks(
 ) -> list[_TaskRow]:
     """Return rows for tasks from `load_tasks`, ordered by format, task and metric.
 
-    Engines are built and closed one after another, so that each can use all of the memory. `models`: one per
-    format. `kv_memory`: size of each pool; by default all free memory. If the first format is unquantized and
-    gets nothing right in a task, the task is void and is not run for the others.
+    Engines are built and closed one after another, so each engine can use all of the memory. `models`: one
+    model per format. `kv_memory`: size of each pool; by default all free memory. If the first format is
+    unquantized and gets nothing right in a task, the task is void and is not run in the other formats.
 
     Raises:
         RequestError: the tokenizer has no chat template, or a task fails.
@@ -112,7 +113,7 @@ def measure_tasks(
 
 
 def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
-    """Return the tasks that show nothing about formats, as {`lm_eval:NAME`: reason}."""
+    """Return the tasks whose results say nothing about formats, as {`lm_eval:NAME`: reason}."""
     by_task: dict[str, list[_TaskRow]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row)
@@ -125,13 +126,13 @@ def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
 
 
 def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
-    """True if there are figures that should be high and all of them are 0."""
+    """Return True if there are figures for which higher is better, and all of them are 0."""
     values = [row.value for row in rows if row.higher_is_better]
     return bool(values) and not any(values)
 
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
-    """Return the rows of one task or group with one format. Every format gets the same examples."""
+    """Return the rows of one task or group in one format. Every format gets the same examples."""
     for task in loaded[1]["tasks"].values():  # as lm-eval's command does: a task's own 0 is kept
         own = task.get_config("num_fewshot")
         if own is None or (plan.num_fewshot is not None and own != 0):
@@ -144,7 +145,7 @@ def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: P
 
 
 def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
-    """Return lm-eval's results of one task or group; raise RequestError if anything in it fails."""
+    """Return lm-eval's results for one task or group; raise RequestError if any part of it fails."""
     from lm_eval import evaluate
 
     name, spec = loaded
@@ -167,7 +168,7 @@ def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
 
 
 def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[_TaskRow]:
-    """Return a row per task and metric of lm-eval's results, whose keys are "metric,filter"."""
+    """Return a row per task and metric from lm-eval's results, which are keyed by "metric,filter"."""
     rows = []
     for task, values in results["results"].items():
         better = results.get("higher_is_better", {}).get(task, {})
@@ -197,7 +198,7 @@ def _finite(value: object) -> float | None:
 
 
 def _samples(task: str, results: dict[str, Any]) -> int:
-    """Return the number of samples of a task, or of all tasks in a group."""
+    """Return the number of samples in a task, or in all tasks of a group."""
     counts = results["n-samples"]
     if task in counts:
         return int(counts[task]["effective"])

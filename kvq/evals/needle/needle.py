@@ -1,9 +1,9 @@
-"""Needle eval, retrieval over long contexts: a needle at every depth of a haystack, queried at the end.
+"""Needle eval: retrieval from long contexts, with a needle at each depth of a haystack, queried at the end.
 
-Prompts are processed in chunks and answers decoded greedily, one token per step, on the session's
-write-then-read path: tokens are first quantized into blocks, then attended to there. All formats answer the
-same prompts. Source: Kamradt, "Needle in a haystack", 2023; keys with values, and distractor needles, as in
-Hsieh et al., "RULER", 2024.
+Prompts are processed in chunks, and answers are decoded greedily, one token per step, on the session's
+write-then-read path: tokens are first quantized into blocks, and attention then reads these blocks. All
+formats answer the same prompts. Source: Kamradt, "Needle in a haystack", 2023; keys with values, and
+distractor needles, as in Hsieh et al., "RULER", 2024.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from kvq.models import Model, Session
 from kvq.models.loading.prepared import PreparedModel
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
-# D38: the test is void if the baseline finds nothing
-VOID_AFTER = 50  # prompts; with a model that answers a tenth of them, one test in 200 is void
+# D38: the test is void if the baseline retrieves nothing
+VOID_AFTER = 50  # prompts; if a model answers a tenth of them, one test in 200 is void
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,18 +31,18 @@ class NeedleRow:
     """Retrieval of one format at one length and depth."""
 
     kv: str
-    length: int  # tokens of the prompt and its answer
+    length: int  # number of tokens of the prompt and its answer
     depth: float  # 0: the needle comes first; 1: it comes last, before the question
     trials: int
-    hits: int  # answers with every token right
+    hits: int  # number of answers with every token correct
     retrieved: float  # hits / trials
-    token_accuracy: float  # share of the answers' tokens that are right at their position
+    token_accuracy: float  # share of answer tokens that are correct at their position
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedleSummary:
-    """Retrieval of one format over all lengths and depths."""
+    """Retrieval of one format, summarized over all lengths and depths."""
 
     kv: str
     trials: int
@@ -56,7 +56,7 @@ class NeedleSummary:
 class _Answer(NamedTuple):
     """Result of one prompt."""
 
-    right: int  # tokens that are right at their position
+    right: int  # number of tokens that are correct at their position
     tokens: int
     seconds: float
 
@@ -82,16 +82,16 @@ def measure_needle(
     plan: NeedlePlan,
     watch: Watch = UNWATCHED,
 ) -> list[NeedleRow]:
-    """Measure how often each format finds the needle; rows are ordered by format, length and depth.
+    """Measure how often each format retrieves the needle; rows are ordered by format, length and depth.
 
-    `watch` receives the number of answered prompts over all formats. The first format runs first. If it is
-    unquantized and finds nothing in `VOID_AFTER` prompts across the grid, the test is void: it stops, and
-    only the rows of this format are returned.
+    `watch` receives the number of answered prompts across all formats. The first format runs first. If this
+    format is unquantized and retrieves nothing in `VOID_AFTER` prompts across the grid, the test is void: it
+    stops, and only the rows of the first format are returned.
 
     Raises:
-        RequestError: a text too short, a length that the needle or the model's context doesn't
-            allow, a depth outside 0 to 1, or a count that makes no sense.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+        RequestError: no format is named, the text is too short, or a length is too short for the needle or
+            exceeds the model's context.
+        ConfigError: a format is unknown, doesn't fit the model, or lacks its scales.
     """
     names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
     if not names:
@@ -124,7 +124,7 @@ def measure_needle(
 
 
 def void_reason(rows: Sequence[NeedleRow]) -> str | None:
-    """Return the reason why rows of `measure_needle` show nothing about formats, or None."""
+    """Return the reason why rows of `measure_needle` say nothing about formats, or None."""
     asked = sum(row.trials for row in rows)
     if len({row.kv for row in rows}) > 1 or any(row.hits for row in rows) or not asked:
         return None
@@ -132,7 +132,7 @@ def void_reason(rows: Sequence[NeedleRow]) -> str | None:
 
 
 def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
-    """Return the prompt maker of a plan, and its lengths.
+    """Return the prompt generator of a plan, and the lengths of its prompts.
 
     Raises:
         RequestError: as in `measure_needle`.
@@ -150,12 +150,12 @@ def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[N
     else:
         sizes = list(dict.fromkeys(plan.lengths))
     for length, depth in itertools.product(sizes, plan.depths):
-        prompts.make(length=length, depth=depth, trial=0)  # raises before any work is done
+        prompts.make(length=length, depth=depth, trial=0)  # raises errors before any work is done
     return prompts, sizes
 
 
 def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
-    """Summarize all cells of each format, in the order in which the formats first occur."""
+    """Summarize all cells of each format; formats are ordered by first occurrence."""
     groups: dict[str, list[NeedleRow]] = {}
     for row in rows:
         groups.setdefault(row.kv, []).append(row)
@@ -178,7 +178,7 @@ def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
 
 
 def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
-    """Decode greedily; return as many tokens as the answer has."""
+    """Decode greedily and return as many tokens as the expected answer has."""
     sequence = session.new_sequence()
     try:
         for at in range(0, len(prompt.ids), chunk):

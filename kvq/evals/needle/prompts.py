@@ -1,4 +1,4 @@
-"""Needle prompts: a key and its value somewhere in a text, and the key again at the end."""
+"""Needle prompts: a text with a key and its value at some position, and the key again at the end."""
 
 import random
 import string
@@ -58,7 +58,7 @@ class NeedlePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedlePrompt:
-    """A prompt and its answer."""
+    """A prompt and its expected answer."""
 
     ids: list[int]
     answer: list[int]
@@ -68,7 +68,7 @@ class NeedlePrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Needle:
-    """Token ids of one needle: its key, its value, and the text after it."""
+    """Token ids of one needle: its key, its value, and the text after the value."""
 
     cue: list[int]
     value: list[int]
@@ -80,7 +80,7 @@ class _Needle:
 
 
 class NeedlePrompts:
-    """Generator of prompts from one text, for one tokenizer and kind of needle; deterministic for a seed."""
+    """Generator of prompts from one text, for one tokenizer and kind of needle, deterministic for a seed."""
 
     def __init__(self, tokenizer: Any, text: str, plan: NeedlePlan, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -91,13 +91,13 @@ class NeedlePrompts:
         self._plain = [i for i in range(min(len(tokenizer), vocab_size)) if i not in special]
 
     def make(self, *, length: int, depth: float, trial: int) -> NeedlePrompt:
-        """Return the prompt of one trial, which has `length` tokens including its answer.
+        """Return the prompt of one trial, with `length` tokens including the answer.
 
-        The needle follows the share `depth` of the haystack's tokens. Distractors (needles with other keys
-        and values) are put at random positions.
+        The needle is inserted after the fraction `depth` of the haystack's tokens, and distractors (needles
+        with other keys and values) are inserted at random positions.
 
         Raises:
-            RequestError: the needles don't fit into the length, or the text is too short.
+            RequestError: the needles don't fit in the length, or the text is too short.
         """
         rng = random.Random(f"{self._plan.seed}/{length}/{depth}/{trial}")
         needles = self._draw(rng, avoid=frozenset())
@@ -124,7 +124,7 @@ class NeedlePrompts:
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens of the text; it is long enough for any prompt up to this length."""
+        """Number of tokens in the text, which suffices for prompts up to this length."""
         return len(self._text)
 
     def _assemble(self, haystack: list[int], needles: list[_Needle], places: list[int]) -> NeedlePrompt:
@@ -142,7 +142,7 @@ class NeedlePrompts:
         )
 
     def _draw(self, rng: random.Random, avoid: frozenset[int]) -> list[_Needle]:
-        """Draw the needle to retrieve, then its distractors."""
+        """Sample the needle to retrieve, followed by its distractors."""
         if self._plan.needle != TOKENS:
             keys = rng.sample(KEYS, 1 + self._plan.distractors)
             return [self._sentence(key, "".join(rng.choices(string.digits, k=_DIGITS))) for key in keys]
@@ -163,7 +163,7 @@ class NeedlePrompts:
         return needles
 
     def _sentence(self, key: str, value: str) -> _Needle:
-        """Return the needle's token ids, split so that the cue has the same tokens when it stands alone."""
+        """Return the needle's token ids, split such that the cue on its own has the same tokens."""
         before, after = self._plan.needle.split("{value}")
         cue_text = before.rstrip().replace("{key}", key)
         answered = before.replace("{key}", key) + value

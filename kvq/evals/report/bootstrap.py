@@ -1,7 +1,7 @@
-"""Confidence intervals of means over documents, by resampling whole documents.
+"""Confidence intervals for means over documents, computed by resampling entire documents.
 
-Tokens of one document are not independent, so whole documents are drawn. All formats and the baseline are
-resampled together: a document's contribution to both cancels, so differences far smaller than the spread
+Tokens of one document are not independent, so entire documents are sampled. All formats and the baseline are
+resampled together: a document's contribution to both cancels out, so differences far smaller than the spread
 between documents can be detected.
 """
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvq.errors import ConfigError
 
 CONFIDENCE = 0.95
-Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard deviations on each side
+Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # number of standard deviations on each side
 FEWEST_DOCUMENTS = 8  # with fewer, an interval would mean little and is left out
 FEWEST_RESAMPLES = 100
 _DRAWN = 1 << 22  # numbers per draw
@@ -28,26 +28,26 @@ Statistic = Callable[..., Floats]  # means [resamples] of every column -> statis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bootstrap:  # D36: paired documents; formats share one set of draws
+class Bootstrap:  # D36: paired documents; formats share one set of resamples
     """Bootstrap options: the number of resamples, and their seed."""
 
     resamples: int = 2000
     seed: int = 0
     _drawn: dict[tuple[int, int], npt.NDArray[np.float32]] = field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # (documents, first resample) -> weights; every format has the same draws
+    )  # (documents, first resample) -> weights; shared by all formats
 
     def __post_init__(self) -> None:
         if self.resamples < FEWEST_RESAMPLES:
             raise ConfigError(f"intervals need at least {FEWEST_RESAMPLES} resamples, got {self.resamples}")
 
     def interval(self, statistic: Statistic, *columns: npt.ArrayLike) -> Interval | None:
-        """Return a two-sided 95% interval for a statistic of document means; None for too few documents.
+        """Return a two-sided 95% interval for a statistic of document means; None if documents are too few.
 
-        `columns`: arrays [documents] of one number per document, such as its mean loss; all documents have
-        the same weight. `statistic` receives the resampled means of the columns, which are paired.
+        `columns`: arrays [documents] with one number per document, such as its mean loss; all documents have
+        the same weight. `statistic` receives the means of the columns, which are resampled jointly.
 
-        Percentiles are those of the bootstrap distribution, widened for small samples: at alpha' =
+        The bounds are percentiles of the bootstrap distribution, widened for small samples: at alpha' =
         Phi(-sqrt(n / (n - 1)) t(alpha / 2, n - 1)) for n documents.
 
         Source: Hesterberg, "What Teachers Should Know About the Bootstrap" (2015), 5.3, the expanded
@@ -63,7 +63,7 @@ class Bootstrap:  # D36: paired documents; formats share one set of draws
         return low, high
 
     def _means(self, values: Floats) -> Floats:
-        """Return means of resampled documents, [columns, resamples]."""
+        """Return the means over resampled documents, [columns, resamples]."""
         documents = values.shape[1]
         size = max(1, _DRAWN // documents)
         starts = range(0, self.resamples, size)
@@ -72,7 +72,7 @@ class Bootstrap:  # D36: paired documents; formats share one set of draws
         return means
 
     def _weights(self, documents: int, count: int, start: int) -> npt.NDArray[np.float32]:
-        """Return the number of draws of each document, [documents, count], in resamples from `start` on."""
+        """Return how often each document is drawn, [documents, count], in `count` resamples from `start`."""
         kept = self._drawn.get((documents, start))
         if kept is None:
             random = np.random.default_rng([self.seed, start])
@@ -85,7 +85,7 @@ class Bootstrap:  # D36: paired documents; formats share one set of draws
 
 
 def expanded_tail(documents: int) -> float:
-    """Return the share of the bootstrap distribution that is cut off at each end."""
+    """Return the share of the bootstrap distribution that is excluded at each end."""
     t = _t_quantile((1 + CONFIDENCE) / 2, documents - 1)
     return NormalDist().cdf(-math.sqrt(documents / (documents - 1)) * t)
 
@@ -106,14 +106,14 @@ def _t_quantile(p: float, freedom: int) -> float:
 
 
 def share_interval(hits: int, trials: int) -> Interval | None:
-    """Return `wilson_interval`, or None for too few trials."""
+    """Return `wilson_interval`, or None if there are too few trials."""
     return None if trials < FEWEST_DOCUMENTS else wilson_interval(hits, trials)
 
 
 def wilson_interval(hits: int, trials: int) -> Interval:
     """Return a two-sided 95% interval for a share of independent trials.
 
-    Unlike a bootstrap interval, it has a width even if every trial had the same outcome.
+    Unlike a bootstrap interval, this interval has nonzero width even if all trials have the same outcome.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
     """

@@ -1,4 +1,4 @@
-"""Comparison of two results: files of `kvq perplexity --json` or `kvq eval --json`, checked by field."""
+"""Comparison of two results of `kvq perplexity --json` or `kvq eval --json`, whose fields are validated."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,10 +11,10 @@ from kvq.evals.report.bootstrap import Z95
 from kvq.evals.report.gates import IDENTITIES, identity, is_figure
 from kvq.evals.report.sections import row_keys
 
-SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, even an unmeasured one
+SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, even if it was not measured
 QUALITY = ("perplexity", "perplexity_change", "kl_mean", "kl_p999", "top1_agreement", "kv_bytes_per_token",
            "seconds")  # fmt: skip
-FIGURES = {  # section of a result -> compared figures of its rows; all numbers of other sections
+FIGURES = {  # section of a result -> figures compared in its rows; in other sections, all numbers
     "rows": QUALITY,
     "generation": ("same_tokens_mean", "identical"),
     "attention": ("error_mean", "error_max"),
@@ -50,7 +50,7 @@ _SAME = {  # fields that must be equal for figures to be comparable
     "seed": "the seeds differ",
     "resamples": "the intervals are of different numbers of resamples",
 }
-_PLANS = {  # such fields that only some results have
+_PLANS = {  # such fields that are present only in some results
     "needle_plan": "the needles were asked for differently",
     "lm_eval_plan": "lm-eval's options differ",
 }
@@ -60,8 +60,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
     """Read a result, and check that all fields have the types that kvq writes.
 
     Raises:
-        ConfigError: the file is missing, not JSON, from another command, or has a field of a wrong type,
-            which the message names.
+        ConfigError: the file is missing, not JSON, or from another command, or a field, named in the message,
+        has the wrong type.
     """
     try:
         result = strict_json.read(Path(path))
@@ -83,7 +83,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 class _WrongField(Exception):
-    """Error for a field with a value that kvq would not write."""
+    """A field has a value that kvq would not write."""
 
 
 def _has_sizes(row: object) -> bool:
@@ -91,7 +91,7 @@ def _has_sizes(row: object) -> bool:
 
 
 def _need(value: object, hint: Any, field: str) -> None:
-    """Raise _WrongField unless a value has the type `hint` and a size that can be shown and compared."""
+    """Raise _WrongField unless a value has the type `hint` and is small enough to be shown and compared."""
     is_whole = len(value) <= _MAX_TEXT if isinstance(value, str) else True
     if not (fits(value, hint) and is_whole and (not isinstance(value, float) or is_figure(value))):
         words = " or ".join(_WORDS[kind] for kind in get_args(hint) or (hint,))
@@ -123,14 +123,14 @@ def _check_row(where: str, row: Any, figures: Iterable[str]) -> None:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare two results of one kind row by row; return JSON.
+    """Compare two results of the same kind row by row, and return JSON.
 
-    `rows`: figures of rows that are in both: `section` ("rows", or the key of another task), `kv`, `where`
-    (which row of its format it is), `figure`, `a`, `b`, `difference` (b - a), and their bounds. `only_in_a`,
-    `only_in_b`: the other rows. `warnings`: reasons why figures are not comparable.
+    `rows`: figures of rows present in both results: `section` ("rows", or the key of another task), `kv`,
+    `where` (which of the format's rows), `figure`, `a`, `b`, `difference` (b - a), and bounds. `only_in_a`,
+    `only_in_b`: rows present in one result. `warnings`: reasons why figures are not comparable.
 
     Raises:
-        ConfigError: one result is from kvq perplexity, the other from kvq eval.
+        ConfigError: one result is from kvq perplexity, and the other is from kvq eval.
     """
     if kind(a) != kind(b):
         raise ConfigError(
@@ -150,7 +150,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind(result: Mapping[str, Any]) -> str:
-    """Return the command that wrote a result."""
+    """Return the name of the command that wrote a result."""
     return "eval" if "tasks" in result else "perplexity"
 
 
@@ -160,7 +160,7 @@ def _keys(result: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Return a section's rows by identity, if a task names the section: others were not checked when read."""
+    """Return a section's rows keyed by identity, but only if the section was validated on reading."""
     rows = result.get(section, []) if section in _keys(result) else []
     return {tuple(row.get(key) for key in ("kv", *IDENTITIES)): row for row in rows}
 
@@ -168,7 +168,7 @@ def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapp
 def _only(
     section: str, rows: Mapping[tuple[Any, ...], Any], others: Mapping[tuple[Any, ...], Any]
 ) -> list[str]:
-    """Describe the entries that only one result has: a whole task, a format, or single rows of a format."""
+    """Describe the entries present in only one result: a task, a format, or single rows of a format."""
     if not others:
         return [f"the task {section}"] if rows else []
     formats = {key[0] for key in others}
@@ -197,7 +197,7 @@ def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> li
 
 
 def _interval(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
-    """Return a figure's 95% bounds from separate fields, its standard error or the intervals."""
+    """Return a figure's 95% bounds, from separate fields, its standard error or the intervals."""
     low, high, error = (row.get(key) for key in (f"{name}_low", f"{name}_high", "stderr"))
     if is_figure(low) and is_figure(high):
         return low, high

@@ -1,4 +1,4 @@
-"""Figures of reports: writing files and SVG, common style, legends."""
+"""Figures of reports: output to files and SVG, common style, and legends."""
 
 import io
 import logging
@@ -26,14 +26,14 @@ _LINE = 0.17  # inches between lines of a legend
 
 
 def check_plot_path(path: str | Path) -> None:
-    """Raise ConfigError if no plot can be written to `path`: unknown suffix, or no matplotlib."""
+    """Raise ConfigError if the suffix of `path` is unknown or matplotlib is not installed."""
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"can't plot to {path}; the name must end in {', '.join(_SUFFIXES)}")
     require(f"the plot {path}", PLOTS)
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, sized in inches, with constrained layout; needs no display.
+    """Return an empty figure of this size in inches, with constrained layout; no display is needed.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -60,9 +60,9 @@ def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> Non
 
 
 def drawing(make: Callable[..., Any], *given: Any) -> str:
-    """Return the figure that `make(*given)` draws, as SVG for a page; "" if it returns None.
+    """Return the figure drawn by `make(*given)` as SVG for a page, or "" if there is no figure.
 
-    A figure that can't be drawn is replaced by a message, so that the measurement is not lost.
+    A figure that can't be drawn is replaced by a message, so the measurement is not lost.
     """
     require("a plot", PLOTS)
     try:
@@ -74,7 +74,7 @@ def drawing(make: Callable[..., Any], *given: Any) -> str:
 
 
 def svg_of(figure: Any) -> str:
-    """Return a figure as SVG text, without background and with black as the page's text colour."""
+    """Return a figure as SVG text, without background and with black replaced by the page's text colour."""
     text = io.StringIO()
     _save(figure, text, "svg", is_transparent=True)
     svg = text.getvalue()
@@ -90,7 +90,7 @@ def _save(figure: Any, to: IO[Any], form: str, *, is_transparent: bool = False) 
 
 
 def finish(axes: Any, x: str, y: str) -> None:
-    """Name the axes, set small tick labels, and remove the frame above and to the right."""
+    """Label the axes, use small tick labels, and remove the top and right sides of the frame."""
     from matplotlib.ticker import ScalarFormatter
 
     axes.set_xlabel(x, fontsize=8)
@@ -106,7 +106,7 @@ def finish(axes: Any, x: str, y: str) -> None:
 
 
 def log_axis(axis: Any) -> None:
-    """Label 1, 2, 5 and 10 of every decade in plain numbers."""
+    """Label 1, 2, 5 and 10 of every decade as plain numbers."""
     from matplotlib.ticker import LogLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -115,13 +115,13 @@ def log_axis(axis: Any) -> None:
 
 
 def title(figure: Any, text: str) -> None:
-    """Add a grey title above the whole figure, wrapped if it is too long."""
+    """Add a grey title above the figure, wrapped if it is too long."""
     width = int(figure.get_figwidth() * _TITLE_WIDTH)
     figure.suptitle(fill(text, width), fontsize=8, color=GREY)
 
 
 def legend_beside(figure: Any, source: Any) -> None:
-    """Put the legend of some axes to the right of the figure, in as many columns as it needs."""
+    """Place the legend of `source` to the right of the figure, in as many columns as necessary."""
     handles, names = source.get_legend_handles_labels()
     if handles:
         rows = max(1, int(figure.get_figheight() / _LINE) - 2)
@@ -130,5 +130,5 @@ def legend_beside(figure: Any, source: Any) -> None:
 
 
 def short(name: str) -> str:
-    """Shorten a name for a tick or a legend to its two ends, which distinguish names."""
+    """Shorten a name for a tick or a legend by omitting its middle, since names differ at the ends."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 3]}…{name[-_LONGEST * 2 // 3 + 1 :]}"

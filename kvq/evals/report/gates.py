@@ -3,13 +3,13 @@
     [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[UNIT]
 
 Units are % for shares and changes; nats, mnats or bits for divergences; bits per element; B, KB or KiB per
-token; s, ms or min; and x for compression. Failures are reported in the unit of the gate. A limit that no
-share can reach, or that looks like a percentage without %, is refused.
+token; s, ms or min; and x for compression. Failures are reported in the unit of the gate. A limit is refused
+if no share can reach it or if it looks like a percentage without %.
 
-A gate passes if every row that it concerns meets the limit: the rows of the format that it names, or else of
-every quantized format. Missing values and NaN fail. For lm-eval, `lm_eval.acc` is the metric in every task
-that has it, and `lm_eval:TASK.acc` in one task; `acc,FILTER` selects a filter, and `acc_change` is the
-difference from the baseline.
+A gate passes if all of its rows meet the limit: the rows of the named format, or of every quantized format if
+none is named. Missing values and NaN fail. For lm-eval, `lm_eval.acc` refers to the metric in every task that
+reports it, and `lm_eval:TASK.acc` to the metric in one task; `acc,FILTER` selects a filter, and `acc_change`
+is the difference from the baseline.
 """
 
 import itertools
@@ -36,12 +36,12 @@ _GATE = re.compile(
 _SHARE = {"%": 0.01}
 _NATS = {"nats": 1.0, "mnats": 1e-3, "bits": math.log(2)}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "min": 60.0}
-_SHARES = (  # and the bounds of their intervals
+_SHARES = (  # also the bounds of their intervals
     *("top1_agreement", "top5_agreement", "identical", "retrieved", "token_accuracy", "exact_keys"),
 )
 _CHANGE = "perplexity_change"
 _PLAIN = ("perplexity", "documents", "prompts", "new_tokens", "same_tokens", "trials", "layer")
-_UNITS: dict[str, dict[str, float]] = {  # by the prefix of a figure's name; other figures are shares
+_UNITS: dict[str, dict[str, float]] = {  # keyed by the prefix of a figure's name; other figures are shares
     "kl_": _NATS,
     _CHANGE: _SHARE,
     **{name: {} for name in _PLAIN},
@@ -61,7 +61,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One limit. `kv`, `task` and `filter` are None if the expression names none."""
+    """One limit. `kv`, `task` and `filter` are None if the expression does not name them."""
 
     text: str
     kv: str | None
@@ -70,15 +70,15 @@ class Gate:
     filter: str | None  # of an lm-eval metric: applied to answers before they are scored
     operator: str
     limit: float  # in the figure's own unit
-    unit: str  # as given; "" for the figure's own unit
+    unit: str  # as written; "" for the figure's own unit
     scale: float  # of `unit`, in the figure's own unit
 
     def tell(self, value: float) -> str:
-        """Return a figure in the unit of the limit."""
+        """Format a figure in the unit of the limit."""
         return f"{value / self.scale:.6g}{'' if self.unit in ('', '%', 'x') else ' '}{self.unit}"
 
     def holds(self, value: object) -> bool:
-        """True if a value meets the limit; False for anything that is not a number."""
+        """Return True if a value is a number and meets the limit."""
         return is_figure(value) and _OPERATORS[self.operator](value, self.limit)
 
 
@@ -102,7 +102,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def _scale(text: str, figure: str, unit: str) -> float:
-    """Return the size of a unit in the figure's own unit."""
+    """Return the value of a unit in terms of the figure's own unit."""
     if not unit:
         return 1.0
     units = next((known for name, known in _UNITS.items() if figure.startswith(name)), _SHARE)
@@ -113,7 +113,7 @@ def _scale(text: str, figure: str, unit: str) -> float:
 
 
 def _check_limit(match: re.Match[str], limit: float) -> None:  # D39: an ambiguous limit is refused
-    """Raise ConfigError for an impossible limit of a share or change, or one that may be a percentage."""
+    """Raise ConfigError if a limit is impossible for a share, or might be meant as a percentage."""
     figure, number = match["figure"], match["limit"]
     text, start = match.string.strip(), match.string[: match.start("limit")].strip()
     if figure.startswith(_SHARES) and not 0 <= limit <= 1:
@@ -129,13 +129,13 @@ def _check_limit(match: re.Match[str], limit: float) -> None:  # D39: an ambiguo
 def check_gate(
     gate: Gate, *, figures: Mapping[str, Sequence[str]], all_tasks: Sequence[str], formats: Mapping[str, bool]
 ) -> str:
-    """Return the task whose rows a gate concerns; called before anything is measured.
+    """Return the task whose rows a gate applies to; this check runs before any measurement.
 
-    `figures`: per task that will run, the figures of its rows; if the gate names no task, the first task with
-    the figure is chosen. `formats`: per format, whether it is quantized.
+    `figures`: the figures measured by each task that will run; if the gate names no task, the first task with
+    the figure is chosen. `formats`: whether each format is quantized.
 
     Raises:
-        ConfigError: a task that isn't run, or an unknown figure or format.
+        ConfigError: the task isn't run, or the figure or format is unknown.
     """
     if gate.kv is not None and gate.kv not in formats:
         hint = nearest(gate.kv, list(formats)) or ";"
@@ -168,10 +168,10 @@ def check_gate(
 def failures(
     gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]
 ) -> list[dict[str, Any]]:
-    """Return the rows that fail a gate, as JSON. `rows`: of its task; `formats`: as for `check_gate`.
+    """Return the rows that fail a gate, as JSON. `rows`: of the gate's task; `formats`: as in `check_gate`.
 
-    Each has `kv`, `where` (which row of its format it is), `value`, and `told`: the failure in words, with
-    figure and limit in the gate's unit.
+    Each entry has `kv`, `where` (which of the format's rows), `value`, and `told`: a description of the
+    failure, with the figure and the limit in the gate's unit.
     """
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
     concerned = [(row, figure(row, gate.figure)) for row in rows if row["kv"] in kvs]
@@ -189,13 +189,13 @@ def _failure(gate: Gate, row: Mapping[str, Any], value: object) -> dict[str, Any
 
 
 def missing(gate: Gate, reason: str) -> dict[str, Any]:
-    """Return the failure of a gate that has no rows; its `where` is the reason."""
+    """Return the failure of a gate that has no rows, with the reason as `where`."""
     kv = gate.kv or "every quantized format"
     return {"kv": kv, "where": reason, "value": None, "has_row": False, "told": f"{kv}: {reason}"}
 
 
 def figure(row: Mapping[str, Any], name: str) -> object:
-    """Return a row's figure by name; `NAME_low` and `NAME_high` are the bounds of NAME's interval."""
+    """Return the figure `name` of a row; `NAME_low` and `NAME_high` are the bounds of NAME's interval."""
     if name in row:
         return row[name]
     base, _, bound = name.rpartition("_")
@@ -204,7 +204,7 @@ def figure(row: Mapping[str, Any], name: str) -> object:
 
 
 def identity(row: Mapping[str, Any]) -> str:
-    """Return a text that distinguishes a row from others of its format."""
+    """Return a text that distinguishes a row from other rows of the same format."""
     return ", ".join(
         f"{key} {row[key]}"
         for key in IDENTITIES
@@ -213,7 +213,7 @@ def identity(row: Mapping[str, Any]) -> str:
 
 
 def is_figure(value: object) -> TypeGuard[float]:
-    """True for a number that can be compared; False for NaN and infinities."""
+    """Return True for a finite number that can be compared, and False for anything else."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
@@ -223,7 +223,7 @@ def metric_figures(metrics: Sequence[str]) -> list[str]:
 
 
 def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return each lm-eval row's difference from the first format's, if both are numbers."""
+    """Return each lm-eval row's difference from the first format's row, or None if either is not a number."""
     found = []
     for row in rows:
         base = next(one["value"] for one in rows if _place(one) == _place(row))
@@ -233,9 +233,9 @@ def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 
 def metric_rows(rows: Sequence[Mapping[str, Any]], gate: Gate) -> list[dict[str, Any]]:
-    """Return the lm-eval rows that a gate concerns, with the figure added under its name.
+    """Return the lm-eval rows that a gate applies to, with the figure added under its name.
 
-    Tasks that lack the metric have no rows here; a gate that names such a task fails.
+    Tasks without the metric yield no rows; a gate that names such a task fails.
     """
     task = (gate.task or "").partition(":")[2]
     metric = gate.figure

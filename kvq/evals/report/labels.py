@@ -1,4 +1,4 @@
-"""Label placement without overlaps and inside the figure, once its layout is known."""
+"""Placement of labels inside the figure and without overlaps, after the layout is fixed."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -12,14 +12,14 @@ from kvq.printable import printable
 
 Boxes = npt.NDArray[np.float64]  # [4] or [boxes, 4]: left, bottom, right, top, in pixels
 
-_REACHES = (5, 8, 12, 18, 26, 36, 48, 62, 80, 105, 135, 170, 210, 260)  # points between marker and label
+_REACHES = (5, 8, 12, 18, 26, 36, 48, 62, 80, 105, 135, 170, 210, 260)  # label distances, points
 _DIRECTIONS = (0, 1, -1, 8, 7, -7, 4, -4, 2, -2, 6, -6, 3, -3, 5, -5)  # sixteenths of a turn: right first
-_LED = 9  # points; labels further away get a line to their marker
-_CROSSING = 30  # points of extra distance that are preferable to crossing a drawn line
-_STRANGE = 15  # points of extra distance that are preferable to a place next to another marker
-_APART = 1.5  # times the distance to its own marker; markers beyond that are not mistaken for it
-_AIR = 1.5  # points around every label
-_ROUNDS = 12  # each round at most halves the labels of an axis
+_LED = 9  # points; labels farther away get a line to their marker
+_CROSSING = 30  # extra distance, in points, that is preferable to crossing a drawn line
+_STRANGE = 15  # extra distance, in points, that is preferable to a place next to another marker
+_APART = 1.5  # multiple of the distance to its marker at which other markers aren't mistaken for it
+_AIR = 1.5  # margin around every label, in points
+_ROUNDS = 12  # each round removes at most half of an axis's labels
 _GREY = "#7d8590"
 _OUTWARDS = np.array([-1, -1, 1, 1])  # directions in which a box grows
 
@@ -27,9 +27,9 @@ _OUTWARDS = np.array([-1, -1, 1, 1])  # directions in which a box grows
 def label_point(
     axes: Any, text: str, at: tuple[float, float], fontsize: float = 10, color: str | None = None
 ) -> None:
-    """Label a point given in data coordinates; `settle` finds the place.
+    """Label a point in data coordinates; `settle` chooses the label's position.
 
-    A label that does not fit into the axes is not drawn.
+    A label that does not fit in the axes is not drawn.
     """
     label = axes.annotate(
         *(text, at, (0, 0)),
@@ -44,16 +44,16 @@ def label_point(
 
 
 def draw_literally(figure: Any) -> None:  # D367: `$` just before saving, not by parse_math
-    """Escape all texts, because matplotlib would parse names with `$` as mathematics, or fail.
+    """Escape all texts, because matplotlib would parse names with `$` as math, or fail.
 
-    Tick labels of logarithmic axes, which are mathematics, are not changed.
+    Tick labels of logarithmic axes are math, so they are not changed.
     """
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter
 
     axes = _all_axes(figure)
     for axis in axes:
-        if isinstance(axis.get_major_formatter(), FuncFormatter):  # with tick labels that are names
+        if isinstance(axis.get_major_formatter(), FuncFormatter):  # tick labels are names
             ticks = axis.get_majorticklocs()
             names = axis.get_major_formatter().format_ticks(ticks)
             if any(_literal(name) != name for name in names):
@@ -74,10 +74,10 @@ def _literal(text: str) -> str:
 
 
 def settle(figure: Any) -> None:  # D366: labels last, because matplotlib settles the layout last
-    """Fix the layout and place all labels; call it when everything is drawn, before saving.
+    """Fix the layout and place all labels; call this function after everything is drawn, before saving.
 
-    Names below an axis are rotated if they would touch, then thinned out as numbers are; an axis is
-    lengthened until the texts to the right of its bars fit.
+    Names below an axis are rotated if they would touch, then thinned out in the same way as numbers. An axis
+    is lengthened until the texts to the right of its bars fit.
     """
     changed, rounds = True, _ROUNDS
     while changed and rounds:
@@ -91,7 +91,7 @@ def settle(figure: Any) -> None:  # D366: labels last, because matplotlib settle
 
 
 def overlap(box: Boxes, others: Boxes) -> npt.NDArray[np.bool_]:
-    """Return a mask of the boxes that overlap with `box`."""
+    """Return a mask of the boxes in `others` that overlap `box`."""
     touching: npt.NDArray[np.bool_] = np.all(
         (box[:2] < others[..., 2:]) & (others[..., :2] < box[2:]), axis=-1
     )
@@ -99,7 +99,7 @@ def overlap(box: Boxes, others: Boxes) -> npt.NDArray[np.bool_]:
 
 
 def _make_room(axes: Any) -> bool:
-    """Lengthen the x axis if a text passes its right end. Returns True if it was lengthened."""
+    """Lengthen the x axis if a text extends beyond its right end; return True if the axis was lengthened."""
     start, end = axes.get_xlim()
     left, _, right, _ = axes.get_window_extent().extents
     needed = end
@@ -113,7 +113,7 @@ def _make_room(axes: Any) -> bool:
 
 
 def _spread(axis: Any) -> bool:
-    """Rotate or thin out the labels of an axis if two of them touch. Returns True if they did."""
+    """Rotate or thin out the labels of an axis if any two touch; return True if any two did."""
     from matplotlib.ticker import FixedLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -133,7 +133,7 @@ def _spread(axis: Any) -> bool:
 
 
 def _place_all(axes: Any, scale: float) -> None:
-    """Place the labels of points in some axes. `scale`: pixels per point."""
+    """Place the labels of all data points in `axes`. `scale`: pixels per typographic point."""
     from matplotlib.text import Annotation
 
     markers = np.array(list(_markers(axes, scale))).reshape(-1, 4)
@@ -156,9 +156,9 @@ def _place_all(axes: Any, scale: float) -> None:
 
 
 def _move(label: Any, right: float, up: float, half: float) -> None:
-    """Move a label's middle to (right, up), in points, anchored at the end next to its marker.
+    """Move a label's center to (right, up), in points, anchored at the end closest to its marker.
 
-    Text widths are not proportional to the resolution, so a long text anchored in the middle could reach the
+    Text widths are not proportional to the resolution, so a long text anchored at its center could reach the
     marker.
     """
     side = 0 if abs(right) < 1 else 1 if right > 0 else -1
@@ -169,7 +169,7 @@ def _move(label: Any, right: float, up: float, half: float) -> None:
 def _best(
     label: Any, taken: Boxes, markers: Boxes, lines: list[Any], scale: float
 ) -> tuple[tuple[float, float], bool, Boxes] | None:
-    """Return a label's nearest free place: offset of its middle, whether it needs a line, and its box."""
+    """Return a label's best free place: the offset of its center, whether it needs a line, and its box."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -210,7 +210,7 @@ def _markers(axes: Any, scale: float) -> Iterator[Boxes]:
 
 
 def _texts(axes: Any) -> list[Any]:
-    """Return the texts at fixed positions, without the labels of points."""
+    """Return the texts at fixed positions, excluding the labels of data points."""
     from matplotlib.text import Annotation
 
     return [text for text in axes.texts if not isinstance(text, Annotation)]
@@ -221,6 +221,6 @@ def _box(drawn: Any) -> Boxes:
 
 
 def _gaps(box: Boxes, others: Boxes) -> Any:
-    """Return the distances between a box and others."""
+    """Return the distances between a box and other boxes."""
     apart = np.maximum(box[:2] - others[..., 2:], others[..., :2] - box[2:]).clip(min=0)
     return np.hypot(apart[..., 0], apart[..., 1])

@@ -1,16 +1,16 @@
-"""Tables of reports as text cells, for terminal and page, and the self-contained HTML page."""
+"""Report tables as text cells, for the terminal and HTML, and the self-contained HTML page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.printable import printable
 
-# Key of a row (dots for nested keys) -> head, and number format or function to text; "" for texts
+# Key in a row (dots for nested keys) -> column head, and number format or formatting function; "" for texts
 Columns = Mapping[str, tuple[str, Any]]
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Columns) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells; None becomes a dash."""
+    """Return column heads and cells, with a dash for None."""
     heads = [head for head, _ in columns.values()]
     return heads, [[_cell(row, key, style) for key, (_, style) in columns.items()] for row in rows]
 
@@ -29,7 +29,7 @@ def span(form: str) -> Callable[[tuple[float, float]], str]:
 
 
 def bits(value: float) -> str:
-    """Format a number with three decimals, without trailing zeros."""
+    """Format a number with up to three decimals, without trailing zeros."""
     return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
@@ -41,7 +41,7 @@ SIZES: Columns = {  # of a format
 
 
 def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the columns of sizes, with the bits of a whole sequence if these are more."""
+    """Return the columns of sizes, including `bits_held` if it exceeds the bits per element."""
     if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
         return SIZES
     held: Columns = {"bits_held": ("bits held", bits)}
@@ -70,7 +70,7 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return the page around parts that are already HTML."""
+    """Return a complete page for `parts`, which are already HTML."""
     from html import escape  # not needed for the terminal
 
     whole = (
@@ -79,11 +79,11 @@ def page(title: str, parts: Iterable[str]) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>{''.join(parts)}</body></html>\n"
     )
-    return printable(whole)  # HTML allows no control characters, UTF-8 no lone surrogates
+    return printable(whole)  # HTML allows no control characters, and UTF-8 no lone surrogates
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table that scrolls if it is too wide."""
+    """Return an HTML table, which scrolls horizontally if it is too wide."""
     from html import escape
 
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -92,7 +92,7 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def origin(result: dict[str, Any]) -> str:
-    """Return the origin of figures: version, commit, command."""
+    """Return an HTML paragraph with the origin of figures: versions, commit, date and command."""
     from html import escape
 
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())

@@ -10,7 +10,7 @@ from kvq.evals.report.sections import depth_name
 
 Row = dict[str, Any]
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
-_LARGE = 10  # larger changes of perplexity are shown as factors
+_LARGE = 10  # larger changes in perplexity are shown as factors
 _MARKERS = "osD^vP*X"
 _GRIDS_ACROSS = 3
 _CELLS_ACROSS = 24  # a cell must have room for "100%"
@@ -18,7 +18,7 @@ _RETRIEVED = "#1a7f37"
 
 
 def perplexity_figure(result: dict[str, Any]) -> Any:
-    """Plot bytes, perplexity and divergence of every format."""
+    """Plot the bytes, perplexity and divergence of every format."""
     rows = [r for r in result["rows"] if r["instrument"] != "window"]
     figure = new_figure(9.6, max(4.0, 1.0 + 0.22 * len(rows)))
     left, right = figure.subplots(1, 2)
@@ -29,7 +29,7 @@ def perplexity_figure(result: dict[str, Any]) -> Any:
 
 
 def _bytes_panel(axes: Any, rows: list[Row]) -> None:
-    """Draw bars of KV bytes per token, labelled with the change in perplexity and mean KL."""
+    """Draw bars for KV bytes per token, labelled with the change in perplexity and the mean KL."""
     sizes = [r["kv_bytes_per_token"] for r in rows]
     axes.barh(range(len(rows)), sizes, color=[format_color(r["kv"]) for r in rows])
     axes.set_yticks(range(len(rows)), [short(r["kv"]) for r in rows])
@@ -57,19 +57,19 @@ def _kl_panel(axes: Any, rows: list[Row]) -> None:
 
 
 def finish_kl(axes: Any, x: str) -> None:
-    """Set up the y axis as a logarithmic axis of mean KL divergence."""
+    """Set up the y axis as a logarithmic axis for mean KL divergence, and label the x axis."""
     axes.set_yscale("log")
     axes.grid(alpha=0.25, which="both")
     finish(axes, x, "mean KL divergence, nats per token")
 
 
 def format_color(name: str) -> str:
-    """Return one colour for all formats of a kind."""
+    """Return the colour shared by all formats of the same kind."""
     return next((c for prefix, c in _COLORS.items() if name.startswith(prefix)), GREY)
 
 
 def divergence_plot(rows: list[Row]) -> Any:
-    """Plot mean KL against bits per element, and against context depth. None if no format diverges."""
+    """Plot mean KL against bits per element and context depth; return None if no format diverges."""
     diverging = [row for row in rows if row["kl_mean"] > 0]
     if not diverging:
         return None
@@ -86,13 +86,13 @@ def divergence_plot(rows: list[Row]) -> Any:
 
 
 def _looks(rows: Iterable[Row]) -> Iterator[tuple[Row, dict[str, str]]]:
-    """Yield rows of formats with their marker, colour and name in the legend."""
+    """Yield each format's row with its marker, colour and legend name."""
     for row, marker in zip(rows, itertools.cycle(_MARKERS), strict=False):
         yield row, {"marker": marker, "color": format_color(row["kv"]), "label": short(row["kv"])}
 
 
 def difficulty_plot(rows: list[Row]) -> Any:
-    """Plot the perplexity change by quarter of the documents, with error bars. None without quarters."""
+    """Plot the perplexity change by quarter of the documents; return None if there are no quarters."""
     shown = [row for row in rows if row["by_difficulty"] and row["kl_mean"] > 0]
     if not shown:
         return None
@@ -123,7 +123,7 @@ def difficulty_plot(rows: list[Row]) -> Any:
 
 
 def _error_bars(middles: list[float], spans: list[Any]) -> list[list[float]]:
-    """Return the lower and upper lengths of all error bars; 0 without an interval."""
+    """Return the lower and upper lengths of all error bars, or 0 where there is no interval."""
     pairs = [(middle, span or (middle, middle)) for middle, span in zip(middles, spans, strict=True)]
     return [
         [max(0.0, middle - low) for middle, (low, _) in pairs],
@@ -132,7 +132,7 @@ def _error_bars(middles: list[float], spans: list[Any]) -> list[list[float]]:
 
 
 def attention_plot(rows: list[Row]) -> Any:
-    """Plot the mean error of the attention output by layer, and the errors from K and from V alone."""
+    """Plot the mean error of the attention output by layer, with K and V quantized jointly and separately."""
     figure = new_figure(9.6, 3.6)
     panels = {"error_mean": "K and V", "k_error_mean": "K alone", "v_error_mean": "V alone"}
     formats = {row["kv"]: row for row in rows}
@@ -149,7 +149,7 @@ def attention_plot(rows: list[Row]) -> Any:
 
 
 def generation_plot(rows: list[Row]) -> Any:
-    """Plot tokens until the first difference, with error bars."""
+    """Plot the number of tokens until the first difference, with error bars."""
     shown = rows[1:] or rows  # the baseline agrees with itself
     figure = new_figure(9.6, 1.0 + 0.35 * len(shown))
     axes = figure.subplots()
@@ -170,7 +170,7 @@ def generation_plot(rows: list[Row]) -> Any:
 
 
 def needle_plot(rows: list[Row]) -> Any:
-    """Plot a grid per format: lengths across, depths downwards, darker cells for more retrieved."""
+    """Plot a grid per format, with lengths across and depths down; darker cells mean better retrieval."""
     formats = list(dict.fromkeys(row["kv"] for row in rows))
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     across = max(1, min(len(formats), _GRIDS_ACROSS, _CELLS_ACROSS // len(lengths)))
@@ -194,11 +194,11 @@ def needle_plot(rows: list[Row]) -> Any:
 
 
 def _draw_cell(axes: Any, x: int, y: int, share: float) -> None:
-    """Draw a cell of the grid, paler for a smaller share and without colour for 0."""
+    """Draw a cell of the grid, with a paler colour for a smaller share and none for 0."""
     from matplotlib.patches import Rectangle
 
     at = (x - 0.48, y - 0.48)
     axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_RETRIEVED, alpha=share, edgecolor="none", lw=0))
-    # Cells are translucent over a light or dark page; black text is hard to read only on full ones
+    # Cells are translucent over a light or dark page; black text is hard to read only on opaque cells
     color = "#ffffff" if share > 0.85 else "#000000"
     axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=7, color=color)

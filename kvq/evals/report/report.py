@@ -51,7 +51,7 @@ def write_report(path: str | Path, result: dict[str, Any], samples: dict[str, st
 
 
 def render(result: dict[str, Any], samples: dict[str, str]) -> str:
-    """Return the page's HTML. `result`: JSON of either command; only that of `kvq eval` has tasks."""
+    """Return the page's HTML. `result`: JSON of either command; only results of `kvq eval` have tasks."""
     rows = result["rows"]
     is_eval = "tasks" in result
     cautions = result.get("cautions", [])
@@ -83,7 +83,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
 
 
 def _sections(result: dict[str, Any]) -> list[str]:
-    """Return the tables, some with a plot above them."""
+    """Return the tables, some of them preceded by a plot."""
     parts = []
     for section in sections(result):
         parts.append(f"<h2>{escape(section.title)}</h2>")
@@ -105,10 +105,10 @@ def _verdicts(rows: list[dict[str, Any]]) -> str:
 
 
 def _summary(rows: list[dict[str, Any]], context: int) -> str:
-    """Return a sentence about the harmless format that saves the most memory."""
+    """Return a paragraph about the harmless format that saves the most memory."""
     measured = [r for r in rows if r["instrument"] != "window"]
     harmless = [r for r in measured if verdict(r["kl_mean"], r["perplexity_change"]) == "harmless"]
-    best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # the baseline always is
+    best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # includes the baseline
     means = f"is harmless: mean KL below {HARMLESS_KL:g} and perplexity up by less than {HARMLESS_CHANGE:.0%}"
     windows = rows[0]["tokens"] // (context - 1)
     few = f" Windows: {windows}, too few to be sure." if windows < FEWEST_DOCUMENTS else ""

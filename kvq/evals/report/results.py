@@ -1,4 +1,4 @@
-"""JSON envelope of all commands that measure."""
+"""JSON envelope used by all commands that take measurements."""
 
 import dataclasses
 import datetime
@@ -49,14 +49,14 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return a line that describes the hardware: the GPU, or the CPU and its number of threads."""
+    """Return a line that describes the hardware: the GPU, or the CPU and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that figures may depend on."""
+    """Return the software versions that figures may depend on."""
     import transformers
 
     found = {
@@ -82,9 +82,10 @@ def _cpu_name() -> str:
 
 @lru_cache(maxsize=1)
 def source_commit() -> str | None:
-    """Return a source checkout's commit, with `-dirty` if it was changed; None for an installed copy.
+    """Return a source checkout's commit, with `-dirty` if it was modified, or None for an installed copy.
 
-    Looked up once: long measurements call it when they start, so that the result names the code that ran.
+    The commit is looked up once. Long measurements call this function at the start, so the result names the
+    code that ran.
     """
     root = Path(__file__).parents[3]
     if not (root / ".git").exists() or sys.platform == "win32":

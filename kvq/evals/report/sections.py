@@ -1,4 +1,4 @@
-"""Tables of an evaluation as text cells, for terminal and page."""
+"""Tables of an evaluation as text cells, for the terminal and HTML."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from kvq.evals.report.page import Columns, sizes, span, table
 from kvq.models.check.verdict import describe_check
 
 Row = dict[str, Any]
-_KEYS = {"needle": ("needle_summary", "needle")}  # of tasks with rows under more than one key
-MOST = 0.5  # share of keys; if more are exact, they determine a format's figures
+_KEYS = {"needle": ("needle_summary", "needle")}  # tasks with rows under more than one key
+MOST = 0.5  # share of keys; if more are exact, a format's figures mean little
 _RUN_KEYS = ("seconds", "intervals")  # fields of a row that are not measured figures
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
@@ -21,7 +21,7 @@ _PERPLEXITY: Columns = {"perplexity": ("perplexity", ".3f"), "perplexity_change"
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """One table under a title."""
+    """One table with a title."""
 
     key: str
     title: str
@@ -31,7 +31,7 @@ class _Section:
 
 
 def sections(result: dict[str, Any]) -> Iterator[_Section]:
-    """Yield the tables for which a result of `kvq eval` has figures, or the one of `kvq perplexity`."""
+    """Yield the tables for which a result of `kvq eval` has figures, or the table of `kvq perplexity`."""
     rows: list[Row] = result["rows"]
     if "tasks" not in result:
         yield _plain_perplexity(rows)
@@ -52,7 +52,7 @@ def sections(result: dict[str, Any]) -> Iterator[_Section]:
 
 
 def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is good, text) for void tasks, the instrument check, mostly exact formats, and gates."""
+    """Yield (passed, text) for void tasks, the instrument check, mostly exact formats, and gates."""
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
@@ -68,7 +68,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def exactness_warning(kv: str, share: float, tokens: int) -> str:
-    """Return a warning that a share of the keys was exact in sequences of `tokens` tokens."""
+    """Return a warning that this share of keys was exact in sequences of `tokens` tokens."""
     percent = f"{floor(1000 * share) / 10:g}%"  # rounded down, so that 100% means all
     return (
         f"with {kv}, {percent} of the keys that queries see in {tokens:,} tokens are exact: its figures are "
@@ -77,7 +77,7 @@ def exactness_warning(kv: str, share: float, tokens: int) -> str:
 
 
 def row_keys(result: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a result that contain the rows of its tasks."""
+    """Return the keys under which a result stores the rows of its tasks."""
     keys = [str(task["key"]) for task in result.get("tasks", [])]
     return [part for key in keys for part in _KEYS.get(key, (key,))]
 
@@ -232,7 +232,7 @@ def _lm_eval(rows: list[Row]) -> _Section:
 def _crossed(
     rows: list[Row], line: Callable[[Row], tuple[str, ...]], across: str, cell: Callable[[Row], str]
 ) -> tuple[list[Any], list[list[str]]]:
-    """Return the values of `across` as heads, and a line of cells per identity; a dash means no row."""
+    """Return the values of `across` as heads, and a line of cells per identity; missing rows are dashes."""
     heads = list(dict.fromkeys(row[across] for row in rows))
     lines: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
@@ -241,7 +241,7 @@ def _crossed(
 
 
 def _other(key: str, rows: list[Row]) -> _Section:
-    """Return a table of all fields in a task's rows."""
+    """Return a table of all fields in a task's rows, for tasks without a special table."""
     columns = {name: (name, _plain) for name in rows[0] if name not in _RUN_KEYS}
     return _section(key, key.replace("_", "-"), rows, columns)
 
