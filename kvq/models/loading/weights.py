@@ -58,7 +58,7 @@ class LoadedWeights:
         return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
 
     def logit_rows(self, count: int) -> int:
-        """Return how many rows of logits to compute for `count` wanted ones."""
+        """Return the number of rows to pad `count` rows of logits to."""
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
     def forget_rows(self) -> None:
@@ -68,12 +68,12 @@ class LoadedWeights:
 
     @cached_property
     def fused_pass(self) -> FusedPass | None:
-        """The fused pass through the model on a CPU; None if none has the same results."""
+        """Fused pass through the model on a CPU; None if no fused pass gives the same results."""
         return FusedPass.of(self.model) if self.device.type == "cpu" else None
 
     @cached_property
     def _fewest_rows(self) -> tuple[int, int]:
-        """Return the fewest rows of a step and of its logits; 0 where nothing is padded."""
+        """Return the minimum numbers of rows of a step and of its logits; 0 means no padding."""
         if self.device.type != "cpu":
             return 0, 0
         body, head = invariant_rows(self.model, self.model.get_output_embeddings())
