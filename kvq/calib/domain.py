@@ -107,8 +107,7 @@ def _beginning(model: Model, text: EvalText, window: int) -> EvalText:
 
 
 def _excess(seen: Observations, own: Observations) -> list[tuple[float, str]]:
-    """Return, for each head, the ratio of the text's own maximum to the calibrated one, and the head's
-    name."""
+    """Return, per head, the ratio of the text's own maximum to the calibrated one, and the head's name."""
     return [
         (found / allowed, f"{part.upper()} of layer {index}, head {head}")
         for index, (mine, given) in enumerate(zip(own.scales().layers, seen.scales().layers, strict=True))

@@ -42,7 +42,7 @@ class _Magnitudes:
         self._counts += torch.bincount(flat, minlength=heads * _BINS).view(heads, _BINS).cpu()
 
     def percentile(self, share: float) -> list[float]:
-        """Return, per head, the magnitude that a share (0 to 1) of elements does not exceed, within a bin."""
+        """Return, per head, the magnitude not exceeded by a `share` (0 to 1) of elements, to within a bin."""
         reached = self._counts.cumsum(1).double() / self._counts.sum(1, keepdim=True)
         index = (reached < share).sum(1).clamp(max=_BINS - 1)
         return torch.minimum(_edges()[index + 1].float(), self.absmax).tolist()
@@ -131,8 +131,7 @@ class Observations:
         return StaticScales(**self._origin, layers=layers)
 
     def centers(self) -> Centers:
-        """Return the means per channel, for grouped formats; those of K are None if the model caps its
-        scores."""
+        """Return the means per channel, for grouped formats; K has none if the model caps its scores."""
         layers = tuple(
             LayerCenters(
                 k=_rounded(layer["k"].mean) if self.can_center_k else None, v=_rounded(layer["v"].mean)
@@ -162,7 +161,7 @@ def observe(
 
     Raises:
         RequestError: the text has fewer than two tokens, `context` exceeds the model's maximum, `max_windows`
-        is below 1, or K or V are not finite.
+            is below 1, or K or V are not finite.
     """
     if isinstance(text, str):
         text = EvalText(name="text", text=text)

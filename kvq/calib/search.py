@@ -44,8 +44,7 @@ class _Point:
     expected_kl: float | None = None  # the search's estimate, for tuned recipes
 
     def ratio(self, other: "_Point") -> Interval | None:
-        """Return the 95% bootstrap interval of the ratio of divergences; None if there are too few
-        windows."""
+        """Return the 95% bootstrap interval of the ratio of divergences, or None if windows are too few."""
         return Bootstrap().interval(np.divide, self.window_kl, other.window_kl)
 
 
@@ -164,8 +163,7 @@ class _Search:
         return replace(recipe, exact=self._plan.exact)
 
     def budget_for(self, max_kl: float) -> int:
-        """Return a small budget, in bytes per token, with which the recipe meets `max_kl` on the search's
-        text.
+        """Return a small budget, in bytes per token, that meets `max_kl` on the search's text.
 
         As expected and measured divergence are nearly proportional, a few tries from both sides suffice.
         """
@@ -209,7 +207,7 @@ class _Search:
         return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
 
     def _near(self, budget: int) -> list[KVRecipe]:
-        """Return the short names within a budget and the next larger one; each takes time to measure."""
+        """Return short names within a budget and the next larger; each takes the time of one more recipe."""
         named = sorted(self._named, key=self.nbytes)
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 

@@ -34,7 +34,7 @@ class Model(NotCopyable):
     def __init__(
         self, weights: LoadedWeights, recipe: KVRecipe, *, static_scales: StaticScales | None = None
     ) -> None:
-        """`static_scales`: scales for every static recipe passed to `with_kv` that has none of its own."""
+        """`static_scales`: scales for every static recipe passed to `with_kv` without scales."""
         self.weights = weights
         self.recipe = recipe
         self.static_scales = static_scales
@@ -79,14 +79,14 @@ class Model(NotCopyable):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV cache bytes per token over all layers, including scales and padding."""
+        """KV bytes per token over all layers, with scales and padding; as declared for registered formats."""
         if self.recipe.own:
             return self.bits_per_element * self.geometry.elements_per_token / 8
         return self.layout.kv_bytes_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, including scales and block means."""
+        """Stored bits per K or V element, with scales and block means; as declared for registered formats."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.layout.block_size))
 
     def bits_held(self, tokens: int) -> float:
@@ -131,7 +131,7 @@ class Model(NotCopyable):
 
         Raises:
             RequestError: there are no tokens or too many for the model's context, an id is outside the
-            vocabulary, or K or V values are not finite.
+                vocabulary, or K or V values are not finite.
         """
         check_token_ids(token_ids, "token ids are whole numbers in a list")
         token_ids = [operator.index(token) for token in token_ids]

@@ -169,7 +169,7 @@ def _check_whole(prepared: PreparedModel, info: Any) -> None:
 
 
 def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
-    """Return the geometry of the layer's attention, copied from a layer of the same kind in the model."""
+    """Return the geometry of the layer's attention, copied from a main-model layer of the same kind."""
     kinds, mine = getattr(config, "layer_types", None), getattr(own, "layer_types", None)
     found = model.layers[-1]
     if kinds is not None and mine is not None:

@@ -88,8 +88,7 @@ def _over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
 
 
 def _normed(scale: Tensor) -> Tensor:
-    """Return scales normalized around 1; none is below 1e-4 of the largest, even if an input is always
-    zero."""
+    """Return scales normalized around 1, none below 1e-4 of the largest, even if an input is always zero."""
     scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
     return scale / (scale.max() * scale.min()).sqrt()
 

@@ -48,7 +48,7 @@ class PackedExperts(Packed):
     def __init__(
         self, kernel: CpuExperts | ReferenceExperts, sizes: tuple[int, int, int], fmt: WeightFormat | None
     ) -> None:
-        """`sizes`: experts, hidden, inner. `fmt`: the weights' format; None for floats."""
+        """`sizes`: experts, hidden size, inner size. `fmt`: the weights' format; None for floats."""
         super().__init__()
         self.kernel = kernel
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
@@ -61,7 +61,7 @@ class PackedExperts(Packed):
         return int(3 * self.num_experts * self.hidden_dim * self.intermediate_dim + biases)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Map [..., hidden], with every row's experts [rows, top] and their weights, to [..., hidden]."""
+        """Map [..., hidden] to [..., hidden], using each row's experts [rows, top] and their weights."""
         rows = hidden_states.reshape(-1, self.hidden_dim)
         output: Tensor = self.kernel(rows, chosen, weights)
         return output.view(hidden_states.shape)
@@ -133,7 +133,7 @@ def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Return True if a module has the weights of stacked gated experts and at most biases and activation."""
+    """Return True if a module has stacked gated experts' weights, and else only biases or an activation."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or not runs_library_code(module):
         return False

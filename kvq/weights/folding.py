@@ -1,6 +1,6 @@
 """Scale folding: places where a decoder layer absorbs scales of Linear inputs without changing its output.
 
-A Linear layer's columns are multiplied by s and its inputs divided by it; the division is applied to the
+A Linear layer's columns are multiplied by s and its inputs divided by s; the division is applied to the
 source of the inputs: a norm's weight, or the rows of an earlier Linear layer. The places are not inferred
 from names: the layer's own forward pass is traced, and every fold is proven by running the layer before and
 after it.
@@ -24,7 +24,7 @@ _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Fold:
-    """A place that scales can be folded into."""
+    """A place into which scales can be folded."""
 
     names: tuple[str, ...]  # Linear layers whose inputs are divided
     source: str  # the norm or Linear layer whose weight is divided
@@ -91,8 +91,8 @@ def find_folds(  # D178
 def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Multiply columns by `scale` and divide the inputs' source by `scale`, in place and in fp32.
 
-    A norm's parameters are rounded to `dtype`, the checkpoint's, and the columns are multiplied by the
-    divisors after rounding, so that rounding does not change the output.
+    A norm's parameters are rounded to `dtype`, the checkpoint's dtype, and the columns are multiplied by the
+    rounded divisors, so that rounding does not change the output.
 
     Returns the scales in effect, fp32 [in].
     """

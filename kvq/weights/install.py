@@ -49,7 +49,7 @@ class _Computed:
 
 
 class _Joined:
-    """Product of several weights, computed at the first call of one of its parts.
+    """Product of several weights, computed when one of its parts is first called.
 
     The other parts are kept until each has been used for the same input. The input is kept too, which
     prevents its memory from being reused in the meantime. Threads that share a model compute their own

@@ -213,14 +213,14 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    """Return the Linear layer with the dotted name `name`."""
+    """Return the Linear layer at the dotted name `name`."""
     found = model.get_submodule(name)
     assert isinstance(found, nn.Linear), f"{name} is no Linear layer"
     return found
 
 
 def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule with the dotted name `name` with `module`."""
+    """Replace the submodule at the dotted name `name` with `module`."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
 

@@ -49,7 +49,8 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
     """Return the files that the folder's manifest lists, or None if there is no manifest.
 
     Raises:
-        ModelError: the manifest is damaged: its bytes are not those that kvq writes for its contents.
+        ModelError: the manifest is damaged: its bytes differ from those that kvq would write for its
+        contents.
     """
     path = folder / MANIFEST
     try:

@@ -86,8 +86,7 @@ def weighted(importance: Tensor) -> Cost:
 
 
 def quadratic(gram: Tensor, groups: int) -> Cost:
-    """Return the squared error of each group's share of the outputs as a cost; `gram`: sum of x x^T, [in,
-    in]."""
+    """Return the squared output error caused by each group as a cost; `gram`: sum of x x^T, [in, in]."""
     size = gram.shape[0] // groups
     at = torch.arange(groups, device=gram.device)
     blocks = gram.view(groups, size, groups, size)[at, :, at]  # [groups, inputs, inputs]

@@ -38,7 +38,7 @@ class UnstackedExperts(nn.Module):  # D182: GPTQ per expert; a fold's proof miss
             self._experts.append(expert)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Map [rows, hidden], with every row's experts [rows, top] and their weights, to [rows, hidden]."""
+        """Map [rows, hidden] to [rows, hidden], using each row's experts [rows, top] and their weights."""
         out = torch.zeros_like(hidden_states)
         for i, expert in enumerate(self._experts):
             rows, top = torch.where(chosen == i)
@@ -82,8 +82,7 @@ Places = dict[tuple[int, str], str]  # (expert, part) -> name of its weight in a
 def expert_places(
     model: nn.Module, forms: dict[str, ExpertsForm], names: Collection[str]
 ) -> dict[str, tuple[ExpertsForm, Places]]:
-    """Return the stacked experts, keyed by module name, whose weights are all listed separately in
-    `names`."""
+    """Return the stacked experts whose weights are all listed separately in `names`, by module name."""
     by_layer: dict[str, Places] = {}
     for name in names:
         if (found := _NAME.fullmatch(name)) is not None:

@@ -71,7 +71,7 @@ class CheckpointWriter:
     def finish(
         self, config: Mapping[str, Any], copied: Sequence[Path] = (), texts: Mapping[str, str] | None = None
     ) -> Path:
-        """Write config.json, copies of `copied`, `texts` (keyed by file name) and a manifest; rename the
+        """Write config.json, copies of `copied`, `texts` keyed by file name, and a manifest; rename the
         folder.
 
         Raises:

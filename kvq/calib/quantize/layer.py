@@ -166,8 +166,7 @@ class LayerQuantizer:
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
     def _seen(self, name: str) -> InputStatistics | None:
-        """Return a Linear layer's input statistics, or None without a text or if no token chose its
-        expert."""
+        """Return a Linear layer's input statistics; None if there is no text or no token chose its expert."""
         found = self.statistics.get(name)
         return found if found is not None and found.tokens else None
 

@@ -56,9 +56,9 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     with the same settings continues from these layers and writes the same bytes.
 
     Raises:
-        ConfigError: settings are incompatible with each other or with the model; raised before any work
-        starts. ModelError: the model is missing, damaged or unsupported. RequestError: the text is too short,
-        or activations are not finite.
+        ConfigError: settings are incompatible with each other or the model; raised before any work starts.
+        ModelError: the model is missing, damaged or unsupported.
+        RequestError: the text is too short, or activations are not finite.
     """
     check_output(work, settings)
     dtype = work.stored_dtype()

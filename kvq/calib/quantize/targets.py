@@ -32,8 +32,7 @@ class Targets:
         return layer
 
     def full_name(self, index: int, name: str) -> str:
-        """Return a layer's name in the checkpoint, which differs from its name in the model only for
-        experts."""
+        """Return a layer's checkpoint name, which differs from its name in the model only for experts."""
         full = f"{self.prefix}.{index}.{name}"
         return self.stored.get(full, full)
 

@@ -118,8 +118,7 @@ class Walk:
 def _record(
     model: Any, layers: list[nn.Module], windows: list[list[int]]
 ) -> tuple[list[Tensor], list[_Call]]:
-    """Return the windows' embeddings, fp32 [tokens, hidden], and all layers' arguments for the first
-    window."""
+    """Return the windows' embeddings, fp32 [tokens, hidden], and layers' arguments for the first window."""
     embedded: list[Tensor] = []
     calls: list[_Call] = []
 

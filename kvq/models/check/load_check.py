@@ -212,7 +212,7 @@ def _run(
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:
-    """Return the model in other formats of at most about as many bits that kernels support, largest first."""
+    """Return the model in other supported formats that are at most about as large, largest first."""
     prepared, found = model.prepared, list[Model]()
     heads, size = prepared.geometry.kv_heads, prepared.block_size
     most = float(asked.bits_per_element(heads, size)) * _SLACK

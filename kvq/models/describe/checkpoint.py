@@ -56,7 +56,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         ModelError: there are no safetensors files (only pickled weights, say), or the index names missing
-        files.
+            files.
     """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():

@@ -1,7 +1,7 @@
 """Checks of a config.json's values and of its agreement with the weights' headers.
 
-Invalid values are rejected before, say, memory of size 10^18 is allocated. A wrong shape is traced to its
-config fields by trial: doubling such a field changes the shape. No family-specific rules are needed.
+Invalid values are rejected before, say, a loop or an allocation uses a size of 10^18. A wrong shape is traced
+to its config fields by trial: doubling such a field changes the shape. No family-specific rules are needed.
 """
 
 import math

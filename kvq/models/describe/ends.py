@@ -32,6 +32,6 @@ def read_end_ids(  # D218: generation_config, else config, and always the tokeni
 
 
 def _listed(given: object) -> list[int]:
-    """Return the ids in an id or a list of ids; some files write -1 for none."""
+    """Return an id or a list of ids as a list, without -1, which some files write for none."""
     ids = given if isinstance(given, list) else [given]
     return [token for token in ids if type(token) is int and token >= 0]

@@ -27,7 +27,7 @@ def is_kv_scale(name: str) -> bool:
 def read_kv_scales(
     folder: Path, geometry: ModelGeometry, names: Sequence[str]
 ) -> tuple[HeadMaxima, ...] | None:
-    """Return every layer's K and V maxima (scale * 448) from the named tensors; None if unusable.
+    """Return every layer's K and V maxima (scale * 448) from the named tensors, or None if unusable.
 
     Both outcomes are logged, unless there are no scales at all.
     """

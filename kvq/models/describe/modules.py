@@ -86,7 +86,10 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
 
 def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the module that a config.json's dict describes, randomly initialized as before training."""
+    """Return the module that a config.json's dict describes, randomly initialized as before training.
+
+    The module is built on `device`, with kvq's attention.
+    """
     from transformers import AutoModelForCausalLM
 
     with loading(), device:
@@ -147,7 +150,7 @@ def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any
 
 
 def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
-    """Load a folder's model in `dtype` ("auto": the checkpoint's) on the CPU, by default for kvq's attention.
+    """Load a folder's model in `dtype` ("auto": the checkpoint's) on the CPU, for kvq's attention by default.
 
     Raises:
         ModelError: the weights are damaged or incomplete; the message says how.

@@ -21,7 +21,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:  # D208: a resolved path is a type, never a name again
-    """Place where a model was found."""
+    """Location of a resolved model."""
 
     folder: Path  # absolute, links followed
     name: str  # for tables and clients: the last part of the name given
@@ -50,7 +50,7 @@ def resolve_model(
 
     Raises:
         ModelError: the folder does not exist, or the hub model is missing, gated or unreachable.
-        ConfigError: `revision` is given for a model that is not on the hub.
+        ConfigError: `revision` is passed for a model that is not on the hub.
     """
     if isinstance(model, ModelSource):
         return model
@@ -69,7 +69,7 @@ def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
     """Return the embedded model or the folder of this name, or None if the name can only be a hub name.
 
     Raises:
-        ModelError: the name is none of these.
+        ModelError: nothing of this name exists, and it is not a valid hub name.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
     if not isinstance(name, str):

@@ -60,7 +60,7 @@ class StoredTensors(Mapping[str, Tensor]):
     """Mapping from names to tensors in several files; each tensor is memory-mapped on access."""
 
     def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
-        """Open the files. `named`: maps a stored name to the name here, or to None to omit the tensor.
+        """Open the files. `named`: maps a stored name to kvq's name, or to None to omit the tensor.
 
         Raises:
             ModelError: a file is damaged.

@@ -2,7 +2,7 @@
 
 Before a chat template is rendered, spellings such as `<|im_end|>` in untrusted texts are replaced with
 private characters that no text contains, so any spellings left in the result come from the template. A copy
-of the tokenizer, in which control tokens have spellings that nobody can guess, then encodes the whole text.
+of the tokenizer, in which control tokens have spellings that nobody can guess, then encodes the entire text.
 """
 
 import json

@@ -57,7 +57,7 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
 
 
 def is_fused(model: Any) -> bool:
-    """Return True if all layers run in compiled kernels; on CPUs, a row's results are then independent."""
+    """Return True if all layers run in compiled kernels; on CPUs, this makes rows' results independent."""
     return isinstance(model.base_model.__dict__.get("forward"), _FusedForward)
 
 
@@ -68,9 +68,9 @@ def unfuse_layers(model: Any) -> None:
 
 
 def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
-    """Return a model's embedding, final norm and head in compiled code, or None if they are not supported.
+    """Return compiled code for a model's embedding, final norm and head, or None if not supported.
 
-    `scale`: the factor that embeddings are multiplied by.
+    `scale`: the factor by which embeddings are multiplied.
     """
     embedding, norm = inner.embed_tokens, inner.norm
     known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
@@ -156,7 +156,7 @@ class _FusedForward:
 
 
 class FusedPass:
-    """A step of a fused model that computes logits with the head alone, without transformers' wrapper."""
+    """A fused model's step that computes logits with the head alone, without transformers' wrapper."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -204,7 +204,7 @@ class FusedPass:
         return self._layers.whole(self._ends, tokens, positions, wanted, step)
 
     def _has_same_ends(self) -> bool:
-        """Return True if the embedding and norm are unchanged and neither they nor the head are patched."""
+        """Return True if embedding and norm are unchanged and no `forward`, also of the head, is replaced."""
         ends = self._inner.embed_tokens, self._inner.norm
         is_same = all(now is before for now, before in zip(ends, self._modules, strict=False))
         is_own = not any("forward" in module.__dict__ for module in self._modules)

@@ -1,4 +1,4 @@
-"""Decoder layers in Triton: one launch adds to the residual and norms the sum for the next half-layer."""
+"""Decoder layers in Triton: one launch adds to the residual and normalizes the sum for the next half."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,7 +53,7 @@ class _Layer:
         self._following = AddNorm(following, post=parts.out_norm, scale=parts.scale)
 
     def __call__(self, h: Tensor, residual: Tensor, angles: Angles, step: PackedStep) -> Tensor:
-        """Return the next layer's normed inputs, [rows, hidden]; add to `residual` in place."""
+        """Return the next layer's normed inputs, [rows, hidden]; update `residual` in place."""
         parts = self._parts
         turned = angles[parts.angles] if parts.heads.rotary_dim else None
         attended = step.attend_joined(parts.index, parts.qkv(h), turned, parts.heads, parts.options)

@@ -82,7 +82,7 @@ class PreparedModel:
 
         Raises:
             ModelError: the folder has no tokenizer that loads without running its code, or one for another
-            model.
+                model.
         """
         tokenizer = load_tokenizer(self.folder)
         check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
@@ -102,7 +102,7 @@ class PreparedModel:
 
     @property
     def digest(self) -> str:
-        """Digest of all tensors in the checkpoint, computed on first use; waits for the result."""
+        """Digest of all checkpoint tensors; waits for its computation, which is started if necessary."""
         return self._digest.result()
 
     def begin_digest(self) -> None:
@@ -216,7 +216,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     Raises:
         ModelError: the model is missing, damaged or unsupported.
         ConfigError: an option is unknown or can't be used as given.
-        EngineError: this process was forked from one whose engine ran in a thread.
+        EngineError: this process was forked from one in which an engine's thread was running.
     """
     known = sorted(LoadOptions.__annotations__)
     for name in given:
@@ -289,7 +289,7 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Return static scales from the kvq.json at `path`, else from the model folder's, else the checkpoint's.
+    """Return static scales from the kvq.json at `path`, else in the model folder, else from the checkpoint.
 
     Raises:
         ConfigError: the file is unreadable, or contains no static scales or those of another model.

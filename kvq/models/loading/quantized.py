@@ -72,7 +72,7 @@ def load_rounded(  # D215: a million values at a time; no cache on disk
 
 
 def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
-    """Return True if quantized experts run in C++, False if in the reference; None on GPUs (not quantized).
+    """Return True if quantized experts run in C++, False if in the reference; None on GPUs (left as stored).
 
     Raises:
         UnsupportedKernel: the named backend has no kernel for this device.
@@ -99,7 +99,7 @@ def _check_groups(fmt: WeightFormat, in_features: int, name: str) -> None:
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
-    """Return the format that each Linear layer is rounded to, keyed by layer name.
+    """Return each Linear layer's format, keyed by name; the head has 8 bits if `fmt` is an integer format.
 
     Raises:
         ConfigError: no layer can be rounded, or a layer's inputs can't be divided into its format's groups.
@@ -179,7 +179,7 @@ def load_quantized(  # D183: transformers places stand-ins, which the codes then
 def _install_experts(  # D184: placed by name, then compared with the stack
     model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
 ) -> None:
-    """Replace stacked experts with the codes that a checkpoint stores per expert, if a kernel runs them.
+    """Replace stacked experts with the codes that a checkpoint stores per expert, if a kernel supports them.
 
     Experts stay dequantized if the codes' values differ from the values that transformers stacked.
     """

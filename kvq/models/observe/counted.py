@@ -93,7 +93,7 @@ def _width(config: Any, last: tuple[int, int]) -> int:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Return layers and parameters of the model in a folder, from transformers' own code, without values.
+    """Return the layers and parameters of a folder's model, from transformers' module built on meta.
 
     Raises:
         ModelError: kvq does not run the model; the message says why.

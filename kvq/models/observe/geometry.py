@@ -1,6 +1,6 @@
 """Geometry of a model from an unlisted family, observed while its code runs on the meta device.
 
-Nothing is guessed from field names: a layer passes to the observed attention what it would pass to kvq's.
+Nothing is guessed from field names: a layer passes the same arguments to the observed attention as to kvq's.
 """
 
 import logging
@@ -47,7 +47,7 @@ class _Passed(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """One call of attention."""
+    """One recorded attention call."""
 
     layer: int
     stored: LayerGeometry  # latents, if K and V are expanded from some; its index is set later
@@ -72,7 +72,7 @@ class _Watch:
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Record what modules do while the context is open."""
+        """Record the modules that run, and Linear layers' results, while the context is open."""
 
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if isinstance(module, nn.Linear) and isinstance(output, Tensor):
@@ -87,7 +87,7 @@ class _Watch:
 
 
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
-    """Return the geometry of the model that a config.json's dict describes, from transformers' own code.
+    """Return the geometry of the model that a config.json's dict describes, by running its code.
 
     Raises:
         ModelError: the model can't be built or run, or kvq doesn't support its kind of attention.
@@ -250,7 +250,7 @@ def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry
 
 
 def _chunk_of(about: Any, layer: int) -> int | None:
-    """Return the length of the chunks that a layer attends within, or None if the config has none.
+    """Return the length of the chunks within which a layer attends, or None if the config has none.
 
     In the code, chunked attention is visible only in the masks.
     """

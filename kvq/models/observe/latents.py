@@ -17,7 +17,7 @@ Product = tuple[nn.Linear, Tensor, Tensor]  # a Linear layer, its input and its 
 def latent_dims(  # D201: V is a view of one Linear layer's result
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[int, int, Expansion] | None:
-    """Return how K and V, [1, heads, tokens, dim], expand from latents; None if they don't or gain nothing.
+    """Return how K and V, [1, heads, tokens, dim], expand from latents; None if they don't or are smaller.
 
     The result contains the dimensions of latents and of the keys' rotary part, stored once for all heads.
     On a device with values, K must also match the layer's output.

@@ -1,4 +1,4 @@
-"""A tiny copy of a model, with the same code and kinds of layers but few, random parameters."""
+"""A tiny copy of a model, with the same code and kinds of layers, but few and random values."""
 
 import re
 from collections.abc import Iterator, Mapping

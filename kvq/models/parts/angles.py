@@ -11,7 +11,7 @@ _MOST_BYTES = 32 << 20  # maximum size of the tables
 
 
 class Angles:
-    """cos and sin of a model's rotary module, for every kind of layer with its own angles.
+    """Cosines and sines of a model's rotary module, for every kind of layer with separate angles.
 
     On a CPU, where the module's dozen operations take longer than the rotation of the heads, angles are
     looked up in tables. They depend only on the position and are bit-identical to the module's.

@@ -1,8 +1,8 @@
 """Unquantized Linear layers on CPUs: packed weights, and results that don't depend on the batch.
 
-kvq's own products sum a row in the same order in any batch. oneDNN's, used where kvq has none, may sum few
-rows in another order than many, and one differing bit can flip a code of the KV cache. The number of rows
-from which on the order stays the same is measured when a model is first run.
+kvq's own products sum a row in the same order in any batch. oneDNN's products, used where kvq has none, may
+sum few rows in a different order than many, and one differing bit can flip a code of the KV cache. The number
+of rows from which on the order stays the same is measured when a model is first run.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ def padded_rows(rows: int) -> int:
 
 
 class OneDNNLinear(nn.Linear):  # D159: oneDNN without AVX2: MKL is slow elsewhere
-    """A Linear layer for inference on CPUs; fp32 or bf16.
+    """A Linear layer for inference on CPUs, in fp32 or bf16.
 
     `weight` is a packed oneDNN tensor, or the plain [out, in] tensor if an embedding shares it.
     """

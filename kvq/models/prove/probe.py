@@ -31,7 +31,7 @@ def probe(weights: LoadedWeights) -> None:
 
     Raises:
         ModelError: a layer did not call kvq's attention exactly once, a sequence's results depend on
-            its batch neighbour, or the model's own attention returns something else.
+            its batch neighbour, or the model's own attention gives other results.
     """
     geometry = weights.geometry
     length = min(max(_LENGTHS), weights.max_context)

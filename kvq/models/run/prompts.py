@@ -173,7 +173,7 @@ def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Render turns with a tokenizer's template. The tokenizer's own method would drop a content of None."""
+    """Render turns with a tokenizer's template; the tokenizer's own method drops content that is None."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=options.get("tools"))

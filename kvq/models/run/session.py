@@ -50,7 +50,7 @@ class Session:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
 
         `pool_tokens`: allocate for this total number of tokens instead, however the sequences divide it.
-        `backend`: kernels of kvq's own cache; None: the model's cache and kernels.
+        `backend`: kernels for kvq's own cache; None uses the model's cache and kernels.
 
         Raises:
             RequestError: `max_tokens` exceeds the model's context.
@@ -87,7 +87,8 @@ class Session:
 
         Raises:
             RequestError: a sequence has no new tokens, an id outside the vocabulary, or more tokens than the
-            context. OutOfBlocks: the pools are full. None of these errors changes the session.
+                context.
+            OutOfBlocks: the pools are full. None of these errors changes the session.
         """
         self._check_attention()
         for sequence, ids in work:

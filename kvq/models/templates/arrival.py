@@ -34,7 +34,7 @@ def check_arrival(  # D288: rendered again with markers, so that nothing gets lo
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """Return False for text next to calls if it is shown elsewhere, and for tools if only calls are shown."""
+    """Return False for text next to calls if the template can show it, and for tools if only calls show."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown

@@ -73,8 +73,7 @@ def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -
 def _zeros(
     layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> Tensor | None:
-    """Return zero points, int8 [out, groups]; if the format is symmetric, check that they are 0; return
-    None."""
+    """Return zero points, int8 [out, groups], or None for symmetric formats if all stored ones are 0."""
     bits = layer.fmt.code.bits
     words = take(tensors, name, (torch.int32,), [shape[0], num_words(shape[1], bits)])
     stored = unpack_words(words, bits, shape[1])  # [groups, out]
