@@ -90,7 +90,7 @@ class TunePlan:
         """Return a warning if most of a window of `window` tokens stays unquantized.
 
         Raises:
-            ConfigError: the whole window stays unquantized, so every recipe would look lossless.
+            ConfigError: the entire window stays unquantized, so every recipe would look lossless.
         """
         given = [f"--{name} {n}" for name, n in (("recent", self.recent), ("sinks", self.sinks)) if n]
         recipe = replace(model.recipe(self.codes[-1].name), exact=self.exact)

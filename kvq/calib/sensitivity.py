@@ -25,7 +25,7 @@ _LEAST_COST = 1e-9  # nats, for formats that differ from the baseline by roundin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivities:
-    """Cost of every half in every format, with the windows it was measured on."""
+    """Cost of every half in every format, and the windows on which it was measured."""
 
     trials: tuple[Trial, ...]
     rest: KVFormat  # format of halves that are not being tried
@@ -37,10 +37,10 @@ def measure_sensitivities(  # D31: layers before the tried half run once
 ) -> Sensitivities:
     """Measure each half of each layer, and estimate untried formats; windows are spread over the text.
 
-    In all trials the first half is quantized, in INT8 if it isn't being tried, so that all trials are staged
-    if keys are quantized by whole blocks, and differ in one half only. The loss with that INT8 alone (tokens
-    staged in bf16; other kernels' rounding with 16-bit weights) is subtracted. Trials in `plan.known` aren't
-    repeated.
+    The first half is quantized in all trials, in INT8 if it isn't being tried. All trials are thus staged if
+    keys are quantized by whole blocks, and they differ in one half only. The loss with this INT8 half alone
+    (tokens staged in bf16; other kernels' rounding with 16-bit weights) is subtracted. Trials in `plan.known`
+    aren't repeated.
 
     Raises:
         RequestError: the text or the context can't be used, or K or V are not finite.

@@ -133,7 +133,7 @@ def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Return True if a module has stacked gated experts' weights, and else only biases or an activation."""
+    """Return True if a module contains only stacked gated experts' weights, any biases and an activation."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or not runs_library_code(module):
         return False

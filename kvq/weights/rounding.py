@@ -40,7 +40,7 @@ def scales_of(
 
 
 def codes_of(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: WeightFormat) -> Tensor:
-    """Return the nearest codes, int8 [out, in] (for FP8, E4M3FN bytes as uint8), of fp32 [out, in]."""
+    """Return the nearest codes, int8 [out, in] (for FP8, E4M3FN bytes as uint8), for a weight [out, in]."""
     groups = weight.float().view(*scale.shape, -1) / scale.float()[:, :, None]
     if fmt.code is WeightCode.FP8:
         return e4m3.encode(groups.flatten(1))

@@ -69,7 +69,7 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
         self._rows = [rows / scale for rows in self._rows]
 
     def squared(self, weight: Tensor) -> float:
-        """Return the sum over tokens of |W x|^2 for a weight, or a change of one, fp32 [out, in]."""
+        """Return the sum over tokens of |W x|^2 for a weight or a weight change, fp32 [out, in]."""
         return float(((weight @ self.gram) * weight).sum(dtype=torch.float64).clamp_min(0))
 
     def relative_error(self, weight: Tensor, stored: Tensor) -> float:

@@ -71,8 +71,7 @@ class CheckpointWriter:
     def finish(
         self, config: Mapping[str, Any], copied: Sequence[Path] = (), texts: Mapping[str, str] | None = None
     ) -> Path:
-        """Write config.json, copies of `copied`, `texts` keyed by file name, and a manifest; rename the
-        folder.
+        """Write config.json, `copied` files, `texts` keyed by file name, and a manifest; rename the folder.
 
         Raises:
             ConfigError: there are no tensors, a file name is already in use, or writing fails.

@@ -70,7 +70,7 @@ class LayerQuantizer:
     def quantize(self, walk: Walk | None) -> LayerResult:
         """Quantize every target Linear layer; return the codes and any parameters changed by folded scales.
 
-        `walk`: the samples, for methods that need them.
+        `walk`: pass of the samples, for methods that need data.
         """
         began = time.perf_counter()
         if walk is not None:

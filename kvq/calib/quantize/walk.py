@@ -157,7 +157,7 @@ def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Te
 
 @contextmanager
 def _embedding_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Convert embeddings to fp32 while open; positions and masks inherit the dtype."""
+    """Convert embeddings to fp32 while open; positions and masks inherit this dtype."""
     handles = [
         module.register_forward_hook(lambda _, args, output: output.float())
         for module in model.modules()

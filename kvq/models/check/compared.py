@@ -40,7 +40,7 @@ Found = dict[tuple[str, int], Errors]  # keyed by (recipe digest, layer)
 
 
 class ComparedCache:
-    """A session's cache that also writes to other caches and attends over them."""
+    """Wrapper of a session's cache that also writes to other caches and attends over them for comparison."""
 
     def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
         """`others`: the other caches, keyed by recipe digest."""

@@ -49,7 +49,7 @@ def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
 
 
 def is_first(news: str) -> bool:
-    """Return True on the first call for `news` on this machine; False later, or if it can't be recorded."""
+    """Return True on the first call for `news` on this machine; False later, or if recording it fails."""
     try:
         memory_folder().mkdir(parents=True, exist_ok=True)
         (memory_folder() / f"{news}.told").touch(exist_ok=False)

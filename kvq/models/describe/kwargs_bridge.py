@@ -27,7 +27,7 @@ _given = _Given()
 
 
 def hand_on_steps(model: nn.Module) -> None:  # D200: two hooks pass the step on
-    """Make layers that drop keyword arguments pass on the step; calling this again changes nothing."""
+    """Make layers that drop keyword arguments pass on the step; repeated calls have no effect."""
     for layer in list(model.modules()):
         attention = [x for x in layer.children() if hasattr(x, "layer_idx") and _takes_keywords(x)]
         if (

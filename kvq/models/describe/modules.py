@@ -39,7 +39,7 @@ def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelE
 
 
 def import_class(config_dict: Mapping[str, Any]) -> None:
-    """Import the model's classes, so that their memory does not count as weights."""
+    """Import the model's classes, so that their memory is not counted as weights."""
     import_whole("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -95,7 +95,7 @@ def _scale_bytes(model: PreparedModel) -> int:
 
 
 def _narrowest(model: PreparedModel) -> str:
-    """Return the smallest dtype that stores all Linear weights exactly; fp32 weights are often widened."""
+    """Return the smallest dtype that stores all Linear weights exactly; fp32 is often a widened copy."""
     matrices = Counter[str]()
     for entry in _matrices(model):
         if entry.dtype in _STORED:
@@ -115,7 +115,7 @@ def _matrices(model: PreparedModel) -> list[TensorEntry]:
 
 
 def _samples(model: PreparedModel) -> Iterator[Tensor]:
-    """Yield the bits of the first values of each fp32 matrix; the caller stops at one that is not widened."""
+    """Yield the bits of each fp32 matrix's first values; the caller stops at the first non-widened matrix."""
     stored = read_tensors(model.folder)
     for entry in _matrices(model):
         if entry.dtype == "F32":

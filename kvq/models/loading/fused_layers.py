@@ -3,7 +3,7 @@
 A decoder layer in transformers takes some forty tensor operations and a dozen module calls. If kvq recognizes
 every layer of a model, the model's steps run here, in C++ on CPUs and in Triton on GPUs, as one loop over the
 same layer descriptions. The model's own code stays in place for any call that is not a kvq step, and the
-load-time probe compares both.
+load-time probe compares the two.
 """
 
 import weakref
@@ -204,7 +204,7 @@ class FusedPass:
         return self._layers.whole(self._ends, tokens, positions, wanted, step)
 
     def _has_same_ends(self) -> bool:
-        """Return True if embedding and norm are unchanged and no `forward`, also of the head, is replaced."""
+        """Return True if embedding and norm are unchanged and no module's `forward` has been replaced."""
         ends = self._inner.embed_tokens, self._inner.norm
         is_same = all(now is before for now, before in zip(ends, self._modules, strict=False))
         is_own = not any("forward" in module.__dict__ for module in self._modules)

@@ -1,4 +1,4 @@
-"""Decoder layers in Triton: one launch adds to the residual and normalizes the sum for the next half."""
+"""Decoder layers in Triton: one launch adds to the residual and normalizes the sum for the next sublayer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

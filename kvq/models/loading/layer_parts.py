@@ -1,4 +1,4 @@
-"""Parts of the usual kinds of decoder layers in transformers.
+"""Recognition of the parts of common decoder layers in transformers.
 
 Layers are recognized by their class names; the load-time probe verifies that they were understood correctly.
 """

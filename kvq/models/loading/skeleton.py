@@ -40,7 +40,7 @@ _log = logging.getLogger("kvq")
 
 
 class _StandIn(Tensor):
-    """A tensor without memory, wherever a loader moves it."""
+    """A tensor that has no memory, even after a loader moves it."""
 
     def to(  # type: ignore[override]  # torch's overloads, without those that no loader uses
         self, *_: object, dtype: torch.dtype | None = None, device: object = None, non_blocking: bool = False

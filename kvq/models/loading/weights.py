@@ -30,7 +30,7 @@ _log = logging.getLogger("kvq")
 
 
 class LoadedWeights:
-    """The weights of one model on one device, made by `load_weights`."""
+    """The weights of one model on one device, returned by `load_weights`."""
 
     def __init__(self, prepared: PreparedModel, model: Any, *, held_bytes: int = 0):
         self.prepared = prepared
@@ -62,7 +62,7 @@ class LoadedWeights:
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
     def forget_rows(self) -> None:
-        """Discard the cached padding and fused pass after layers were replaced."""
+        """Discard the cached padding and fused pass after layers have been replaced."""
         self.__dict__.pop("_fewest_rows", None)
         self.__dict__.pop("fused_pass", None)
 
@@ -81,7 +81,7 @@ class LoadedWeights:
 
 
 def load_weights(prepared: PreparedModel) -> LoadedWeights:
-    """Load a prepared model: safetensors only, no code from its folder, every tensor accounted for.
+    """Load a prepared model from safetensors only, without code from its folder, checking every tensor.
 
     Raises:
         ModelError: the model is damaged, incomplete or unsupported; the message says which and why.

@@ -1,4 +1,4 @@
-"""Parameter counts of transformers' own module, by their treatment in quantizers and use per token.
+"""Parameter counts of transformers' own module, by how quantizers treat them and how tokens use them.
 
 They are for families whose config.json does not suffice: the module is built on meta and inspected.
 """

@@ -168,7 +168,7 @@ def _is_reach(name: object, value: object) -> bool:
 
 
 def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: int) -> dict[str, Any]:
-    """Return fields that keep just enough first layers for all kinds; `names`: fields of the layer count."""
+    """Return fields that keep just enough leading layers for all kinds; `names`: layer count fields."""
     kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
     counted = [name for name in names if name in config]
     layers = config[counted[0]] if counted else len(kinds[0])

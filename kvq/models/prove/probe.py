@@ -122,7 +122,7 @@ def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) ->
 
 
 def _rounded_otherwise(module: nn.Module, args: object, embeddings: Tensor) -> Tensor:
-    """Increase two of five values by one step of their dtype."""
+    """Increase two of every five values by one rounding step of their dtype."""
     larger = torch.arange(embeddings.numel(), device=embeddings.device).view(embeddings.shape) * 7 % 5 < 2
     return torch.where(larger, embeddings * (1 + torch.finfo(embeddings.dtype).eps), embeddings)
 

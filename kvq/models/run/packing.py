@@ -38,7 +38,7 @@ def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
 def run_packed(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> Tensor:
-    """Run a step, in which each layer writes, then attends; return the logits of the `wanted` rows.
+    """Run a step, in which each layer writes K and V, then attends; return logits of the `wanted` rows.
 
     `tokens` and `positions` have one value per row. Tensors must be int64 and on the device; other values are
     copied there, which makes the host wait for a GPU. Rows are padded if results would otherwise depend on

@@ -34,7 +34,7 @@ def check_arrival(  # D288: rendered again with markers, so that nothing gets lo
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """Return False for text next to calls if the template can show it, and for tools if only calls show."""
+    """Return False for text next to calls if the template shows it, and for tools if it shows only calls."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown
