@@ -207,7 +207,7 @@ class _Search:
         return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
 
     def _near(self, budget: int) -> list[KVRecipe]:
-        """Return short names within a budget and the next larger; each takes as long as the recipe."""
+        """Return short names up to a budget and the next larger; measuring one takes the recipe's time."""
         named = sorted(self._named, key=self.nbytes)
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 

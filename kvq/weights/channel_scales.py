@@ -71,7 +71,7 @@ def awq_scales(
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
-    """Return the mean over rows of |w|, relative to the largest |w| in the same group, fp32 [in]."""
+    """Return the mean over rows of |w| divided by the largest |w| in its group, fp32 [in]."""
     parts = []
     for weight in weights:
         groups = weight.abs().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)

@@ -30,7 +30,7 @@ _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old 
 
 @contextmanager
 def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelError
-    """Allow one thread at a time to load with transformers, with its log messages suppressed."""
+    """Allow one thread at a time to load with transformers, and suppress transformers' log messages."""
     register_attention()
     settle_threads()
     watch_other_threads()

@@ -94,7 +94,7 @@ def _made(config: Mapping[str, Any]) -> Any:
 
 
 def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
-    """Yield configs in which ever fewer sizes are reduced, since not every family accepts every size."""
+    """Yield configs with fewer and fewer sizes reduced, since not every family accepts every reduction."""
     config, names = about.to_dict(), about.attribute_map
 
     def known(sizes: Mapping[str, int]) -> dict[str, Any]:

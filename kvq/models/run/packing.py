@@ -24,7 +24,7 @@ def are_decodes(counts: Sequence[int]) -> bool:
 
 
 def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
-    """Return new tokens' positions, int64 [tokens]; `counts`, `ends`: new tokens and length per sequence."""
+    """Return new tokens' positions, int64 [tokens]; `counts`, `ends`: sequences' new tokens and lengths."""
     last = np.array(ends)
     if are_decodes(counts):
         positions: Integers = last - 1
