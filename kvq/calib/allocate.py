@@ -1,7 +1,7 @@
-"""Memory budget allocation: one option per unit, with exactly the least total cost.
+"""Memory budget allocation: choose one option per unit so that the total cost is the exact minimum.
 
-This is the multiple-choice knapsack problem, solved by dynamic programming over bytes. Costs of units are
-assumed to add up, which `kvq tune` then verifies on the whole recipe. Source: Kellerer, Pferschy and
+This is the multiple-choice knapsack problem, solved by dynamic programming over bytes. Unit costs are assumed
+to be additive; `kvq tune` then checks this assumption on the whole recipe. Source: Kellerer, Pferschy and
 Pisinger 2004, Knapsack Problems, section 11.5.
 """
 
@@ -18,7 +18,7 @@ from kvq.errors import ConfigError
 
 
 class Allocation:  # D27: exact knapsack over single costs
-    """Best choices for every budget."""
+    """Optimal choices of one option per unit, for every budget."""
 
     def __init__(self, units: Sequence[Sequence[Trial]]) -> None:
         """Solve for all budgets, in O(units x options x bytes / their greatest common divisor).
@@ -32,7 +32,7 @@ class Allocation:  # D27: exact knapsack over single costs
         self._unit_bytes = _common_divisor(list(itertools.chain(*above)))
         self._shifts = [[int(nbytes / self._unit_bytes) for nbytes in one] for one in above]
         best = np.zeros(1)
-        self._picked: list[NDArray[np.int16]] = []  # per unit: the option that each budget takes
+        self._picked: list[NDArray[np.int16]] = []  # per unit: the option chosen for each budget
         for options, shifts in zip(units, self._shifts, strict=True):
             grown = np.full(len(best) + max(shifts), np.inf)
             picked = np.zeros(len(grown), dtype=np.int16)
@@ -47,11 +47,11 @@ class Allocation:  # D27: exact knapsack over single costs
         self.most_bytes = self.least_bytes + (len(best) - 1) * self._unit_bytes  # with the largest
 
     def cost(self, budget: Fraction | int) -> float:
-        """Return the least total cost within `budget` bytes per token."""
+        """Return the minimum total cost within `budget` bytes per token."""
         return float(self._costs[self._best(budget)])
 
     def choose(self, budget: Fraction | int) -> list[Trial]:
-        """Return the options with the least total cost within `budget` bytes per token, one per unit.
+        """Return one option per unit, with the minimum total cost within `budget` bytes per token.
 
         Raises:
             ConfigError: even the smallest choices don't fit.
@@ -66,10 +66,10 @@ class Allocation:  # D27: exact knapsack over single costs
         return chosen[::-1]
 
     def budget_for(self, cost: float) -> Fraction:
-        """Return the fewest bytes per token with which the least total cost is at most `cost`.
+        """Return the smallest budget in bytes per token for which the minimum total cost is at most `cost`.
 
         Raises:
-            ConfigError: every choice costs more.
+            ConfigError: every choice costs more than `cost`.
         """
         enough = np.flatnonzero(self._costs <= cost)
         if not len(enough):
@@ -90,6 +90,6 @@ class Allocation:  # D27: exact knapsack over single costs
 
 
 def _common_divisor(sizes: Sequence[Fraction | int]) -> Fraction:
-    """Return the largest number that all sizes are multiples of; 1 if all are zero."""
+    """Return the largest number of which all sizes are multiples, or 1 if all sizes are zero."""
     whole = math.lcm(*(size.denominator for size in sizes))
     return Fraction(math.gcd(*(int(size * whole) for size in sizes)) or whole, whole)

@@ -1,4 +1,4 @@
-"""Plan of `kvq tune`: a budget in bytes per token, formats that meet it, and text to try them on."""
+"""Plan of `kvq tune`: a budget in bytes per token, the formats to try, and the text to try them on."""
 
 import re
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunePlan:
-    """Goal of a search, the formats it tries, and the text it uses.
+    """Goal of a search, the formats to try, and the windows of text to use.
 
-    Exactly one of `budget_bytes` (per token, without block padding) and `max_kl` (nats per token) is given.
+    Exactly one of `budget_bytes` (per token, without block padding) and `max_kl` (nats per token) is set.
     The last `recent` and the first `sinks` tokens of every sequence stay unquantized.
     """
 
@@ -52,11 +52,11 @@ class TunePlan:
 
     @property
     def exact(self) -> ExactTokens:
-        """The tokens that stay unquantized."""
+        """Tokens that stay unquantized."""
         return ExactTokens(recent=self.recent, sinks=self.sinks)
 
     def windows(self, model: PreparedModel, text: str, count: int) -> list[list[int]]:
-        """Return `count` windows, spread over a text, as token ids.
+        """Return the token ids of `count` windows spread over a text.
 
         Raises:
             RequestError: the text or the context can't be used.
@@ -90,7 +90,7 @@ class TunePlan:
         """Return a warning if most of a window of `window` tokens stays unquantized.
 
         Raises:
-            ConfigError: the whole window stays unquantized, so every recipe would look lossless.
+            ConfigError: the entire window stays unquantized, so every recipe would look lossless.
         """
         given = [f"--{name} {n}" for name, n in (("recent", self.recent), ("sinks", self.sinks)) if n]
         recipe = replace(model.recipe(self.codes[-1].name), exact=self.exact)
@@ -100,7 +100,7 @@ class TunePlan:
 
 
 def parse_budget(model: PreparedModel, text: str) -> int:
-    """Return the bytes per token of a budget in bits per element (`4.5bits`), bytes (`900B`) or a format.
+    """Return a budget's bytes per token; `text`: bits per element (`4.5bits`), bytes (`900B`) or a format.
 
     Raises:
         ConfigError: the text is none of these.
@@ -131,7 +131,7 @@ def parse_budget(model: PreparedModel, text: str) -> int:
 
 
 def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe, block_size: int = BLOCK_SIZE) -> Fraction:
-    """Return bytes per token of a recipe's rows, including scales but not block padding."""
+    """Return the bytes per token of a recipe, including scales but not block padding."""
     units = halves(geometry, block_size)
     return sum((half.nbytes(format_in(recipe, half)) for half in units), Fraction(0))
 
@@ -142,7 +142,7 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
 
 
 def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:  # D33
-    """Return a plan's codes that fit, are useful for its budget, and have compiled attention.
+    """Return the plan's codes that fit the model, suit the budget, and have compiled attention.
 
     Codes without compiled attention on this device are left out unless the others can't meet the budget.
     """
@@ -163,7 +163,7 @@ def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
 
 
 def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
-    """True if a kernel other than the reference attends over `code` on this device, in every layer."""
+    """Return True if every layer has a kernel other than the reference for `code` on this device."""
     formats = [found[0] for found in candidates(model, [code]).values()]  # alternately K and V
     layers = zip(model.geometry.layers, formats[::2], formats[1::2], strict=True)
     specs = {
@@ -181,6 +181,6 @@ def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
 
 
 def smallest_bytes(model: PreparedModel, codes: Sequence[Code]) -> Fraction:
-    """Return the bytes per token if every half is in the smallest format of these codes."""
+    """Return the bytes per token if every half is stored in the smallest format of these codes."""
     found = candidates(model, codes).items()
     return sum((min(map(half.nbytes, formats)) for half, formats in found), Fraction(0))

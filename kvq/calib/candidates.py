@@ -36,13 +36,13 @@ class Half:
     block_size: int = BLOCK_SIZE  # tokens
 
     def nbytes(self, fmt: KVFormat) -> Fraction:
-        """Return bytes per token, including per-block data but not block padding."""
+        """Return the bytes per token, including per-block data but not block padding."""
         return self.kv_heads * self.head_dim * fmt.bits_per_element(self.head_dim, self.block_size) / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Cost of storing one half in one format, with all others unquantized."""
+    """Cost of storing one half in one format, with all other halves unquantized."""
 
     half: Half
     fmt: KVFormat
@@ -65,10 +65,10 @@ def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
 
 
 def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[KVFormat]]:
-    """Return the candidate formats of each half, which are those of `formats_of` for every code.
+    """Return the candidate formats of each half: the results of `formats_of` for every code.
 
     Raises:
-        UnfitFormat: a code doesn't fit some half's rows.
+        UnfitFormat: a code doesn't fit the head dimension of some half.
     """
     whole = model.cache == "kvq"
     units = halves(model.geometry, model.block_size)
@@ -78,10 +78,11 @@ def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[K
 
 
 def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVFormat]:  # D28
-    """Return the formats of a code that are searched for a half, smallest first.
+    """Return the formats of a code to try for a half, smallest first.
 
-    K has per-channel scales if whole blocks are quantized and its rows fit. V, and K otherwise, is quantized
-    per token: rotated, with 8-bit scales, in groups from 64 elements down to the bare name's group size.
+    K gets per-channel scales if whole blocks are quantized and its head dimension fits. V, and otherwise K,
+    is quantized per token: rotated, with 8-bit scales, in groups from 64 elements down to the bare name's
+    group size.
     """
     parse = parse_key_format if whole_blocks and half.part == "k" else parse_format
     bare = parse(code.name, half.head_dim)
@@ -95,7 +96,7 @@ def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVF
 def recipe_of(
     geometry: ModelGeometry, chosen: Mapping[tuple[int, str], KVFormat], rest: KVFormat, label: str = ""
 ) -> KVRecipe:
-    """Return a recipe with the formats `chosen` by (layer, part), and the format `rest` for all others."""
+    """Return a recipe with the formats `chosen`, keyed by (layer, part), and the format `rest` elsewhere."""
     layers = (
         LayerFormats(
             k=chosen.get((layer.index, "k"), rest),
@@ -109,7 +110,7 @@ def recipe_of(
 
 
 def format_in(recipe: KVRecipe, half: Half) -> KVFormat:
-    """Return the format that a recipe stores a half in."""
+    """Return the format in which a recipe stores a half."""
     fmt: KVFormat = getattr(recipe.layers[half.layer], half.part)
     return fmt
 

@@ -1,4 +1,4 @@
-"""Domain check of a calibration: scales from one kind of text may clip values of another kind."""
+"""Domain check of a calibration: scales from one kind of text may clip values from another kind."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ _WORSE = 1.25  # times the divergence of a recipe calibrated on the checked text
 
 
 def verdict_of(check: dict[str, Any]) -> str:
-    """Return the verdict of `check_domain` in a sentence, after its cautions."""
+    """Return the verdict of `check_domain` as a sentence, preceded by any cautions."""
     cause = "see above" if check["cautions"] else "too few windows to tell"
     words = {True: "is fit", False: "is NOT fit", None: f"may or may not be fit ({cause})"}[check["is_fit"]]
     span = ""
@@ -50,7 +50,8 @@ def check_domain(  # D35: judged by divergence, compared with the checked text's
 
     Returns the JSON of `kvq calibrate --check`.
 
-    The recipe is unfit if its divergence from unquantized KV is over a quarter larger, beyond chance.
+    The recipe is unfit if its divergence from unquantized KV is more than 25% larger and the difference is
+    significant.
 
     Raises:
         RequestError: the text is shorter than one window.

@@ -1,4 +1,4 @@
-"""Per-tensor FP8 scales of every layer, in the file formats that other engines read."""
+"""Export of every layer's per-tensor FP8 scales, in the file formats that other engines read."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def fp8_scale_tensors(observations: Observations) -> dict[str, torch.Tensor]:
 
 
 def _fp8_per_tensor(observations: Observations) -> list[dict[str, float]]:
-    """Return per-tensor FP8 scales of every layer, as in other engines: absmax over all heads / 448."""
+    """Return every layer's per-tensor FP8 scales, as in other engines: absmax over all heads / 448."""
     return [
         {part: max(float(layer[part].magnitudes.absmax.max()), 2.0**-100) / 448.0 for part in ("k", "v")}
         for layer in observations.layers

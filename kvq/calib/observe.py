@@ -1,4 +1,4 @@
-"""Observation of a model's unquantized K and V, through the attention that serves it."""
+"""Observation of a model's unquantized K and V, through the same attention as in serving."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,14 @@ from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 
 _PER_OCTAVE = 32  # a bin is 2.2% wide
-_LOWEST, _HIGHEST = -40, 40  # powers of two that bins span; smaller elements count as zero
+_LOWEST, _HIGHEST = -40, 40  # powers of two spanned by the bins; smaller elements count as zero
 _BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1  # the first is for smaller elements
 
 
 class _Magnitudes:
-    """Absolute values of elements per head: maximum, percentiles, and the best clip for symmetric codes.
+    """Absolute values of a head's elements: maximum, percentiles, and the best clip for symmetric codes.
 
-    They are counted in logarithmic bins, in one pass and without a known range.
+    Values are counted in logarithmic bins, in one pass, without knowing their range in advance.
     """
 
     def __init__(self, heads: int) -> None:
@@ -42,16 +42,16 @@ class _Magnitudes:
         self._counts += torch.bincount(flat, minlength=heads * _BINS).view(heads, _BINS).cpu()
 
     def percentile(self, share: float) -> list[float]:
-        """Return each head's magnitude that `share` (0 to 1) of its elements don't exceed, within a bin."""
+        """Return, per head, the magnitude not exceeded by a `share` (0 to 1) of elements, to within a bin."""
         reached = self._counts.cumsum(1).double() / self._counts.sum(1, keepdim=True)
         index = (reached < share).sum(1).clamp(max=_BINS - 1)
         return torch.minimum(_edges()[index + 1].float(), self.absmax).tolist()
 
     def least_squares_clip(self, levels: int) -> list[float]:
-        """Return, per head, the best largest magnitude c for symmetric codes of +-`levels`.
+        """Return, for each head, the best clipping magnitude c for symmetric codes of +-`levels`.
 
-        It minimizes the squared error: (c / levels)^2 / 12 for each element within c, (|x| - c)^2 for
-        each beyond. Source of the idea: Choi et al. 2018, PACT; here, the edges of all bins are tried.
+        This c minimizes the squared error: (c / levels)^2 / 12 for each element up to c, (|x| - c)^2 for each
+        larger one. Source of the idea: Choi et al. 2018, PACT; here, the edges of all bins are tried.
         """
         middle = (_edges()[:-1] + _edges()[1:]) / 2  # [bins]
         counts = self._counts.double()
@@ -67,7 +67,7 @@ class _Magnitudes:
 
 
 def _edges() -> Tensor:
-    """Return lower edges of the bins and the last one's upper edge, fp64 [bins + 1]."""
+    """Return the lower edges of all bins and the upper edge of the last bin, fp64 [bins + 1]."""
     exponents = torch.arange(_BINS, dtype=torch.float64) / _PER_OCTAVE + _LOWEST
     return torch.cat((torch.zeros(1, dtype=torch.float64), 2.0**exponents))
 
@@ -118,7 +118,7 @@ class Observations:
     can_center_k: bool  # False if the model caps its scores
 
     def scales(self) -> StaticScales:
-        """Return absolute maxima per head, for static formats."""
+        """Return the absolute maxima per head, for static formats."""
         layers = tuple(
             HeadMaxima(
                 k=_maxima(layer["k"].magnitudes),
@@ -131,7 +131,7 @@ class Observations:
         return StaticScales(**self._origin, layers=layers)
 
     def centers(self) -> Centers:
-        """Return means per channel, for grouped formats; None for K if the model caps its scores."""
+        """Return the means per channel, for grouped formats; K has none if the model caps its scores."""
         layers = tuple(
             LayerCenters(
                 k=_rounded(layer["k"].mean) if self.can_center_k else None, v=_rounded(layer["v"].mean)
@@ -155,13 +155,13 @@ def observe(
 ) -> Observations:
     """Observe K (after RoPE) and V of every layer while the model runs over a text with unquantized KV.
 
-    A session runs the model, so the rows are those that attention gets in serving. At most `max_windows`
-    windows of `context` tokens are used, spread evenly over the text; a text shorter than one window is
-    used whole. `context` defaults to 1,024 tokens or the model's maximum.
+    A session runs the model, so the observed values are the same as in serving. At most `max_windows`
+    windows of `context` tokens are used, spread evenly over the text; a text shorter than one window is used
+    in full. `context` defaults to 1,024 tokens or the model's maximum.
 
     Raises:
-        RequestError: the text has fewer than two tokens, `context` exceeds the model's, `max_windows` is
-            below 1, or K or V are not finite.
+        RequestError: the text has fewer than two tokens, `context` exceeds the model's maximum, `max_windows`
+            is below 1, or K or V are not finite.
     """
     if isinstance(text, str):
         text = EvalText(name="text", text=text)
@@ -223,7 +223,7 @@ def _maxima(magnitudes: _Magnitudes) -> tuple[float, ...]:
 
 
 def _rounded(rows: Tensor) -> HeadCenters:
-    """Round to six digits: more precise than any code, and the file is half as large."""
+    """Round to six digits, which is more precise than any code and halves the file size."""
     return tuple(tuple(float(f"{x:.6g}") for x in row) for row in rows.tolist())
 
 
@@ -232,7 +232,7 @@ _BIAS = 2.0  # in standard deviations, and times the median channel's root mean 
 
 
 def summarize(observations: Observations) -> list[dict[str, Any]]:
-    """Return one row per layer, K or V, and head: the rows of `kvq calibrate --json`."""
+    """Return the rows of `kvq calibrate --json`: one per layer, K or V, and head."""
     return [
         row
         for index, layer in enumerate(observations.layers)

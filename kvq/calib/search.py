@@ -1,4 +1,4 @@
-"""Search for the recipe with the least quality loss within a memory budget, and its verification.
+"""Search for the recipe with the least quality loss within a memory budget, and its validation.
 
 The cost of each half of each layer in each format is measured separately (`kvq.calib.sensitivity`). Small
 divergences are nearly additive, so a knapsack finds the best recipe for every budget at once. Whole recipes
@@ -31,12 +31,12 @@ from kvq.formats import KVFormat, KVRecipe
 from kvq.models import Model
 
 _TRIES = 8  # to meet a divergence limit, as the sum of costs is only approximate
-_RIVALS = 2  # uniform pairs of formats that are measured in addition to the short names
+_RIVALS = 2  # uniform pairs of formats to measure in addition to the short names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """A recipe or format with its cost on text that the search did not use."""
+    """A recipe or uniform format with its measured cost on text that the search did not use."""
 
     kind: str  # "uniform", "tuned" or "chosen"
     row: PerplexityRow
@@ -44,7 +44,7 @@ class _Point:
     expected_kl: float | None = None  # the search's estimate, for tuned recipes
 
     def ratio(self, other: "_Point") -> Interval | None:
-        """Return the 95% interval of the ratio of divergences, by resampling windows; None if too few."""
+        """Return the 95% bootstrap interval of the ratio of divergences, or None if windows are too few."""
         return Bootstrap().interval(np.divide, self.window_kl, other.window_kl)
 
 
@@ -55,25 +55,25 @@ class Tuned:
     recipe: KVRecipe
     budget_bytes: int  # per token
     expected_kl: float  # nats per token, the sum of the halves' costs
-    search_kl: float  # the whole recipe's, on other windows of the search's text
+    search_kl: float  # of the whole recipe, on other windows of the search's text
     points: tuple[_Point, ...]  # the baseline first, the chosen recipe last
     sensitivities: Sensitivities
     cautions: tuple[str, ...] = ()  # why figures of this model on this text prove nothing
 
     @property
     def chosen(self) -> PerplexityRow:
-        """Figures of the chosen recipe on text that the search did not use."""
+        """Measurements of the chosen recipe on text that the search did not use."""
         return self.points[-1].row
 
     @property
     def rival(self) -> _Point | None:
-        """The best uniform format that takes no more bytes than the chosen recipe."""
+        """Best uniform format that needs no more bytes than the chosen recipe, or None."""
         most = self.chosen.kv_bytes_per_token
         fitting = [x for x in self.points[1:-1] if x.kind == "uniform" and x.row.kv_bytes_per_token <= most]
         return min(fitting, key=lambda x: x.row.kl_mean, default=None)
 
     def front(self) -> list[_Point]:
-        """Return the points that no other point beats in both bytes and divergence, smallest first."""
+        """Return the points that no other point beats in both bytes and divergence, sorted by bytes."""
         best, kept = float("inf"), []
         for point in sorted(self.points, key=lambda p: (p.row.kv_bytes_per_token, p.row.kl_mean)):
             if point.row.kl_mean < best:
@@ -91,9 +91,9 @@ def tune(
     progress: Progress = lambda what, done, total: None,
     keep: Keep = lambda make: None,
 ) -> Tuned:
-    """Search on `text` and verify on `held_out`. `keep` gets a function that returns the trials so far.
+    """Search on `text` and verify on `held_out`; `keep` is passed a function that returns the trials so far.
 
-    The recipe is the best one found on `text`, which may also be a uniform format within the budget.
+    The chosen recipe is the best one found on `text`, which may be a uniform format within the budget.
 
     Raises:
         ConfigError: no choice of formats meets the plan.
@@ -142,7 +142,7 @@ def tune(
 
 
 class _Search:
-    """Search, by sensitivities, for the best recipe for a budget, and for uniform formats to compare with."""
+    """Search, based on sensitivities, for a budget's best recipe and for uniform formats to compare."""
 
     def __init__(self, model: Model, found: Sensitivities, plan: TunePlan) -> None:
         self._model, self._found, self._plan = model, found, plan
@@ -154,7 +154,7 @@ class _Search:
         return recipe_bytes(self._model.geometry, recipe, self._model.prepared.block_size)
 
     def recipe(self, budget: Fraction | int, label: str) -> KVRecipe:
-        """Return the recipe with the least expected cost within `budget` bytes per token."""
+        """Return the recipe with the minimum expected cost within `budget` bytes per token."""
         return self._recipe(self.allocation.choose(budget), label)
 
     def _recipe(self, chosen: list[Trial], label: str) -> KVRecipe:
@@ -163,7 +163,7 @@ class _Search:
         return replace(recipe, exact=self._plan.exact)
 
     def budget_for(self, max_kl: float) -> int:
-        """Return a small budget, in bytes per token, at which the recipe meets `max_kl` on the search's text.
+        """Return a small budget, in bytes per token, that meets `max_kl` on the search's text.
 
         As expected and measured divergence are nearly proportional, a few tries from both sides suffice.
         """
@@ -187,9 +187,10 @@ class _Search:
     def best(
         self, budget: int, windows: list[list[int]], progress: Callable[[int, int], None]
     ) -> tuple[KVRecipe, float, bool]:
-        """Return the best recipe within a budget, its divergence, and whether it is the search's own.
+        """Return the best recipe within a budget, its divergence, and whether the search produced it.
 
-        `windows`: if possible, not those that costs were measured on, which would favour the search's own.
+        `windows`: if possible, not those on which costs were measured, which would favour the search's
+        recipe.
         """
         recipes = [self.recipe(budget, "tuned"), *self._pairs(budget)]
         costs = mean_divergences(
@@ -200,13 +201,13 @@ class _Search:
         return recipe, costs[best], best == 0
 
     def uniform(self, budget: int) -> list[KVRecipe]:
-        """Return the uniform formats to compare with: short names near a budget, the best pairs within it."""
+        """Return uniform formats to compare: the short names near a budget, and the best pairs within it."""
         named = self._near(budget)
         known = [recipe.layers for recipe in named]
         return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
 
     def _near(self, budget: int) -> list[KVRecipe]:
-        """Return short names within a budget and the next larger; each takes the recipe's time to measure."""
+        """Return short names up to a budget and the next larger; measuring one takes the recipe's time."""
         named = sorted(self._named, key=self.nbytes)
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 
@@ -225,7 +226,7 @@ class _Search:
         return [self._recipe(x, f"{x[0].fmt.name}/{x[-1].fmt.name}{exact}") for x in pairs[:_RIVALS]]
 
     def others(self, budget: int) -> list[KVRecipe]:
-        """Return tuned recipes, for the front, with as many bytes as the short names near a budget."""
+        """Return tuned recipes for the front, each with as many bytes as a short name near the budget."""
         sizes = {self.nbytes(recipe): recipe.name for recipe in self._near(budget)}
         return [
             self.recipe(size, f"tuned, as {name}")

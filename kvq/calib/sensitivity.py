@@ -1,8 +1,8 @@
-"""Sensitivity of each half of each layer to each format: KL divergence, one half at a time.
+"""Sensitivity of each half of each layer to each format: the KL divergence with only this half quantized.
 
 K is tried in the two narrowest codes of at most 4 bits, since the effect of 2 bits on single attention
-patterns follows no law; V is tried in the narrowest. A small divergence is linear in the square of a code's
-step, so one more bit quarters it; costs of wider codes and larger groups are estimated from this.
+patterns is unpredictable; V is tried in the narrowest code. A small divergence is linear in the square of a
+code's step, so one more bit quarters it; costs of wider codes and larger groups are estimated from this.
 """
 
 import math
@@ -25,21 +25,22 @@ _LEAST_COST = 1e-9  # nats, for formats that differ from the baseline by roundin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivities:
-    """Cost of every half in every format, with the windows it was measured on."""
+    """Cost of every half in every format, and the windows on which it was measured."""
 
     trials: tuple[Trial, ...]
-    rest: KVFormat  # the format of halves that are not tried
+    rest: KVFormat  # format of halves that are not being tried
     windows: tuple[list[int], ...]  # token ids
 
 
 def measure_sensitivities(  # D31: layers before the tried half run once
     model: Model, text: EvalText, plan: TunePlan, progress: Progress, keep: Keep
 ) -> Sensitivities:
-    """Try each half of each layer, and estimate formats not tried; windows are spread over the text.
+    """Measure each half of each layer, and estimate untried formats; windows are spread over the text.
 
-    In all trials the first half is quantized, in INT8 if it isn't being tried, so that all trials are staged
-    if keys are quantized by whole blocks, and differ in one half only. The loss with that INT8 alone (tokens
-    staged in bf16; other kernels' rounding with 16-bit weights) is subtracted. Known trials aren't repeated.
+    The first half is quantized in all trials, in INT8 if it isn't being tried. All trials are thus staged if
+    keys are quantized by whole blocks, and they differ in one half only. The loss with this INT8 half alone
+    (tokens staged in bf16; other kernels' rounding with 16-bit weights) is subtracted. Trials in `plan.known`
+    aren't repeated.
 
     Raises:
         RequestError: the text or the context can't be used, or K or V are not finite.
@@ -80,16 +81,16 @@ def measure_sensitivities(  # D31: layers before the tried half run once
 
 
 def _tried(half: Half, formats: Sequence[KVFormat], known: Sequence[Trial]) -> list[KVFormat]:
-    """Return the formats of a half to measure: the largest one of a code, which has the smallest groups."""
+    """Return the formats of a half to measure: each code's largest, which has the smallest groups."""
     before = [trial.fmt for trial in known if trial.half == half]
-    largest = {fmt.code: fmt for fmt in (*formats, *before)}  # each code's last one
+    largest = {fmt.code: fmt for fmt in (*formats, *before)}  # the last of each code
     codes = sorted(largest, key=lambda code: code.bits)
     few = codes[:2] if half.part == "k" and codes[:2][-1].bits <= _MOST_TRIED else codes[:1]
     return [largest[code] for code in few if largest[code] not in before]
 
 
 def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:  # D29: K is tried in two widths, V in one
-    """Return a format's trial, or an estimate from that of the widest measured code that is no wider."""
+    """Return a format's trial, or an estimate based on the widest measured code that is no wider."""
     nearest = max((x for x in measured if x.fmt.code.bits <= fmt.code.bits), key=lambda x: x.fmt.code.bits)
     if nearest.fmt == fmt:
         return nearest
@@ -99,7 +100,7 @@ def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:  # D29: K is t
 
 
 def _noise(fmt: KVFormat, half: Half) -> float:
-    """Return the square of a code's step, in a unit that all formats of a half share.
+    """Return the square of a code's step, in a unit common to all formats of a half.
 
     A step is the range of the values that share a scale, divided by 2^bits. The squared range of n normally
     distributed values grows as log n.

@@ -1,4 +1,4 @@
-"""Tuning report: rows, a plot of the front, and a self-contained page."""
+"""Tuning report: JSON rows, a plot of the front, and a self-contained page."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ _KINDS = {"uniform": ("#7d8590", "o"), "tuned": ("#0969da", "s"), "chosen": ("#c
 
 
 def point_rows(tuned: Tuned) -> list[Row]:
-    """Return the verified points as JSON rows with the keys of `kvq perplexity` and each point's kind."""
+    """Return the verified points as JSON rows, with the keys of `kvq perplexity` and each point's kind."""
     front = {id(point) for point in tuned.front()}
     return [
         {
@@ -50,7 +50,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
 
 
 def tuned_facts(model: Model, tuned: Tuned) -> Row:
-    """Return the JSON fields other than the points."""
+    """Return the report's JSON fields other than the points."""
     return {
         "cautions": list(tuned.cautions),
         "budget_bytes": tuned.budget_bytes,
@@ -83,10 +83,10 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
 def read_trials(path: str | Path, model: Model, same: Row) -> list[Trial]:  # D32
     """Read the measurements of a finished or interrupted search from its JSON.
 
-    `same`: fields of the JSON that must have these values.
+    `same`: JSON fields and the values that they must have.
 
     Raises:
-        ConfigError: there is no such JSON, or it is from another search.
+        ConfigError: the file can't be read, or belongs to another search.
     """
     units = {(half.layer, half.part): half for half in halves(model.geometry, model.prepared.block_size)}
     trials: list[Trial] = []
@@ -121,7 +121,7 @@ def point_columns(rows: Sequence[Row]) -> Columns:
 
 
 def marked(rows: list[Row]) -> list[Row]:
-    """Return the points for their table, with a star for those on the front."""
+    """Return the rows for the table of points, with a star for those on the front."""
     return [row | {"kv": f"{row['kv']} *"} if row["is_on_front"] else row for row in rows]
 
 
@@ -145,8 +145,8 @@ def front_figure(rows: list[Row]) -> Any:
 
 
 def sensitivity_figure(rows: list[Row]) -> Any:
-    """Plot the least divergence (logarithmic) of each code, as bars for every half."""
-    least: dict[str, dict[tuple[str, int], float]] = {}  # by code
+    """Plot the minimum divergence (logarithmic) of each code, as bars for every half."""
+    least: dict[str, dict[tuple[str, int], float]] = {}  # keyed by code
     for row in rows:
         of_code = least.setdefault(row["format"].split("_")[0], {})
         unit = (row["part"], row["layer"])
@@ -209,7 +209,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def _mind(tuned: Tuned) -> str:
-    """Return a warning if most keys of the measurement are exact, else an empty text."""
+    """Return a warning if most keys in the measurement are unquantized, else an empty string."""
     share = tuned.chosen.exact_keys
     return f" Mind: {exactness_warning('it', share, _context(tuned))}." if share > MOST else ""
 
@@ -219,7 +219,7 @@ def _context(tuned: Tuned) -> int:
 
 
 def _staging(tuned: Tuned) -> str:
-    """Return, in words, the tokens that a staged recipe keeps unquantized; empty for other recipes."""
+    """Return a description of the tokens that a staged recipe keeps unquantized; "" for other recipes."""
     if not tuned.recipe.is_staged:
         return ""
     exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size

@@ -34,14 +34,14 @@ class Model(NotCopyable):
     def __init__(
         self, weights: LoadedWeights, recipe: KVRecipe, *, static_scales: StaticScales | None = None
     ) -> None:
-        """`static_scales`: scales for every static recipe passed to `with_kv` that has none of its own."""
+        """`static_scales`: scales for every static recipe passed to `with_kv` without scales."""
         self.weights = weights
         self.recipe = recipe
         self.static_scales = static_scales
 
     @property
     def prepared(self) -> PreparedModel:
-        """Everything known about the model before its weights were loaded."""
+        """Description of the model, as prepared before its weights were loaded."""
         return self.weights.prepared
 
     @property
@@ -69,28 +69,28 @@ class Model(NotCopyable):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text; empty if no file of the model names any."""
+        """Tokens that end a text; empty if no file of the model lists any."""
         return self.prepared.end_ids
 
     @property
     def layout(self) -> KVLayout:
-        """The positions of codes and scales inside a block."""
+        """Positions of codes and scales inside a block."""
         return self.prepared.layout(self.recipe)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV cache per token over all layers, scales and padding included; own formats' by bits."""
+        """KV bytes per token over all layers, with scales and padding; as declared for registered formats."""
         if self.recipe.own:
             return self.bits_per_element * self.geometry.elements_per_token / 8
         return self.layout.kv_bytes_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, including scales and block means; own formats' as registered."""
+        """Stored bits per K or V element, with scales and block means; as declared for registered formats."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.layout.block_size))
 
     def bits_held(self, tokens: int) -> float:
-        """Return the bits per element that a sequence of `tokens` tokens takes, with its staged tokens."""
+        """Return the bits per element that a sequence of `tokens` tokens takes up, staged tokens included."""
         layout, elements = self.layout, tokens * self.geometry.elements_per_token
         if self.recipe.own:
             waiting = sum(group.sequence_bytes(tokens) for group in layout.groups if group.is_staging)
@@ -99,7 +99,7 @@ class Model(NotCopyable):
         return 8 * sum(group.sequence_bytes(tokens) for group in layout.attended) / elements
 
     def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
-        """Return a model of these weights with another KV recipe; nothing is loaded again.
+        """Return a model with the same weights and another KV recipe; nothing is loaded again.
 
         Raises:
             ConfigError: the format is unknown or doesn't fit, or its static scales are missing or wrong.
@@ -125,12 +125,12 @@ class Model(NotCopyable):
         return Session(self.weights, self.layout, max_tokens=max_tokens, max_sequences=max_sequences)
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
-        """Return the logits after every token, fp32 [tokens, vocab], computed over quantized KV.
+        """Return the logits after every token, fp32 [tokens, vocab], computed with quantized KV.
 
         `chunk`: split the prefill into chunks of this many tokens.
 
         Raises:
-            RequestError: there are no tokens, more than the model's context, or ids outside the
+            RequestError: there are no tokens or too many for the model's context, an id is outside the
                 vocabulary, or K or V values are not finite.
         """
         check_token_ids(token_ids, "token ids are whole numbers in a list")
@@ -158,14 +158,14 @@ def load(
 ) -> Model:
     """Load a model and choose its KV format.
 
-    `path_or_name`: a Hugging Face folder; a hub name; "tiny", the embedded model; or "tiny-draft", its draft
-    model. A `Path` is always a folder. `kv`: a format name, a pair of names, a kvq.json or a KVRecipe; "auto"
-    is the model's dtype. `scales`: a kvq.json with static scales; one inside the model folder is found
-    automatically. A static format without scales is refused when it is first used. `options`: see
+    `path_or_name`: a Hugging Face folder; a hub name; "tiny" for the embedded model, or "tiny-draft" for its
+    draft model. A `Path` is always a folder. `kv`: a format name, a pair of names, a kvq.json or a KVRecipe;
+    "auto" means the model's dtype. `scales`: a kvq.json with static scales; a kvq.json in the model folder is
+    found automatically. A static format without scales is rejected on first use. `options`: see
     `LoadOptions`.
 
     Raises:
-        ModelError: the model is missing, damaged or refused.
+        ModelError: the model is missing, damaged or unsupported.
         ConfigError: an option can't be used as given.
     """
     prepared = prepare(path_or_name, **options)
@@ -191,7 +191,7 @@ def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScale
 
 
 def runs_in_triton(prepared: PreparedModel) -> bool:
-    """True if a model's kernels run in Triton, so that its fused layers can, too."""
+    """Return True if a model's kernels, and so its fused layers, can run in Triton."""
     spec = LinearSpec(fmt=WeightFormat(code=WeightCode.INT8), in_features=1, out_features=1)
     device = Device.of(prepared.device)
     return device.type != "cpu" and select(spec.operation, spec, device, prepared.backend).is_triton

@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer of a checkpoint, in transformers' own code with kvq's attention.
+"""Multi-token-prediction layer of a checkpoint, run by transformers' own code with kvq's attention.
 
 This decoder layer takes the model's hidden state of one token together with the next token, and predicts the
 token after that.
@@ -46,16 +46,16 @@ class MtpHead:  # D261: transformers' class, kvq's attention and blocks
 
     @cached_property
     def layout(self) -> KVLayout:
-        """The layout of blocks for this layer's K and V, in the model's dtype."""
+        """Block layout for this layer's K and V, in the model's dtype."""
         recipe = KVRecipe.named(DTYPE_NAMES[self.prepared.dtype], self.geometry.head_dims)
         return plan_layout(
             self.geometry, recipe, block_size=self.prepared.block_size, order=self.prepared.order
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedAttention) -> Tensor:
-        """Return the layer's hidden states after its last norm, [rows, hidden_size].
+        """Return the layer's hidden states after its final norm, [rows, hidden_size].
 
-        `states`: hidden states of the tokens before `tokens`, after the last norm of the model or of this
+        `states`: hidden states of the tokens before `tokens`, after the final norm of the model or of this
         layer; `tokens`: int64 [rows], at `positions`.
         """
         made: Tensor = self._mtp.forward_layer(
@@ -64,7 +64,7 @@ class MtpHead:  # D261: transformers' class, kvq's attention and blocks
         return made[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the model head's logits, [rows, vocab], for the tokens that follow those of `states`."""
+        """Return the model head's logits, [rows, vocab], for the token after each row of `states`."""
         logits: Tensor = self._mtp._project_to_logits(states[None])
         return logits[0]
 
@@ -74,7 +74,7 @@ def load_mtp(model: Model) -> MtpHead:
     """Return the first multi-token-prediction layer of a loaded model's folder.
 
     Raises:
-        ConfigError: the folder has none, or none that transformers can build and kvq can run.
+        ConfigError: the folder has no such layer, or none that transformers can build and kvq can run.
         ModelError: tensors of the layer are missing, unexpected, misshapen or damaged.
     """
     prepared = model.prepared
@@ -98,7 +98,7 @@ def check_mtp(prepared: PreparedModel) -> int:
     """Return the number of multi-token-prediction layers in a model, 1 or more, without reading its weights.
 
     Raises:
-        ConfigError: the model has none, or stores them in a form that kvq doesn't read.
+        ConfigError: the model has no such layers, or stores them in a form that kvq can't read.
     """
     if prepared.is_quantized:
         raise ConfigError(
@@ -118,7 +118,7 @@ def check_mtp(prepared: PreparedModel) -> int:
 
 
 def _load(prepared: PreparedModel, skeleton: Any, count: int) -> Any:
-    """Return transformers' module with the folder's tensors, not yet tied to the embedding and head."""
+    """Return transformers' module, loaded from the folder but not yet tied to the embedding and head."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_layers import MtpModel
     from transformers.modeling_utils import LoadStateDictConfig
@@ -169,7 +169,7 @@ def _check_whole(prepared: PreparedModel, info: Any) -> None:
 
 
 def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
-    """Return the geometry of the layer's attention, copied from a layer of the same kind in the model."""
+    """Return the geometry of the layer's attention, copied from a main-model layer of the same kind."""
     kinds, mine = getattr(config, "layer_types", None), getattr(own, "layer_types", None)
     found = model.layers[-1]
     if kinds is not None and mine is not None:
@@ -180,7 +180,7 @@ def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
 
 
 def _window(kind: str, config: Any) -> int | None:
-    """Return the attention window, in tokens, of a kind of layer that the model itself does not contain."""
+    """Return the attention window, in tokens, for a kind of layer that the main model does not contain."""
     windows: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kind not in windows:
         raise ConfigError(f"kvq runs no multi-token-prediction layer of the kind {kind!r}; {_REMEDY}")

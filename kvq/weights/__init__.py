@@ -1,4 +1,4 @@
-"""Quantized weights: algorithms on tensors, packing on disk, and modules in place of Linear layers."""
+"""Quantized weights: algorithms on tensors, file formats, and modules that replace Linear layers."""
 
 from kvq.weights.experts import PackedExperts, install_experts, packed_experts, stacked_experts
 from kvq.weights.install import install

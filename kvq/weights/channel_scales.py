@@ -1,7 +1,7 @@
-"""AWQ and SmoothQuant: inputs are divided by scales, and the columns of the weights multiplied by them.
+"""AWQ and SmoothQuant: inputs are divided by scales, and weight columns are multiplied by the scales.
 
 AWQ enlarges the weights of important inputs before rounding, and clips ranges where this reduces the output
-error. SmoothQuant moves outliers of the inputs into the weights, so that both round well to 8 bits.
+error. SmoothQuant shifts input outliers into the weights, so that both can be rounded to 8 bits.
 
 Sources: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and
 Acceleration", 2023, section 3.2; scales that also use weight magnitudes follow the authors' published code.
@@ -41,14 +41,14 @@ def awq_scales(
     *,
     tied: Tensor | None = None,
 ) -> ChannelScales:
-    """Return the scales with the least output error for layers that share their inputs.
+    """Return the scales that minimize the output error of layers that share their inputs.
 
     Tries s = mean|x|^alpha and s = mean|x|^alpha / mean|w|^(1 - alpha), each over a grid of alpha, normalized
     to sqrt(max s * min s) = 1. The error is measured over all tokens of the statistics, after rounding to
-    nearest. Clipping follows once scales are chosen (a joint search gained nothing).
+    nearest. Clipping is a later, separate step (a joint search gained nothing).
 
-    `weights`: fp32 [out, in] each. `tied`: int64 [in]; inputs with the same number share a scale, as is
-    necessary for the query heads of one KV head.
+    `weights`: fp32 [out, in] each. `tied`: int64 [in]; inputs with the same number share a scale, as required
+    for the query heads of one KV head.
     """
     activity = _over_tied(statistics.absmean, tied, "mean")
     magnitude = _over_tied(_relative_magnitude(weights, fmt), tied, "mean")
@@ -71,7 +71,7 @@ def awq_scales(
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
-    """Return the mean over rows of |w| relative to the largest |w| of its group, fp32 [in]."""
+    """Return the mean over rows of |w| divided by the largest |w| in its group, fp32 [in]."""
     parts = []
     for weight in weights:
         groups = weight.abs().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)
@@ -80,7 +80,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
 
 
 def _over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
-    """Return `values`, each replaced with the mean or the largest ("amax") of the values tied with it."""
+    """Replace each of `values` with the mean or maximum ("amax") of the values tied to it."""
     if tied is None:
         return values
     found = torch.zeros(int(tied.max()) + 1, device=values.device)
@@ -88,7 +88,7 @@ def _over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
 
 
 def _normed(scale: Tensor) -> Tensor:
-    """Return scales normalized around 1; none is below 1e-4 of the largest, even for inputs always zero."""
+    """Return scales normalized around 1, none below 1e-4 of the largest, even if an input is always zero."""
     scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
     return scale / (scale.max() * scale.min()).sqrt()
 
@@ -104,9 +104,9 @@ def smooth_scales(
 ) -> ChannelScales:
     """Return s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) with the best alpha, for layers that share inputs.
 
-    The best alpha has the least output error over the statistics' kept tokens, with weights and inputs
-    rounded. A single alpha is always used. `weights`: fp32 [out, in] each. `tied`: int64 [in]; inputs with
-    the same number share a scale.
+    The best alpha minimizes the output error over the tokens that the statistics keep, with weights and
+    inputs rounded. A single alpha in `alphas` is always used. `weights`: fp32 [out, in] each. `tied`: int64
+    [in]; inputs with the same number share a scale.
     """
     rows = statistics.rows
     largest = _over_tied(statistics.absmax, tied, "amax")

@@ -1,7 +1,7 @@
 """Stacked experts of transformers' modules: all experts of a layer in two three-dimensional tensors.
 
-They are recognized by their parts, and their arithmetic by running a small copy: if a known form reproduces
-its results, a kernel applies this form to the real weights.
+Modules are recognized by their parameters, and their arithmetic by running a small copy: if a known form
+reproduces its results, a kernel applies this form to the real weights.
 """
 
 import copy
@@ -48,7 +48,7 @@ class PackedExperts(Packed):
     def __init__(
         self, kernel: CpuExperts | ReferenceExperts, sizes: tuple[int, int, int], fmt: WeightFormat | None
     ) -> None:
-        """`sizes`: experts, hidden, inner. `fmt`: the weights' format; None for floats."""
+        """`sizes`: experts, hidden size, inner size. `fmt`: the weights' format; None for floats."""
         super().__init__()
         self.kernel = kernel
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
@@ -56,12 +56,12 @@ class PackedExperts(Packed):
 
     @property
     def weight_count(self) -> int:
-        """The number of weights, including biases."""
+        """Number of weights, including biases."""
         biases = self.kernel.bias_bytes // torch.float32.itemsize
         return int(3 * self.num_experts * self.hidden_dim * self.intermediate_dim + biases)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Map [..., hidden], with every row's experts [rows, top] and their weights, to [..., hidden]."""
+        """Map [..., hidden] to [..., hidden], using each row's experts [rows, top] and their weights."""
         rows = hidden_states.reshape(-1, self.hidden_dim)
         output: Tensor = self.kernel(rows, chosen, weights)
         return output.view(hidden_states.shape)
@@ -72,12 +72,12 @@ class PackedExperts(Packed):
 
 
 def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
-    """Return a model's packed experts, by name."""
+    """Return a model's packed experts, keyed by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedExperts)}
 
 
 def stacked_experts(model: nn.Module) -> dict[str, ExpertsForm]:
-    """Return the forms of stacked experts by module name; modules of unknown arithmetic are left out.
+    """Return the forms of stacked experts, keyed by module name; unrecognized modules are left out.
 
     The model may be on the meta device.
     """
@@ -97,9 +97,10 @@ def stacked_experts(model: nn.Module) -> dict[str, ExpertsForm]:
 def install_experts(
     model: nn.Module, forms: Mapping[str, ExpertsForm], make: Make, *, fmt: WeightFormat | None, in_cpp: bool
 ) -> None:
-    """Replace the stacked experts named in `forms` with packed ones, one layer after the other.
+    """Replace the stacked experts named in `forms` with packed ones, one layer at a time.
 
-    `fmt`: the format of weights from `make`; None for floats. `in_cpp`: use C++ kernels, not the reference.
+    `fmt`: format of the weights that `make` returns; None for floats. `in_cpp`: use C++ kernels, not the
+    reference.
     """
     for name, form in forms.items():
         given: Any = model.get_submodule(name)
@@ -110,7 +111,7 @@ def install_experts(
 
 
 def _parts(module: Any, form: ExpertsForm, make: Make) -> dict[str, Any]:
-    """Return the arguments of expert kernels; `make` gets a tensor's own name."""
+    """Return the arguments of expert kernels; `make` is called with a tensor's name inside the module."""
     first, last = module.gate_up_proj.detach(), module.down_proj.detach()
     return {
         "gate_up": [make("gate_up_proj", i, form.gate_up(_weight(own, form))) for i, own in enumerate(first)],
@@ -132,7 +133,7 @@ def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """True if a module has the two weights of stacked gated experts, and only biases and an activation."""
+    """Return True if a module contains only stacked gated experts' weights, any biases and an activation."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or not runs_library_code(module):
         return False
@@ -163,7 +164,7 @@ def _gatings(module: nn.Module) -> list[Gating]:
 
 @torch.inference_mode()
 def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: recognized by parts, proven on a small copy
-    """Return the form that reproduces the results of a small copy of the module; None if no form does."""
+    """Return the form that reproduces the results of a small copy of the module, or None if no form does."""
     source = torch.Generator().manual_seed(0)
     small: Any = copy.copy(module)
     small.__dict__ |= {

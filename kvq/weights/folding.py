@@ -1,6 +1,6 @@
 """Scale folding: places where a decoder layer absorbs scales of Linear inputs without changing its output.
 
-A Linear layer's columns are multiplied by s and its inputs divided by it; the division is applied to the
+A Linear layer's columns are multiplied by s and its inputs divided by s; the division is applied to the
 source of the inputs: a norm's weight, or the rows of an earlier Linear layer. The places are not inferred
 from names: the layer's own forward pass is traced, and every fold is proven by running the layer before and
 after it.
@@ -24,7 +24,7 @@ _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Fold:
-    """A place that scales can be folded into."""
+    """A place into which scales can be folded."""
 
     names: tuple[str, ...]  # Linear layers whose inputs are divided
     source: str  # the norm or Linear layer whose weight is divided
@@ -33,7 +33,7 @@ class Fold:
 
 
 def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
-    """Return the Linear layers that share an input, and the norm that computed it, in call order."""
+    """Return groups of Linear layers that share an input, and each input's norm, in call order."""
     made: dict[int, str] = {}
     users: dict[int, list[str]] = {}
     kept: list[Tensor] = []  # kept alive, so that ids stay unique
@@ -64,7 +64,7 @@ def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
 def find_folds(  # D178
     layer: nn.Module, run: Run, shared: Iterable[SharedInput], *, head_dim: int | None = None
 ) -> tuple[list[Fold], dict[str, str]]:
-    """Return every fold of a decoder layer that is proven exact, and reasons for all other Linear layers.
+    """Return all folds of a decoder layer that are proven exact, and why other Linear layers have none.
 
     `run` computes the layer's output on a sample in fp32. `shared`: the result of `trace_inputs`. `head_dim`:
     the head dimension of V, used to recognize the heads of grouped-query attention.
@@ -89,10 +89,10 @@ def find_folds(  # D178
 
 
 def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Multiply columns by `scale` and divide the source of the inputs by it, in place and in fp32.
+    """Multiply columns by `scale` and divide the inputs' source by `scale`, in place and in fp32.
 
-    A norm's parameters are rounded to `dtype`, the checkpoint's, and the columns are multiplied by the
-    divisors after rounding, so that rounding does not change the output.
+    A norm's parameters are rounded to `dtype`, the checkpoint's dtype, and the columns are multiplied by the
+    rounded divisors, so that rounding does not change the output.
 
     Returns the scales in effect, fp32 [in].
     """
@@ -122,16 +122,16 @@ def undoing(layer: nn.Module, fold: Fold) -> Callable[[], None]:
 
 
 def is_same(output: Tensor, before: Tensor) -> bool:
-    """True if two outputs [..., hidden] agree at every token within a fold's tolerance.
+    """Return True if two outputs [..., hidden] agree at every token within a fold's tolerance.
 
-    Tokens are compared separately, since many models have a few huge ones that would hide the others' errors.
+    Tokens are compared separately, since a few tokens with huge values would hide the others' errors.
     """
     largest = before.abs().amax(-1).clamp_min(1e-30)
     return bool(((output - before).abs().amax(-1) <= _PROOF * largest).all())
 
 
 def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
-    """Return whether folding uneven scales keeps the layer's output, and undo the fold."""
+    """Return True if folding uneven scales keeps the layer's output; undo the fold in any case."""
     first = linear_at(layer, fold.names[0])
     source = layer.get_submodule(fold.source)
     if fold.tied is None and source.weight.shape != (first.in_features,):  # such as a norm of each head
@@ -148,7 +148,7 @@ def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
 
 
 def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: int | None) -> Iterator[Fold]:
-    """Yield folds into earlier Linear layers whose rows may be the inputs of `name`, the latest first."""
+    """Yield folds into earlier Linear layers whose outputs may be the inputs of `name`, latest first."""
     user = linear_at(layer, name)
     for source in reversed(before):
         maker = linear_at(layer, source)

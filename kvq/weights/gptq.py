@@ -35,7 +35,7 @@ ScaleSearch = Literal["off", "squares", "weighted"]
 class GPTQOptions:
     """Options of GPTQ."""
 
-    damping: float = 0.01  # share of the Hessian's mean diagonal that is added to the diagonal
+    damping: float = 0.01  # fraction of the Hessian's mean diagonal that is added to the diagonal
     order: ActOrder = "none"
     search: ScaleSearch = "off"
 
@@ -59,9 +59,10 @@ def gptq(
     dtype: torch.dtype,
     name: str = "the layer",
 ) -> QuantizedWeight:
-    """Quantize a weight [out, in] so that its outputs change least, given the sum of x x^T, fp32 [in, in].
+    """Quantize a weight [out, in] with the least change in outputs; `gram`: sum of x x^T, fp32 [in, in].
 
-    Works in fp32. Scales have `dtype`. Weights of inputs that were always zero are rounded to nearest.
+    Computes in fp32; scales have dtype `dtype`. Weights of inputs that were always zero are rounded to
+    nearest.
 
     Raises:
         RequestError: the Hessian can't be factorized; the message names the layer.
@@ -118,8 +119,8 @@ def _round(
 ) -> Tensor:
     """Return codes int8 [in, out] of columns fp32 [in, out]; rounding a column updates later columns.
 
-    `factor`: fp32 [in, in], upper triangular; factor^T factor is the inverse Hessian. `scales`: each column's
-    scales and zero points, requested when the column is reached.
+    `factor`: fp32 [in, in], upper triangular; factor^T factor is the inverse Hessian. `scales`: iterator over
+    columns' scales and zero points, advanced when a column is reached.
     """
     count, half = len(columns), 1 << (fmt.code.bits - 1)
     codes = torch.empty(columns.shape, dtype=torch.int8, device=columns.device)
@@ -142,7 +143,7 @@ def _round(
 
 
 def _block(size: int, fmt: WeightFormat) -> int:
-    """Return the columns per block, chosen so that all updates are applied before a group starts."""
+    """Return the number of columns per block; all updates are applied before a new group starts."""
     if fmt.group_size is None:
         return _BLOCK
     if size <= _BLOCK:
@@ -157,10 +158,10 @@ def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:
 
 
 def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
-    """Return U, upper triangular, with U^T U the inverse of the damped Hessian; fp32 [in, in].
+    """Return the upper triangular U for which U^T U is the inverse of the damped Hessian; fp32 [in, in].
 
-    The Cholesky factor of the Hessian in reverse order is U's inverse in reverse order. So this takes one
-    factorization and one triangular inverse, where the paper's inverse and its factorization take three.
+    The Cholesky factor of the Hessian in reverse order is U's inverse in reverse order. This takes one
+    factorization and one triangular inverse, compared with three operations in the paper.
     """
     mean = float(gram.diagonal().mean())
     if mean == 0:  # all the layer's inputs were zero

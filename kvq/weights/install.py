@@ -1,6 +1,6 @@
-"""Installation of packed layers into a model, one by one or joined.
+"""Installation of packed layers into a model, separately or fused.
 
-Joined layers share their input and run as one product: queries, keys and values; gate and up projections.
+Fused layers share their input and run as one product, such as the query, key and value projections.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from kvq.weights.linear import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """A product with its input and thread, and the start indices of the parts that were not taken yet."""
+    """A product with its input and thread, and the start indices of the parts that were not used yet."""
 
     input: Tensor
     output: Tensor
@@ -37,7 +37,7 @@ class _Computed:
     left: set[int]
 
     def has(self, part: slice, x: Tensor) -> bool:
-        """True if this product was computed from x in this thread, and the part was not taken yet."""
+        """Return True if this product was computed from x in this thread and the part has not been used."""
         known = self.input
         return (
             part.start in self.left
@@ -49,14 +49,15 @@ class _Computed:
 
 
 class _Joined:
-    """Product of several weights, computed at the first call of one of its parts.
+    """Product of several weights, computed when one of its parts is first called.
 
-    The other parts for the same input are kept until each was taken. The input is kept, too, so that its
-    memory can't be reused in the meantime. Threads that share a model compute their own products.
+    The other parts are kept until each has been used for the same input. The input is kept too, which
+    prevents its memory from being reused in the meantime. Threads that share a model compute their own
+    products.
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight | PlainWeight], kernel: Any) -> None:
-        """`kernel`: a kernel that multiplies by the concatenated weights."""
+        """`kernel`: kernel that multiplies by the concatenated weights."""
         self.kernel = kernel
         ends = [sum(weight.out_features for weight in weights[: i + 1]) for i in range(len(weights))]
         self.parts = [
@@ -86,12 +87,12 @@ class JoinedPart:
 
     @property
     def nbytes(self) -> int:
-        """The weight's share of the packed bytes."""
+        """This weight's share of the packed bytes."""
         return self._share(self.joined.kernel.nbytes)
 
     @property
     def code_bytes(self) -> int:
-        """The weight's share of the packed bytes, without scales."""
+        """This weight's share of the packed bytes, without scales."""
         return self._share(self.joined.kernel.code_bytes)
 
     def _share(self, nbytes: int) -> int:
@@ -112,13 +113,13 @@ _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b| of a row
 
 Weight = QuantizedWeight | PlainWeight
-Weights = Mapping[str, Callable[[], Weight]]  # by a layer's name; created when needed
+Weights = Mapping[str, Callable[[], Weight]]  # keyed by layer name; created when needed
 
 
 def install(
     model: nn.Module, weights: Weights, device: torch.device, *, backend: str, dtype: torch.dtype
 ) -> None:
-    """Replace the Linear layers named in `weights`; `dtype` is the dtype that the model computes in.
+    """Replace the Linear layers named in `weights`; `dtype`: the model's computation dtype.
 
     Unquantized weights always use the C++ kernels.
 
@@ -140,7 +141,7 @@ def install(
 def _layers(
     parent: nn.Module, weights: dict[str, Weight], device: torch.device, backend: str, dtype: torch.dtype
 ) -> dict[str, PackedLinear]:
-    """Return the layers of one module; layers that share their input share a product."""
+    """Return the packed layers of one module; layers that share their input are fused into one product."""
     layers: dict[str, PackedLinear] = {}
     for names in _SHARED:
         group = [weights[name] for name in names if name in weights]
@@ -162,7 +163,7 @@ def _layer(
     dtype: torch.dtype,
     kernel: JoinedPart | None = None,
 ) -> PackedLinear:
-    """Return the packed layer of a weight; `kernel`: a kernel that already contains the weight, or None."""
+    """Return the packed layer for a weight; `kernel`: a kernel that already contains the weight, or None."""
     if isinstance(weight, PlainWeight):
         return PlainLinear(weight, bias, kernel or CpuLinear(weight), dtype)
     bias = None if bias is None else bias.to(device)
@@ -179,7 +180,7 @@ def _kernel_for(weight: QuantizedWeight, device: torch.device, backend: str) -> 
 
 
 def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
-    """Return a kernel that multiplies by several weights at once; None if they can't be joined."""
+    """Return a kernel that multiplies by several weights at once, or None if they can't be fused."""
     if len({weight.in_features for weight in group}) > 1:
         return None
     if all(isinstance(weight, PlainWeight) for weight in group):
@@ -199,7 +200,7 @@ class GatedMLP(nn.Module):
     """Gated MLP, down(activation(gate(x)) * up(x)), in one call; the layers keep their names."""
 
     def __init__(self, mlp: nn.Module, activation: Activation) -> None:
-        """`mlp`: a module whose gate and up projections are joined."""
+        """`mlp`: a module whose gate and up projections are fused."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (
             mlp.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")
@@ -226,7 +227,7 @@ class GatedMLP(nn.Module):
 
 @torch.inference_mode()
 def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Replace a gated MLP with one call if results agree on rows of all magnitudes."""
+    """Replace a gated MLP with a single call if the results agree on rows of all magnitudes."""
     mlp = model.get_submodule(name)
     gate, down = (getattr(mlp, own, None) for own in ("gate_proj", "down_proj"))
     activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)

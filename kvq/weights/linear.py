@@ -1,4 +1,4 @@
-"""Packed Linear layers and embeddings, whose weights a kernel stores as codes or as floats."""
+"""Packed Linear layers and embeddings, whose weights are stored by a kernel as codes or floats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from kvq.kernels.ops import keep, looked_up_rows, packed_linear
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
 
-ACTIVATIONS = {  # by the class name of transformers' module
+ACTIVATIONS = {  # keyed by the class name of transformers' module
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUTanh": Activation.GELU_TANH,
@@ -27,14 +27,14 @@ Kernel = Callable[[Tensor], Tensor]
 
 
 class Packed(nn.Module):
-    """Module for inference whose weights a kernel stores in its own order."""
+    """Inference module whose weights are stored by a kernel in its own layout."""
 
     kernel: Any
     fmt: WeightFormat | None = None  # the weights' format; None for floats
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the weights as stored by the kernel."""
+        """Size in bytes of the weights as stored by the kernel."""
         return int(self.kernel.nbytes)
 
     @property
@@ -44,7 +44,7 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """Linear layer whose weight a kernel stores."""
+    """Linear layer whose weight is stored by a kernel."""
 
     def __init__(
         self, weight: QuantizedWeight | PlainWeight, bias: Tensor | None, kernel: Kernel, backend: str
@@ -82,13 +82,13 @@ class PlainLinear(PackedLinear):
     """Packed Linear layer with a float weight."""
 
     def __init__(self, weight: PlainWeight, bias: Tensor | None, kernel: Kernel, dtype: torch.dtype) -> None:
-        """`dtype`: the layer's dtype; the kernel may store fewer bits."""
+        """`dtype`: the layer's dtype; the kernel may store the weight in fewer bits."""
         super().__init__(weight, bias, kernel, "cpu")
         self._dtype = dtype
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight, [out, in], for inspection; the layer doesn't use it."""
+        """Copy of the weight, [out, in], for inspection only."""
         values: Tensor = self.kernel.values()
         return values.to(self._dtype)
 
@@ -117,7 +117,7 @@ class Dense:
         self.transposed = torch.empty(0)
 
     def join(self) -> None:
-        """Join the weights into one tensor, of which the layers then use parts."""
+        """Fuse the weights into one tensor; the layers' own weights become views of it."""
         if len(self._layers) == 1:
             self.transposed = self._layers[0].weight.detach().t()
             return
@@ -145,7 +145,7 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
 
 
 def runs_library_code(module: nn.Module) -> bool:  # D190
-    """True if a module runs its library class's code only: no foreign code, replaced `forward` or hooks.
+    """Return True if a module runs only library code: no foreign code, replaced `forward` or hooks.
 
     Code is located by its globals, as `functools.wraps` copies another function's module name.
     """
@@ -156,10 +156,10 @@ def runs_library_code(module: nn.Module) -> bool:  # D190
 
 
 class PackedEmbedding(nn.Module):
-    """Tied embedding that looks rows up in a head's weight, in the order of the head's kernel."""
+    """Tied embedding that looks up rows in a head's weight, in the layout of the head's kernel."""
 
     def __init__(self, kernel: CpuLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
-        """`dtype`: the dtype of the rows; `scale`: an optional factor for them."""
+        """`dtype`: dtype of the returned rows; `scale`: optional factor for the rows."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = kernel.out_features, kernel.in_features
         self.kernel = kernel
@@ -169,7 +169,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight, [rows, dim], for inspection; the layer doesn't use it."""
+        """Copy of the weight, [rows, dim], for inspection only."""
         values: Tensor = self.kernel.values()
         return values.to(self.dtype)
 
@@ -187,7 +187,7 @@ class PackedEmbedding(nn.Module):
 
 @torch.inference_mode()
 def is_plain_lookup(module: nn.Embedding) -> bool:
-    """True if a module, tried on some rows, returns rows of its weight, perhaps times `embed_scale`."""
+    """Return True if a trial shows that a module returns rows of its weight, perhaps times `embed_scale`."""
     if any(hooks_of(module)) or module.max_norm is not None:
         return False
     ids = torch.arange(module.num_embeddings)[:: max(1, module.num_embeddings // 3)]
@@ -200,27 +200,27 @@ def is_plain_lookup(module: nn.Embedding) -> bool:
 
 
 def scale_of(module: nn.Embedding) -> Tensor | None:
-    """Return the factor of an embedding's rows, in modules like Gemma's, or None."""
+    """Return the factor that an embedding such as Gemma's applies to its rows, or None."""
     scale = getattr(module, "embed_scale", None)
     return scale if scale is None or isinstance(scale, Tensor) else torch.tensor(float(scale))
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """Return a Linear layer over a weight [out, in], which is not copied."""
+    """Return a Linear layer that uses a weight [out, in] without copying it."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    """Return the Linear layer called `name`, dots included."""
+    """Return the Linear layer at the dotted name `name`."""
     found = model.get_submodule(name)
     assert isinstance(found, nn.Linear), f"{name} is no Linear layer"
     return found
 
 
 def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule called `name`, dots included, with `module`."""
+    """Replace the submodule at the dotted name `name` with `module`."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
 
@@ -232,7 +232,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module) -> int:
-    """Return the number of weights, including packed ones, but not a head that copies the embedding."""
+    """Return the number of weights, including packed ones, but without a head that copies the embedding."""
     others = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     is_copy = is_tied and isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
@@ -242,7 +242,7 @@ def weight_count(model: nn.Module) -> int:
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return a model's packed Linear layers, by name."""
+    """Return a model's packed Linear layers, keyed by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
@@ -253,5 +253,5 @@ def weight_formats(model: nn.Module) -> set[WeightFormat]:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return a model's quantized Linear layers, by name."""
+    """Return a model's quantized Linear layers, keyed by name."""
     return {name: layer for name, layer in packed_layers(model).items() if isinstance(layer, QuantizedLinear)}

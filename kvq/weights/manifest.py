@@ -1,7 +1,8 @@
 """Manifest of a model folder: the size and digest of every file, and a digest of the manifest itself.
 
 kvq writes a manifest with each quantized model, and `kvq manifest` writes one for any other folder. A flipped
-bit anywhere in the listed files or in the manifest is detected. It is no defence against forged files.
+bit anywhere in the listed files or in the manifest is detected. The manifest does not protect against forged
+files.
 """
 
 import json
@@ -22,7 +23,7 @@ _FIELDS = ("bytes", "xxh3")
 _READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")  # read by loaders
 _RECIPE = "kvq.json"
 
-Tell = Callable[[int], object]  # called with the size in bytes of every chunk that was read
+Tell = Callable[[int], object]  # called with the size in bytes of each chunk read
 FileDigest = tuple[int, str]  # a file's size in bytes, and its xxh3_128 in hex
 
 
@@ -45,10 +46,11 @@ def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
-    """Return the files that the folder's manifest lists; None without a manifest.
+    """Return the files that the folder's manifest lists, or None if there is no manifest.
 
     Raises:
-        ModelError: the manifest is damaged: its bytes are not those that kvq writes for its contents.
+        ModelError: the manifest is damaged: its bytes differ from those that kvq would write for its
+        contents.
     """
     path = folder / MANIFEST
     try:
@@ -70,9 +72,9 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
 
 
 def check_manifest(folder: Path) -> dict[str, FileDigest]:
-    """Return the files that the folder's manifest lists, with contents checked except for weights.
+    """Return the files that the folder's manifest lists, after checking all contents except weights.
 
-    Empty without a manifest. Files added later are ignored unless they contain weights.
+    The result is empty if there is no manifest. Files added later are ignored unless they contain weights.
 
     Raises:
         ModelError: a file is missing or has another size, a small file differs, or weights were added.
@@ -96,12 +98,12 @@ def verify_manifest(folder: Path) -> bool:  # D186: digests: readers accept flip
 
 
 def find_faults(folder: Path, files: Mapping[str, FileDigest], tell: Tell = int) -> list[ModelError]:
-    """Return all differences of a folder from its manifest."""
+    """Return all differences between a folder and its manifest."""
     return list(_faults(folder, files, lambda name: True, tell))
 
 
 def listed_files(folder: Path) -> list[Path]:
-    """Return the files for a new manifest of a folder: all files that a model is loaded from."""
+    """Return the files to list in a folder's new manifest: all files that a model is loaded from."""
     found = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in found if path.name != MANIFEST and not path.name.startswith("."))
 
@@ -119,7 +121,7 @@ def write_manifest(folder: Path, tell: Tell = int) -> dict[str, FileDigest]:
 
 
 def relist(path: str | Path) -> None:
-    """Update a new file's entry in its folder's manifest, if that lists the file or the file is kvq.json.
+    """Update a new file's entry in its folder's manifest if the file is listed there or is kvq.json.
 
     Raises:
         ModelError: the manifest is damaged.
@@ -135,7 +137,7 @@ def relist(path: str | Path) -> None:
 def _faults(
     folder: Path, files: Mapping[str, FileDigest], is_read: Callable[[str], bool], tell: Tell = int
 ) -> Iterator[ModelError]:
-    """Yield differences, file by file: in content and size if `is_read(name)`, else in size only."""
+    """Yield the differences of each file: content and size if `is_read(name)`, else size only."""
     for name, wanted in files.items():
         try:
             if (nbytes := _size(folder / name)) != wanted[0]:

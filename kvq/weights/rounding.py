@@ -1,4 +1,4 @@
-"""Round-to-nearest: scales and zero points of groups, and codes for given scales and zero points.
+"""Round-to-nearest quantization: scales and zero points of groups, and the resulting codes.
 
 A smaller range clips a group's largest weights and rounds the others more finely; `search_scales` finds the
 best range. Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient
@@ -40,7 +40,7 @@ def scales_of(
 
 
 def codes_of(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: WeightFormat) -> Tensor:
-    """Return the nearest codes, int8 [out, in] (for FP8, E4M3FN bytes as uint8), of fp32 [out, in]."""
+    """Return the nearest codes, int8 [out, in] (for FP8, E4M3FN bytes as uint8), for a weight [out, in]."""
     groups = weight.float().view(*scale.shape, -1) / scale.float()[:, :, None]
     if fmt.code is WeightCode.FP8:
         return e4m3.encode(groups.flatten(1))
@@ -52,7 +52,7 @@ def codes_of(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: WeightForm
 
 
 def round_weight(weight: Tensor, fmt: WeightFormat, *, dtype: torch.dtype | None = None) -> QuantizedWeight:
-    """Quantize a weight [out, in] to the nearest codes; `dtype`: the scales', by default the weight's.
+    """Quantize a weight [out, in] to the nearest codes; `dtype`: dtype of the scales (default: the weight's).
 
     Raises:
         ConfigError: the format's groups don't divide the inputs.
@@ -62,7 +62,7 @@ def round_weight(weight: Tensor, fmt: WeightFormat, *, dtype: torch.dtype | None
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale as stored: neither zero nor infinite, and 1 for a group of zeros."""
+    """Return the scales as stored: neither zero nor infinite, and 1 for a group of zeros."""
     limit = torch.finfo(dtype).max
     return torch.where(scale > 0, scale.clamp(_SMALLEST_SCALE, limit), 1.0).to(dtype)
 
@@ -86,7 +86,7 @@ def weighted(importance: Tensor) -> Cost:
 
 
 def quadratic(gram: Tensor, groups: int) -> Cost:
-    """Return the squared error of a group's part of the outputs as a cost; `gram`: sum of x x^T, [in, in]."""
+    """Return the squared output error caused by each group as a cost; `gram`: sum of x x^T, [in, in]."""
     size = gram.shape[0] // groups
     at = torch.arange(groups, device=gram.device)
     blocks = gram.view(groups, size, groups, size)[at, :, at]  # [groups, inputs, inputs]
@@ -101,7 +101,7 @@ def quadratic(gram: Tensor, groups: int) -> Cost:
 def search_scales(
     weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scales and zero points like `scales_of`, with each group's range chosen for the least cost."""
+    """Return scales and zero points like `scales_of`, with each group's range chosen to minimize the cost."""
     weight = weight.float()
     scale, zero = scales_of(weight, fmt, dtype)
     if cost is None:
@@ -121,7 +121,7 @@ def search_scales(
 
 
 def clip_weight(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, gram: Tensor) -> QuantizedWeight:
-    """Round to nearest within each group's range of least output error; `gram`: sum of x x^T, [in, in]."""
+    """Round to nearest, with each group's range clipped for the least output error; `gram`: sum of x x^T."""
     scale, zero = search_scales(weight, fmt, dtype, quadratic(gram, fmt.groups(weight.shape[1])))
     return QuantizedWeight.pack(fmt, codes_of(weight, scale, zero, fmt), scale, zero)
 

@@ -1,4 +1,4 @@
-"""Routers of experts: the modules' own code with products that don't depend on the batch."""
+"""Expert routers: the modules' own code with batch-invariant matrix products."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _CONVERSIONS = (Tensor.float, Tensor.type, Tensor.to)
 
 
 class _RouterWeight(nn.Parameter):  # D172: a weight that computes its own products
-    """An fp32 weight [out, in] whose products in `functional.linear` are computed by a kernel."""
+    """An fp32 weight [out, in] for which a kernel computes `functional.linear`."""
 
     kernel: CpuLinear
 
@@ -41,14 +41,14 @@ def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Te
 
 
 def _apart(x: Tensor) -> Tensor:  # D173: separate rows: the sigmoid of a vector's remainder has other bits
-    """Return `x` [rows, n] with a gap between its rows, unless rows are whole vectors."""
+    """Return `x` [rows, n] with a gap between its rows, unless rows fill entire vectors."""
     if x.shape[1] % _WHOLE == 0:
         return x
     return x.new_empty(x.shape[0], x.shape[1] + 1)[:, :-1].copy_(x)
 
 
 def batch_invariant_routers(model: nn.Module) -> None:
-    """Replace the products of routers of packed experts with batch-invariant ones."""
+    """Replace the matrix products in routers of packed experts with batch-invariant ones."""
     for block in list(model.modules()):
         if not any(isinstance(child, PackedExperts) for child in block.children()):
             continue

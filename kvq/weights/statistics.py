@@ -1,4 +1,4 @@
-"""Input statistics of a layer over a text, for the calibrated quantizers."""
+"""Statistics of a layer's inputs over a text, for the calibrated quantizers."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,17 @@ from kvq.errors import RequestError
 
 
 class InputStatistics:  # D177: second moments; memory doesn't grow with the text
-    """Sums over the tokens seen by Linear layers that share an input.
+    """Sums over the input tokens of Linear layers that share an input.
 
-    `gram`: fp32 [in, in], the sum of x x^T. It determines the squared error of any change E of a weight over
-    all those tokens: sum |E x|^2 = tr(E gram E^T). `absmax` and `abssum`: fp32 [in]. `rows`: some tokens of
+    `gram`: fp32 [in, in], the sum of x x^T. `gram` determines the squared output error of any weight change E
+    over all tokens: sum |E x|^2 = tr(E gram E^T). `absmax` and `abssum`: fp32 [in]. `rows`: some tokens of
     every sample, fp32 [kept, in], for errors that second moments don't determine.
     """
 
     def __init__(
         self, name: str, in_features: int, device: torch.device, *, rows: int = 0, per_sample: int = 16
     ) -> None:
-        """`rows`: the most tokens to keep, up to `per_sample` from each call of `add`, evenly spaced."""
+        """`rows`: maximum number of tokens to keep, up to `per_sample` per call of `add`, evenly spaced."""
         self.name = name
         self.tokens = 0
         self.gram = torch.zeros(in_features, in_features, device=device)
@@ -52,16 +52,16 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
 
     @property
     def absmean(self) -> Tensor:
-        """The mean magnitude of every input, fp32 [in]."""
+        """Mean magnitude of each input, fp32 [in]."""
         return self.abssum / max(1, self.tokens)
 
     @property
     def rows(self) -> Tensor:
-        """The kept tokens, fp32 [kept, in]."""
+        """Inputs of the kept tokens, fp32 [kept, in]."""
         return torch.cat(self._rows) if self._rows else self.gram.new_zeros(0, self.gram.shape[0])
 
     def divide(self, scale: Tensor) -> None:
-        """Divide the statistics by `scale`, fp32 [in], since the layer's inputs are now divided by it."""
+        """Divide the statistics by `scale`, fp32 [in], after the layer's inputs have been divided by it."""
         self.gram /= scale
         self.gram /= scale[:, None]
         self.absmax /= scale
@@ -69,7 +69,7 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
         self._rows = [rows / scale for rows in self._rows]
 
     def squared(self, weight: Tensor) -> float:
-        """Return the sum over tokens of |W x|^2 for a weight, or a change of one, fp32 [out, in]."""
+        """Return the sum over tokens of |W x|^2 for a weight or a weight change, fp32 [out, in]."""
         return float(((weight @ self.gram) * weight).sum(dtype=torch.float64).clamp_min(0))
 
     def relative_error(self, weight: Tensor, stored: Tensor) -> float:

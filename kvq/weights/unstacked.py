@@ -26,7 +26,7 @@ class _Expert(nn.Module):
 
 
 class UnstackedExperts(nn.Module):  # D182: GPTQ per expert; a fold's proof misses some
-    """Replacement of a module of stacked experts, with a Linear layer for each weight."""
+    """Replacement of a stacked-experts module that has a Linear layer for each weight."""
 
     def __init__(self, stacked: Any, gating: Gating) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class UnstackedExperts(nn.Module):  # D182: GPTQ per expert; a fold's proof miss
             self._experts.append(expert)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Map [rows, hidden], with every row's experts [rows, top] and their weights, to [rows, hidden]."""
+        """Map [rows, hidden] to [rows, hidden], using each row's experts [rows, top] and their weights."""
         out = torch.zeros_like(hidden_states)
         for i, expert in enumerate(self._experts):
             rows, top = torch.where(chosen == i)
@@ -50,16 +50,16 @@ class UnstackedExperts(nn.Module):  # D182: GPTQ per expert; a fold's proof miss
         return out
 
     def shared_inputs(self) -> list[tuple[str, ...]]:
-        """Return the names, in this module, of Linear layers that share their input."""
+        """Return groups of Linear layers that share their input, as names inside this module."""
         count = range(len(self._experts))
         return [names for i in count for names in ((f"{i}.gate_proj", f"{i}.up_proj"), (f"{i}.down_proj",))]
 
 
 def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:
-    """Unstack experts whose weights a checkpoint stores one by one, as vLLM expects of quantized ones.
+    """Unstack experts whose weights a checkpoint stores one by one, as vLLM expects for quantized experts.
 
-    `held`: names of the checkpoint's tensors. Returns the checkpoint's names of the new Linear layers, by
-    their names in the model.
+    `held`: names of the checkpoint's tensors. Returns a mapping from the new Linear layers' names in the
+    model to their names in the checkpoint.
     """
     stored: dict[str, str] = {}
     names = [name.removesuffix(".weight") for name in held if name.endswith(".weight")]
@@ -71,7 +71,7 @@ def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:
 
 
 def is_expert_code(tensor: str) -> bool:
-    """True if a checkpoint's tensor of this name belongs to the codes of one expert."""
+    """Return True if a checkpoint's tensor of this name belongs to the codes of one expert."""
     layer, _, kind = tensor.rpartition(".")
     return kind in ("weight_scale", "qweight") and _NAME.fullmatch(layer) is not None
 
@@ -82,7 +82,7 @@ Places = dict[tuple[int, str], str]  # (expert, part) -> name of its weight in a
 def expert_places(
     model: nn.Module, forms: dict[str, ExpertsForm], names: Collection[str]
 ) -> dict[str, tuple[ExpertsForm, Places]]:
-    """Return the stacked experts, by module name, whose weights are all listed one by one in `names`."""
+    """Return the stacked experts whose weights are all listed separately in `names`, by module name."""
     by_layer: dict[str, Places] = {}
     for name in names:
         if (found := _NAME.fullmatch(name)) is not None:

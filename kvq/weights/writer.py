@@ -1,4 +1,4 @@
-"""Checkpoint writer: writes a temporary model folder, shard by shard, and renames it in one step."""
+"""Checkpoint writer: fills a temporary model folder shard by shard, then renames the folder in one step."""
 
 import json
 import os
@@ -27,7 +27,7 @@ class CheckpointWriter:
     """Writer of a model folder, used as a context manager: `add` tensors, then `finish`.
 
     Everything is written to a temporary folder next to `out`, flushed to disk, and renamed at the end, so
-    `out` is either complete or absent. At most one shard's tensors are held in memory. After an error, the
+    `out` is either complete or absent. At most one shard's tensors are kept in memory. After an error, the
     temporary folder is removed.
     """
 
@@ -35,7 +35,7 @@ class CheckpointWriter:
         """Create the temporary folder. `overwrite`: replace a folder at `out` if it has a kvq manifest.
 
         Raises:
-            ConfigError: `out` exists and may not be replaced, or its parent folder can't be written.
+            ConfigError: `out` exists and may not be replaced, or the parent folder is not writable.
         """
         self._out = Path(os.path.abspath(out))
         self._max_shard_bytes = max_shard_bytes
@@ -43,7 +43,7 @@ class CheckpointWriter:
         self._shard_bytes = 0
         # Shards have temporary names, since the final names contain their number
         self._shards: dict[str, FileDigest] = {}
-        self._shard_of: dict[str, str] = {}  # by tensor
+        self._shard_of: dict[str, str] = {}  # keyed by tensor name
         self._total_bytes = 0
         self._aside: Path | None = None
         with self._explained():
@@ -53,10 +53,10 @@ class CheckpointWriter:
             self._aside = aside
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Collect tensors, and write them whenever a shard is full.
+        """Collect tensors, and write a shard whenever it is full.
 
         Raises:
-            ConfigError: a name is added twice, or writing fails.
+            ConfigError: a tensor name is added twice, or writing fails.
         """
         with self._explained():
             self._check_open()
@@ -71,10 +71,10 @@ class CheckpointWriter:
     def finish(
         self, config: Mapping[str, Any], copied: Sequence[Path] = (), texts: Mapping[str, str] | None = None
     ) -> Path:
-        """Write config.json, copies of `copied`, `texts` by file name, and the manifest; rename the folder.
+        """Write config.json, `copied` files, `texts` keyed by file name, and a manifest; rename the folder.
 
         Raises:
-            ConfigError: there are no tensors, a file's name is taken, or writing fails.
+            ConfigError: there are no tensors, a file name is already in use, or writing fails.
         """
         with self._explained():
             folder = self._check_open()
@@ -95,7 +95,7 @@ class CheckpointWriter:
         return self._out
 
     def abort(self) -> None:
-        """Give up: remove the temporary folder."""
+        """Abort, and remove the temporary folder."""
         self._shard.clear()
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
@@ -128,7 +128,7 @@ class CheckpointWriter:
         self._shard, self._shard_bytes = {}, 0
 
     def _name_shards(self, files: dict[str, FileDigest]) -> None:
-        """Give the shards the names that loaders look for, and write their index."""
+        """Rename the shards to the names that loaders expect, and write their index."""
         folder, count = self._check_open(), len(self._shards)
         names = {own: f"model-{i:05}-of-{count:05}.safetensors" for i, own in enumerate(self._shards, 1)}
         if count == 1:
@@ -149,7 +149,7 @@ class CheckpointWriter:
         files[name] = file_digest(path)
 
     def _put_in_place(self, folder: Path) -> None:
-        """Rename the folder; if that fails, restore the name of the folder to be replaced."""
+        """Rename the folder to `out`; if that fails, restore the folder that was to be replaced."""
         old = self._out.with_name(f".{self._out.name}.old-{secrets.token_hex(4)}")
         replaced = self._out.exists() and any(self._out.iterdir())
         if self._out.exists():
@@ -169,7 +169,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Abort after any error, and turn write errors into a ConfigError with the reason."""
+        """Abort after any error, and convert write errors to a ConfigError with the reason."""
         try:
             yield
         except BaseException as error:
@@ -181,7 +181,7 @@ class CheckpointWriter:
 
 
 def check_target(out: Path, *, overwrite: bool) -> None:
-    """Raise ConfigError unless a model folder may be put at `out`."""
+    """Raise ConfigError unless a model folder may be written to `out`."""
     if not out.parent.is_dir():
         raise ConfigError(f"can't write {out}: there is no folder {out.parent}; create it first")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
@@ -195,7 +195,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
 
 
 def _keep_all_permissions(folder: Path, older: Path) -> None:
-    """Copy the permissions of an older folder and of its files to those of the same names."""
+    """Copy the permissions of an older folder and its files to the new folder and files of the same names."""
     for path in folder.iterdir():
         if (older / path.name).is_file():
             fileio.keep_permissions(path, os.stat(older / path.name))
@@ -221,7 +221,7 @@ def _sync(path: Path) -> None:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without shared memory, which safetensors refuses."""
+    """Return the tensors without shared memory, which safetensors rejects."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():

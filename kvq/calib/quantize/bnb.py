@@ -19,13 +19,13 @@ from kvq.weights.writer import check_target
 
 
 def write_bitsandbytes(work: Quantizing, method: str) -> None:
-    """Quantize with bitsandbytes into a new folder, which transformers and vLLM load.
+    """Quantize a model with bitsandbytes into a new folder, which transformers and vLLM can load.
 
     `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, separate outliers).
 
     Raises:
         ConfigError: the folder can't be written.
-        ModelError: the model is missing, damaged or refused, or the package can't quantize it.
+        ModelError: the model is missing, damaged or unsupported, or bitsandbytes can't quantize it.
     """
     out = work.out
     check_target(out, overwrite=False)

@@ -25,10 +25,10 @@ _ROWS = 512  # tokens kept for methods that measure the rounding of inputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleReport:
-    """Report of one quantized Linear layer. Fields are the JSON keys of `kvq quantize --json`."""
+    """Report on one quantized Linear layer. The fields are the JSON keys of `kvq quantize --json`."""
 
     layer: int
-    module: str  # its name in the model
+    module: str  # name in the model
     method: str
     format: str
     in_features: int
@@ -37,13 +37,13 @@ class ModuleReport:
     error_of: str  # "outputs" or "weights"
     bytes_before: int
     bytes_after: int
-    alpha: float | None  # of the scales on its inputs; None: not scaled
+    alpha: float | None  # of the input scales; None: not scaled
     seconds: float
 
 
 @dataclass(kw_only=True, slots=True)
 class LayerResult:
-    """One quantized decoder layer; names are relative to it."""
+    """One quantized decoder layer; names are relative to the layer."""
 
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)  # changed by folded scales
@@ -55,7 +55,7 @@ class LayerQuantizer:
     """Quantizer of one decoder layer, which must be in fp32."""
 
     def __init__(self, targets: Targets, settings: QuantizeSettings, index: int, head_dim: int) -> None:
-        """`head_dim`: V's. Call `quantize` when the layer is in fp32."""
+        """`head_dim`: V's head dimension. Call `quantize` once the layer is in fp32."""
         self.settings, self.index = settings, index
         self.layer, self.names = targets.layer(index), targets.layers[index]
         self.dtype = next(self.layer.parameters()).dtype  # the checkpoint's
@@ -68,9 +68,9 @@ class LayerQuantizer:
 
     @torch.no_grad()
     def quantize(self, walk: Walk | None) -> LayerResult:
-        """Quantize every chosen Linear layer; return the codes and any parameters changed by scales.
+        """Quantize every target Linear layer; return the codes and any parameters changed by folded scales.
 
-        `walk`: the samples, for methods that need them.
+        `walk`: pass of the samples, for methods that need data.
         """
         began = time.perf_counter()
         if walk is not None:
@@ -101,7 +101,7 @@ class LayerQuantizer:
         return result
 
     def _look(self, walk: Walk) -> None:
-        """Find shared inputs and folds, and collect statistics of the inputs."""
+        """Find shared inputs and folds, and collect input statistics."""
         shared = trace_inputs(self.layer, self.run)
         if self.settings.folds:
             self.folds, self.skipped = find_folds(self.layer, self.run, shared, head_dim=self.head_dim)
@@ -119,7 +119,7 @@ class LayerQuantizer:
             handle.remove()
 
     def _listen(self, names: tuple[str, ...]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Register hooks that collect statistics of the input that these layers share."""
+        """Register hooks that collect statistics of the input shared by these layers."""
         chosen = [name for name in names if name in self.names]
         if not chosen:
             return []
@@ -131,7 +131,7 @@ class LayerQuantizer:
         return [first.register_forward_pre_hook(lambda _, args: found.add(args[0]))]
 
     def _fold(self, fold: Fold) -> bool:
-        """Choose and fold scales. Undo the fold and return False if outputs change."""
+        """Choose and fold scales. If this changes the layer's outputs, undo the fold and return False."""
         if not any(name in self.statistics for name in fold.names):
             return False
         chosen = self._scales(fold)
@@ -166,7 +166,7 @@ class LayerQuantizer:
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
     def _seen(self, name: str) -> InputStatistics | None:
-        """Return a Linear layer's input statistics; None without a text or if no token chose its expert."""
+        """Return a Linear layer's input statistics; None if there is no text or no token chose its expert."""
         found = self.statistics.get(name)
         return found if found is not None and found.tokens else None
 
@@ -195,7 +195,7 @@ class LayerQuantizer:
 
 @torch.no_grad()
 def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None:
-    """Make a layer compute with quantized weights, and with inputs rounded if their formats require it."""
+    """Make a layer compute with its quantized weights, and with rounded inputs if the formats require it."""
     for name, value in result.parameters.items():
         layer.get_parameter(name).copy_(value)
     for name, weight in result.weights.items():
@@ -208,6 +208,6 @@ def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None
 
 
 def _packed_bytes(weight: QuantizedWeight) -> int:
-    """Return the size in bytes in a file, where 3-bit codes take 3 bits."""
+    """Return a weight's size in bytes in a file, where 3-bit codes occupy 3 bits."""
     codes = weight.in_features * weight.out_features * weight.fmt.code.bits // 8
     return codes + sum(x.nbytes for x in (weight.scale, weight.zero, weight.order) if x is not None)

@@ -1,4 +1,4 @@
-"""Writing of a quantized checkpoint: packed layers, all other tensors unchanged, and the config."""
+"""Output of a quantized checkpoint: packed layers, all other tensors unchanged, and the config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ KVScales = dict[str, torch.Tensor]  # names of tensors -> fp32 [1]
 
 
 def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
-    """Raise ConfigError unless the folder can be written and its file format can store the weights."""
+    """Raise ConfigError unless the folder can be written and the file format can store the weights."""
     file_format = work.file_format
     check_fits(file_format, settings.fmt)
     grouped = settings.act_order == "group" and settings.fmt.group_size is not None
@@ -46,7 +46,7 @@ def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
 def write_checkpoint(
     work: Quantizing, prepared: PreparedModel, partial: Partial, targets: Targets, kv_scales: KVScales | None
 ) -> tuple[list[ModuleReport], dict[str, str]]:
-    """Write the folder completely or not at all; return report rows, and why some inputs have no scales."""
+    """Write the folder completely or not at all; return report rows, and why some inputs are not scaled."""
     source, progress = prepared.folder, work.progress("writing")
     dtype = DTYPES.get(work.stored_dtype())  # of unquantized tensors; None: as in the source
     rows: list[ModuleReport] = []
@@ -86,7 +86,7 @@ def write_checkpoint(
 
 
 def small_files(folder: Path) -> Sequence[Path]:
-    """Return the tokenizer's and other files that a quantized copy needs unchanged."""
+    """Return the small files, such as the tokenizer's, that a quantized copy needs unchanged."""
     found = {path.name: path for place in (tokenizer_folder(folder), folder) for path in place.iterdir()}
     return sorted(
         path
@@ -98,7 +98,7 @@ def small_files(folder: Path) -> Sequence[Path]:
 def _copy_others(
     writer: CheckpointWriter, source: Path, replaced: set[str], dtype: torch.dtype | None
 ) -> None:
-    """Copy every tensor that was not replaced, unchanged except that floats are converted to `dtype`."""
+    """Copy every tensor that was not replaced; floats are converted to `dtype`."""
     found: set[str] = set()
     for path in weight_files(source):
         with safe_open(path, "pt") as file:

@@ -30,7 +30,7 @@ def partial_folder(out: Path) -> Path:
 
 
 def count_finished(folder: Path) -> int:
-    """Return the number of finished layers, counted from the first."""
+    """Return the number of consecutive finished layers, starting from the first."""
     count = 0
     while _layer_path(folder, count).is_file():
         count += 1
@@ -38,7 +38,7 @@ def count_finished(folder: Path) -> int:
 
 
 class Partial:
-    """The folder OUT.partial: a settings file, and a file for each finished layer."""
+    """The folder OUT.partial, with a settings file and a file for each finished layer."""
 
     def __init__(self, out: Path, settings: dict[str, object], *, restart: bool) -> None:
         """`settings`: everything that determines the layers' bytes. `restart`: discard finished layers."""
@@ -48,7 +48,7 @@ class Partial:
         self._restart = restart
 
     def check(self) -> None:
-        """Raise ConfigError if the finished layers were made with other settings."""
+        """Raise ConfigError if the finished layers were quantized with other settings."""
         path = self.folder / _SETTINGS
         if self._restart or not path.is_file():
             return
@@ -77,7 +77,7 @@ class Partial:
         """Create the folder if necessary, and lock it for this process while the context is open.
 
         Raises:
-            ConfigError: the folder was made with other settings, is in use, or can't be created.
+            ConfigError: the folder was created with other settings, is in use, or can't be created.
         """
         try:
             self.folder.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ class Partial:
             os.close(lock)
 
     def save(self, index: int, result: LayerResult) -> None:
-        """Write a finished layer."""
+        """Write a finished layer to the folder."""
         tensors = {
             f"{part}/{name}": tensor.cpu().contiguous()
             for name, weight in result.weights.items()

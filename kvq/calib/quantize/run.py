@@ -32,7 +32,7 @@ class Quantized:
 
     out: Path
     rows: tuple[ModuleReport, ...]
-    ignored: dict[str, str]  # module -> why it keeps its weights
+    ignored: dict[str, str]  # module -> why its weights are kept
     skipped: dict[str, str]  # Linear layer -> why its inputs are not scaled
     samples: int  # windows used for calibration; 0 without data
     tokens: int
@@ -40,24 +40,24 @@ class Quantized:
 
     @property
     def bytes_before(self) -> int:
-        """The size in bytes of the quantized modules before quantization."""
+        """Size in bytes of the quantized modules before quantization."""
         return sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """The size in bytes of the quantized modules after quantization."""
+        """Size in bytes of the quantized modules after quantization."""
         return sum(row.bytes_after for row in self.rows)
 
 
 def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     """Quantize a model's weights into a new folder.
 
-    Finished layers are kept in OUT.partial until the folder is complete. After an interruption, a run with
-    the same settings continues from there and writes the same bytes.
+    Finished layers are kept in OUT.partial until the new folder is complete. After an interruption, a run
+    with the same settings continues from these layers and writes the same bytes.
 
     Raises:
-        ConfigError: settings are incompatible with each other or the model; raised before any work.
-        ModelError: the model is missing, damaged or refused.
+        ConfigError: settings are incompatible with each other or the model; raised before any work starts.
+        ModelError: the model is missing, damaged or unsupported.
         RequestError: the text is too short, or activations are not finite.
     """
     check_output(work, settings)
@@ -124,7 +124,7 @@ def _write(
     targets: Targets,
     seen: Observations | None,
 ) -> tuple[list[ModuleReport], dict[str, str]]:
-    """Write the checkpoint and, if K and V were observed, a recipe with their scales."""
+    """Write the checkpoint and, if K and V were observed, a recipe with scales for K and V."""
     scales = None if seen is None else fp8_scale_tensors(seen)
     written = write_checkpoint(work, prepared, partial, targets, scales)
     if seen is not None:  # static FP8 for K and V, with scales bound to the quantized weights
@@ -144,12 +144,12 @@ def _quantize_layers(
     partial: Partial,
     progress: Progress,
 ) -> None:
-    """Quantize every layer into `partial`, continuing after the layers that are finished there.
+    """Quantize every layer into `partial`, continuing after any layers finished there earlier.
 
     With a method that needs data, every layer runs twice over all samples: once for the statistics of its
     inputs, and once with quantized weights for the hidden states of the next layer. Layers that were finished
-    earlier run only the second time, so later layers get bit-identical results. Finished layers are removed
-    from memory.
+    earlier run only once, with quantized weights, so later layers get bit-identical results. Finished layers
+    are removed from memory.
 
     Raises:
         RequestError: activations are not finite; the message names the layer.

@@ -17,7 +17,7 @@ Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
 MOST_SAMPLES = 1024
 FEWEST_SAMPLES = 8
-WHOLE_ROW = -1  # a group size with this meaning in other programs, too
+WHOLE_ROW = -1  # a group size; other programs use the same value
 _OWN_METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8")  # rtn and fp8 round to nearest, without data
 METHODS = (*_OWN_METHODS, "nf4", "int8-bnb")  # the last two are bitsandbytes' own
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
@@ -41,7 +41,7 @@ class QuantizeSettings:
     seed: int = 0  # for the choice of samples
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that don't go together."""
+        """Raise ConfigError if options are invalid or incompatible."""
         name = self.method
         if name not in _OWN_METHODS:
             hint = nearest(name, list(METHODS)) or ";"
@@ -73,12 +73,12 @@ class QuantizeSettings:
 
     @cached_property
     def gptq(self) -> GPTQOptions:
-        """The options of GPTQ."""
+        """Options of GPTQ."""
         return GPTQOptions(damping=self.damp, order=self.act_order, search=self.scale_search)
 
     @cached_property
     def fmt(self) -> WeightFormat:
-        """The format of the weights.
+        """Format of the quantized weights.
 
         Raises:
             ConfigError: no such format exists, or the method doesn't support it.
@@ -144,10 +144,10 @@ class Quantizing:
     on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # called with finished layers
 
     def stored_dtype(self) -> str:
-        """Return the dtype of scales and unquantized tensors; files of GPTQ and AWQ use fp16.
+        """Return the dtype of scales and unquantized tensors, which is fp16 in GPTQ and AWQ files.
 
         Raises:
-            ConfigError: another dtype was given, but the file format supports fp16 only.
+            ConfigError: another dtype was requested, but the file format supports only fp16.
         """
         if self.file_format == "compressed-tensors":
             return self.dtype
@@ -159,10 +159,10 @@ class Quantizing:
         return "fp16"
 
     def prepared(self) -> PreparedModel:
-        """Return the checked model, without reading its weights.
+        """Return the source model, checked without reading its weights.
 
         Raises:
-            ModelError: the model is missing, damaged, refused, or already quantized.
+            ModelError: the model is missing, damaged, unsupported or already quantized.
         """
         if isinstance(self.model, PreparedModel):
             return self.model

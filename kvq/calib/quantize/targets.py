@@ -1,4 +1,4 @@
-"""Quantization targets: the Linear layers to quantize, and the reasons to keep the others."""
+"""Quantization targets: the Linear layers to quantize, and reasons for keeping other layers unquantized."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,12 @@ _STACKED = "not a Linear layer: the weights of all experts in one"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """The Linear layers of a model that are quantized, and those that are not."""
+    """Linear layers of a model to quantize, and those to keep unquantized."""
 
     model: Any
     prefix: str  # name of the list of decoder layers, such as model.layers
     layers: tuple[tuple[str, ...], ...]  # per decoder layer, its Linear layers by their names inside it
-    ignored: dict[str, str]  # module or parameter -> why it keeps its weights
+    ignored: dict[str, str]  # module or parameter -> why it is kept
     stored: dict[str, str]  # experts' Linear layers -> their names in the checkpoint
 
     def layer(self, index: int) -> nn.Module:
@@ -32,7 +32,7 @@ class Targets:
         return layer
 
     def full_name(self, index: int, name: str) -> str:
-        """Return the name in the checkpoint, which differs from the name in the model only for experts."""
+        """Return a layer's checkpoint name, which differs from its name in the model only for experts."""
         full = f"{self.prefix}.{index}.{name}"
         return self.stored.get(full, full)
 
@@ -45,7 +45,7 @@ class Targets:
 def find_targets(model: Any, fmt: WeightFormat, held: set[str], *, takes_experts: bool) -> Targets:
     """Choose the Linear layers of the decoder layers; `held`: names of the checkpoint's tensors.
 
-    `takes_experts`: unstack, and choose, stacked experts that the checkpoint stores one by one.
+    `takes_experts`: also unstack and choose stacked experts that the checkpoint stores one by one.
 
     Raises:
         ModelError: the decoder layers have no Linear layers.

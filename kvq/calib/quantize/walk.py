@@ -1,4 +1,4 @@
-"""Pass of text samples through a decoder: their hidden states, one fp32 layer at a time."""
+"""Pass of text samples through a decoder, one fp32 layer at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +19,13 @@ _PROBE = 64  # tokens of the sample used to prove folds
 def draw_samples(  # D174: the text matters more than the method
     tokenizer: Any, text: str, *, samples: int, context: int | None, max_context: int, seed: int
 ) -> list[list[int]]:
-    """Draw at most `samples` windows of `context` tokens, by seed, in the order of the text.
+    """Draw at most `samples` random windows of `context` tokens, in text order; `seed` sets the draw.
 
-    If the text has fewer windows, all are used. `context` defaults to 2,048 tokens or the model's maximum.
+    If the text has fewer windows, all are used. `context` defaults to 2,048 tokens or the model's maximum, if
+    smaller.
 
     Raises:
-        RequestError: `context` exceeds the model's, or the text has fewer than 8 windows.
+        RequestError: `context` exceeds the model's maximum, or the text has fewer than 8 windows.
     """
     size = min(_CONTEXT, max_context) if context is None else context
     if not 2 <= size <= max_context:
@@ -45,7 +46,7 @@ def draw_samples(  # D174: the text matters more than the method
 
 
 class _Recorded(Exception):
-    """All layers' arguments have been recorded."""
+    """Raised once the arguments of all layers have been recorded."""
 
 
 _Argument = Tensor | tuple[Tensor, ...] | bool | None
@@ -54,10 +55,10 @@ _Call = tuple[tuple[_Argument, ...], dict[str, _Argument]]
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the name of the list of decoder layers, and the layers.
+    """Return the name of the decoder layers' module list, and the layers.
 
     Raises:
-        ModelError: no list in the model can be identified as that of its decoder layers.
+        ModelError: no module list in the model can be identified as its decoder layers.
     """
     count = model.config.num_hidden_layers  # type: ignore[union-attr]
     for name, module in model.named_modules():
@@ -67,9 +68,9 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 class Walk:
-    """Hidden states of the samples at the input of one layer after the other.
+    """Hidden states of the samples at the input of the current layer.
 
-    Memory: samples * context * hidden size * 4 bytes, and one layer in fp32.
+    Memory: samples * context * hidden size * 4 bytes, plus one layer in fp32.
     """
 
     def __init__(self, model: Any, windows: list[list[int]], device: torch.device) -> None:
@@ -81,7 +82,7 @@ class Walk:
 
     @torch.no_grad()
     def see(self, index: int) -> None:
-        """Run a layer over all samples, for its hooks only."""
+        """Run a layer over all samples, only to trigger its hooks."""
         for hidden in self.hidden:
             self._run(index, hidden, self._calls)
 
@@ -117,7 +118,7 @@ class Walk:
 def _record(
     model: Any, layers: list[nn.Module], windows: list[list[int]]
 ) -> tuple[list[Tensor], list[_Call]]:
-    """Return every window's embeddings, fp32 [tokens, hidden], and each layer's arguments for the first."""
+    """Return the windows' embeddings, fp32 [tokens, hidden], and layers' arguments for the first window."""
     embedded: list[Tensor] = []
     calls: list[_Call] = []
 
@@ -156,7 +157,7 @@ def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Te
 
 @contextmanager
 def _embedding_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Convert embeddings to fp32 while open; positions and masks inherit the dtype."""
+    """Convert embeddings to fp32 while open; positions and masks inherit this dtype."""
     handles = [
         module.register_forward_hook(lambda _, args, output: output.float())
         for module in model.modules()

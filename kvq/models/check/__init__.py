@@ -1,1 +1,1 @@
-"""Checks that a KV format does not break a model, at load and for transformers models."""
+"""Checks that a KV format does not break a model, at load time and for transformers models."""

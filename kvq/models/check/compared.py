@@ -1,4 +1,4 @@
-"""Comparison caches of a session: the error of attention over them, layer by layer, on the same inputs."""
+"""Comparison caches of a session, which measure each layer's attention error on the same inputs."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Errors:
     tokens: int = 0
 
     def update(self, got: Tensor, expected: Tensor) -> None:
-        """Add the errors of outputs, both [tokens, q_heads, v_head_dim]."""
+        """Add the errors of `got` relative to `expected`, both [tokens, q_heads, v_head_dim]."""
         norm = expected.float().flatten(1).norm(dim=1).clamp(min=_TINY)
         error = (got.float() - expected.float()).flatten(1).norm(dim=1) / norm  # [tokens]
         self.total += float(error.double().sum())
@@ -32,18 +32,18 @@ class Errors:
 
     @property
     def mean(self) -> float:
-        """The mean over all tokens."""
+        """Mean error over all tokens."""
         return self.total / self.tokens
 
 
-Found = dict[tuple[str, int], Errors]  # by (digest of a recipe, layer)
+Found = dict[tuple[str, int], Errors]  # keyed by (recipe digest, layer)
 
 
 class ComparedCache:
-    """A session's cache that also writes to other caches and attends over them."""
+    """Wrapper of a session's cache that also writes to other caches and attends over them for comparison."""
 
     def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
-        """`others`: the other caches by the digest of their recipe."""
+        """`others`: the other caches, keyed by recipe digest."""
         self._baseline = baseline
         self.found: Found = defaultdict(Errors)
         self.stores = {
@@ -56,7 +56,7 @@ class ComparedCache:
 
 
 class _ComparedStore(LayerStore):
-    """One layer of the baseline and of the other caches."""
+    """One layer of the baseline cache and of the other caches."""
 
     def __init__(
         self, layer: int, baseline: LayerStore, others: dict[str, CacheBackend], found: Found
@@ -76,7 +76,7 @@ class _ComparedStore(LayerStore):
         return self._baseline.write(k, v, slots)
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
-        """Return the baseline's attention; record the errors of the others."""
+        """Return the baseline's attention output, and record the errors of the other caches."""
         assert isinstance(batch, SequenceBatch), "the baseline is not staged"
         out, lse = self._baseline.attend(q, batch, options)
         for other, num_groups, errors in self._others:

@@ -29,12 +29,12 @@ def check(
 ) -> LoadCheck:
     """Measure how much a KV format, as stored by a `KvqCache`, changes a transformers model: see `LoadCheck`.
 
-    `model`: a causal language model of transformers, or one of `kvq.load`. It runs twice over a short text.
-    `tokenizer`: the model's; None: that of the folder it was loaded from. `scales`: as in `KvqCache`.
-    Nothing is stored, and nothing is refused: read `verdict`.
+    `model`: a causal language model from transformers or `kvq.load`; it runs twice over a short text.
+    `tokenizer`: the model's tokenizer; None loads it from the model's folder. `scales`: as in `KvqCache`.
+    Nothing is stored, and no format is rejected: read `verdict`.
 
     Raises:
-        ConfigError: there is no tokenizer, or `KvqCache` refuses the format.
+        ConfigError: there is no tokenizer, or `KvqCache` rejects the format.
         RequestError: K or V are not finite.
     """
     if isinstance(model, Model):
@@ -78,7 +78,7 @@ def _attending_from_blocks(model: Any) -> Iterator[None]:
 
 
 def _compare(exact: KvqCache, other: KvqCache) -> list[Errors]:
-    """Make a cache's layers attend over another cache's, too; return errors that are filled in by a run."""
+    """Make the layers of `exact` also attend over `other`; return errors that the next run fills in."""
     errors = [Errors() for _ in exact.layers]
     for layer, beside, found in zip(exact.layers, other.layers, errors, strict=True):
         layer.attend = partial(_attend_both, layer.attend, beside, found)

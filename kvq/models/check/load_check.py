@@ -1,8 +1,9 @@
 """Load check: a test of whether an unmeasured KV format breaks a model, before the model is served.
 
-The model runs over a short text with unquantized KV. Every layer also attends over the same K and V as stored
-in the format, and in others of its size. If no layer's attention has an error of `CLEAR_ERROR` or more, the
-format is harmless. Otherwise the model runs again, over the format itself, and `verdict` judges the logits.
+The model runs over a short text with unquantized KV. Every layer also attends over the same K and V stored in
+the format and in other formats of about its size. If no layer's attention has an error of `CLEAR_ERROR` or
+more, the format is harmless. Otherwise the model runs again with KV in the format, and `verdict` judges the
+logits.
 """
 
 import logging
@@ -41,7 +42,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCheck:
-    """Findings about a model and a KV format. Figures of logits are None if one pass sufficed."""
+    """Results of checking a KV format on a model. Fields that need logits are None if one pass sufficed."""
 
     kv: str
     verdict: Verdict | Literal["unjudgeable"]  # the last: chance level, few tokens, or no tokenizer
@@ -66,7 +67,7 @@ class LoadCheck:
 
     @property
     def refusal(self) -> str:
-        """The reason why the format is refused, and the remedy."""
+        """Reason for rejecting the format, and the remedy."""
         other = "no other of its size is known to be fit, so take a larger one, or bf16"
         if self.instead:
             other = f"take {self.instead}, which is about as large and fit"
@@ -77,7 +78,7 @@ class LoadCheck:
 
 
 def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck | None:
-    """Check a model's format before it is served, or recall the findings; None if no check is needed.
+    """Check a model's format before serving, or return stored findings; return None if no check is needed.
 
     Raises:
         BrokenFormat: the format breaks the model, and `accept_divergence` is False.
@@ -100,7 +101,7 @@ def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck
 
 
 def refuse_known(model: PreparedModel, recipe: KVRecipe, *, accept_divergence: bool) -> None:
-    """Refuse a format that broke the model in an earlier check, without reading weights.
+    """Reject a format that broke the model in an earlier check, without reading weights.
 
     Raises:
         BrokenFormat: the format broke the model, and `accept_divergence` is False.
@@ -111,12 +112,12 @@ def refuse_known(model: PreparedModel, recipe: KVRecipe, *, accept_divergence: b
 
 
 def is_to_check(model: PreparedModel, recipe: KVRecipe) -> bool:
-    """True for a quantized format, unless the model is embedded: its formats are measured (quality.md)."""
+    """Return True for a quantized format, unless the model is embedded (quality.md covers such models)."""
     return recipe.is_quantized and model.folder not in {x.resolve() for x in EMBEDDED.values()}
 
 
 def recalled(model: PreparedModel, recipe: KVRecipe) -> LoadCheck | None:
-    """Return the findings of an earlier check; None if there are none, or their file is unusable."""
+    """Return the findings of an earlier check, or None if there are none or their file is unusable."""
     try:
         data = recall(model, recipe)
         return None if data is None else LoadCheck(**data | {"layer_errors": tuple(data["layer_errors"])})
@@ -126,7 +127,7 @@ def recalled(model: PreparedModel, recipe: KVRecipe) -> LoadCheck | None:
 
 @torch.inference_mode()
 def measure(model: Model) -> LoadCheck:
-    """Check a model in its format, even if it was checked before, in at most three passes.
+    """Check a model with its format, even if it was checked before, in at most three passes.
 
     Recent tokens that the format keeps unquantized are quantized here, as they are few in long contexts.
     """
@@ -158,10 +159,11 @@ def measure(model: Model) -> LoadCheck:
 
 
 def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[int]) -> LoadCheck:
-    """Return `found` with a verdict from logits, fp32 [tokens, vocab]; without `stored`, it is harmless.
+    """Return `found` with a verdict from logits, fp32 [tokens, vocab]; "harmless" if `stored` is None.
 
-    Unjudgeable if the unquantized logits, `exact`, are no better than counting tokens. Since tokens are few,
-    a perplexity change counts only beyond two standard errors; divergence is far less noisy.
+    The verdict is "unjudgeable" if the unquantized logits, `exact`, predict no better than token counts.
+    Since tokens are few, a perplexity change counts only beyond two standard errors; divergence is far less
+    noisy.
     """
     target = torch.tensor(ids[1:], device=exact.device)[:, None]
     reference = exact.log_softmax(-1)
@@ -185,7 +187,7 @@ def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[
 
 
 def token_ids(tokenizer: Any, max_context: int, vocab_size: int, weights: int) -> list[int]:
-    """Return the first tokens of the text (prose, a function, German, a table), fewer for large models."""
+    """Return the first tokens of the check's text (prose, code, German, a table); fewer for large models."""
     text = (Path(__file__).parent / "check.txt").read_text(encoding="utf-8")
     most = min(max_context, _TOKENS if weights < _LARGE else _FEW_TOKENS)
     return [token for token in tokenizer(text)["input_ids"][:most] if token < vocab_size]
@@ -210,7 +212,7 @@ def _run(
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:
-    """Return the model in the largest other formats that kernels run and that need about as few bits."""
+    """Return the model in other supported formats that are at most about as large, largest first."""
     prepared, found = model.prepared, list[Model]()
     heads, size = prepared.geometry.kv_heads, prepared.block_size
     most = float(asked.bits_per_element(heads, size)) * _SLACK

@@ -1,7 +1,7 @@
 """Stored findings of load checks: a file for each model and format.
 
-The files are in the user's cache folder, outside the model's. A file that is damaged, of another version or
-for something else is ignored; a failure to write one is not an error.
+The files are in the user's cache folder, outside the model's folder. A file that is damaged, or was written
+for another version, model or format, is ignored. A failed write is not an error.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ def memory_folder() -> Path:  # D48: a model's folder may be read-only
 
 
 def recall(model: PreparedModel, recipe: KVRecipe) -> dict[str, Any] | None:
-    """Return the fields of stored findings for a model, by its weights' digest, and a format, or None."""
+    """Return the fields of the stored findings for a model and a format, or None if there are none."""
     key = _key(model, recipe)
     try:
         data = read(memory_folder() / f"{key}.json")
@@ -38,7 +38,7 @@ def recall(model: PreparedModel, recipe: KVRecipe) -> dict[str, Any] | None:
 
 
 def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
-    """Store findings, a dataclass, if the file can be written."""
+    """Store the findings, a dataclass instance, if the file can be written."""
     key, fields = _key(model, recipe), asdict(found)
     try:
         folder = memory_folder()
@@ -49,7 +49,7 @@ def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
 
 
 def is_first(news: str) -> bool:
-    """True the first time for `news` on this machine; False afterwards, or if that can't be recorded."""
+    """Return True on the first call for `news` on this machine; False later, or if recording it fails."""
     try:
         memory_folder().mkdir(parents=True, exist_ok=True)
         (memory_folder() / f"{news}.told").touch(exist_ok=False)
@@ -59,7 +59,7 @@ def is_first(news: str) -> bool:
 
 
 def _key(model: PreparedModel, recipe: KVRecipe) -> str:
-    """Return a key of everything that the result depends on."""
+    """Return a key derived from everything that the findings depend on."""
     rounded_to = None if model.rounded_to is None else model.rounded_to.name
     size = model.block_size if recipe.is_staged else None
     return _digest([VERSION, model.digest, rounded_to, recipe.digest(), size])[:32]

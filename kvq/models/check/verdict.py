@@ -1,6 +1,6 @@
-"""Verdicts on a format from measured figures, and reasons why figures of some models and texts prove nothing.
+"""Verdicts on a format from its measurements, and reasons why some models and texts prove nothing.
 
-Perplexity alone can't judge: a format that changes every distribution may lower it by luck. If a model only
+Perplexity alone is not enough: a format that changes every distribution may lower it by luck. If a model only
 guesses, or ignores the cache's contents, its perplexity stays the same whatever the format.
 Whether a model can show damage at all is measured by `instrument_check` in `kvq.evals.perplexity`.
 """
@@ -20,9 +20,9 @@ Verdict = Literal["harmless", "warning", "broken"]
 
 
 def verdict(kl_mean: float, perplexity_change: float) -> Verdict:  # D46: verdicts go by divergence
-    """Judge a mean divergence from unquantized KV, in nats, together with a relative change of perplexity.
+    """Judge a format by its mean divergence from unquantized KV, in nats, and relative perplexity change.
 
-    A lower perplexity counts as an unchanged one. NaN counts as broken.
+    A lower perplexity counts as unchanged. NaN counts as broken.
     """
     if kl_mean < HARMLESS_KL and perplexity_change < HARMLESS_CHANGE:
         return "harmless"
@@ -30,14 +30,14 @@ def verdict(kl_mean: float, perplexity_change: float) -> Verdict:  # D46: verdic
 
 
 def chance_perplexity(tokens: npt.NDArray[np.int64], vocab_size: int) -> float:
-    """Return the perplexity of a guess that predicts each token by its frequency so far.
+    """Return the perplexity of predicting each token from its frequency so far.
 
-    If a uniform guess over the vocabulary is better, its perplexity is returned. `tokens`: a text's.
+    If a uniform guess over the vocabulary is better, return its perplexity. `tokens`: token ids of a text.
 
     Source: Witten and Bell, "The Zero-Frequency Problem" (1991), method C for unseen tokens.
     """
     order, places = np.argsort(tokens, kind="stable"), np.arange(len(tokens))
-    is_first = np.diff(tokens[order], prepend=-1) != 0  # first occurrence of its token, in that order
+    is_first = np.diff(tokens[order], prepend=-1) != 0  # first occurrence of its token, in sorted order
     before = np.empty_like(places)
     before[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
     kinds = np.cumsum(before == 0) - (before == 0)  # distinct tokens seen before
@@ -52,9 +52,10 @@ def cautions(
     look: Sequence[Mapping[str, Any]] = (),
     instrument: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Yield reasons, a sentence each, why figures of a model on a text say nothing about formats.
+    """Yield one sentence for each reason why a model's figures on a text say nothing about formats.
 
-    `perplexity`: with unquantized KV. `chance`: of guessing by counts. `look`, `instrument`: results' fields.
+    `perplexity`: measured with unquantized KV. `chance`: perplexity of guessing from token counts. `look`,
+    `instrument`: fields of the results.
     """
     if perplexity >= chance:
         yield (

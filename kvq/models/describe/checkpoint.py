@@ -1,4 +1,4 @@
-"""Checks of a model folder before anything is loaded from it: safetensors and JSON must be intact."""
+"""Checks that a model folder's safetensors and JSON files are intact before anything is loaded."""
 
 import json
 import math
@@ -55,7 +55,8 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder, sharded or not.
 
     Raises:
-        ModelError: there are no safetensors, only pickled weights, or the index names missing files.
+        ModelError: there are no safetensors files (only pickled weights, say), or the index names missing
+            files.
     """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -153,10 +154,10 @@ def _damaged(path: Path, why: str) -> ModelError:
 
 
 def content_digest(files: list[Path]) -> str:  # D209: every tensor's bytes: headers don't show a fine-tune
-    """Return a digest of all tensors' names, shapes, types and bytes, however they are sharded.
+    """Return a digest of all tensors' names, shapes, dtypes and bytes, independent of sharding.
 
-    The digest, xxh3 over every tensor's bytes, in hex, distinguishes models and reveals flipped bits. It is
-    no defence against deliberately forged weights.
+    The digest is a hexadecimal xxh3 hash. It distinguishes models and reveals flipped bits, but does not
+    protect against deliberately forged weights.
     """
     lines = []
     # The buffer is reused: fresh memory costs more than reading

@@ -1,8 +1,7 @@
-"""Checks of a config.json: its values, and whether it and the weights' headers describe the same model.
+"""Checks of a config.json's values and of its agreement with the weights' headers.
 
-Impossible values are refused before, say, a size of 10^18 is looped over or allocated. A wrong shape is
-traced to its config fields by trial: they are the fields whose doubling changes it. So no family-specific
-rules are needed.
+Invalid values are rejected before, say, a loop or an allocation uses a size of 10^18. A wrong shape is traced
+to its config fields by trial: doubling such a field changes the shape. No family-specific rules are needed.
 """
 
 import math
@@ -28,7 +27,7 @@ _MAY_BE_ZERO = "loss"  # part of the names of fields that only training reads
 _MAY_BE_INFINITE = "_limit"  # suffix
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 _APART = "config.json and weights belong to different models, or config.json was edited"
-_PACKED = 32  # the most values that one element of a packed tensor contains
+_PACKED = 32  # maximum number of values in one element of a packed tensor
 _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 
 
@@ -46,10 +45,10 @@ def _is_float(value: Mapping[str, Any]) -> bool:
 
 
 def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-    """Check every number, the dtype, the architectures and the token ids.
+    """Check every number, the dtype, the architectures and the token ids of a config.json.
 
     Raises:
-        ModelError: a value is impossible; the message names its field.
+        ModelError: a value is invalid; the message names its field.
     """
     where = folder / "config.json"
     for name, value in _values(config):
@@ -125,7 +124,7 @@ Build = Callable[[Mapping[str, Any]], nn.Module]  # a config.json's dict -> a mo
 def check_headers(
     folder: Path, config: Mapping[str, Any], geometry: ModelGeometry, entries: Iterable[TensorEntry]
 ) -> None:
-    """Check, without a module, the number of layers, and that a tensor is large enough for the heads.
+    """Check, without building a module, the number of layers and that a tensor is large enough for the heads.
 
     Raises:
         ModelError: config.json contradicts the weights.
@@ -157,12 +156,13 @@ def check_headers(
 def check_shapes(
     folder: Path, config: Mapping[str, Any], build: Build, shapes: Mapping[str, Shape], stored_bytes: int
 ) -> None:
-    """Compare every parameter's shape with that of the tensor of its name.
+    """Compare every parameter's shape with the shape of the stored tensor of the same name.
 
-    Parameters that transformers combines from several tensors have none; only their total is checked.
+    Parameters that transformers combines from several tensors have no such tensor; only their total size is
+    checked.
 
     Raises:
-        ModelError: a tensor has another shape; the message names the config fields that determine it.
+        ModelError: a tensor's shape differs; the message names the config fields that determine it.
     """
     model = build(config)
     unnamed = 0

@@ -1,4 +1,4 @@
-"""The tokens that end a text, as named by the files of a model's folder."""
+"""Tokens that end a text, as listed in the files of a model folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ _KEY = "eos_token_id"
 def read_end_ids(  # D218: generation_config, else config, and always the tokenizer's
     folder: Path, config: Mapping[str, Any], tokenizers: object, vocab_size: int
 ) -> frozenset[int]:
-    """Return the end tokens of generation_config.json, or else of config.json, and the tokenizer's.
+    """Return the end tokens in generation_config.json, or else in config.json, plus the tokenizer's.
 
-    Empty if no file names any. transformers falls back on config.json in the same way; vLLM and mlx-lm add
-    the tokenizer's end token, which chat templates write at the end of a turn.
+    The result is empty if no file lists any. transformers falls back to config.json in the same way; vLLM and
+    mlx-lm add the tokenizer's end token, which chat templates write at the end of a turn.
 
     Raises:
         ModelError: generation_config.json is not a JSON object.
@@ -32,6 +32,6 @@ def read_end_ids(  # D218: generation_config, else config, and always the tokeni
 
 
 def _listed(given: object) -> list[int]:
-    """Return the ids in an id or a list of ids; some files write -1 for none."""
+    """Return an id or a list of ids as a list, without -1, which some files write for none."""
     ids = given if isinstance(given, list) else [given]
     return [token for token in ids if type(token) is int and token >= 0]

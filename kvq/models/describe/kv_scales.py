@@ -20,16 +20,16 @@ _log = logging.getLogger("kvq")
 
 
 def is_kv_scale(name: str) -> bool:
-    """True if a tensor of this name is a scale of K or V, or a related one that some checkpoints contain."""
+    """Return True if the name is that of a K or V scale, or of a related tensor in some checkpoints."""
     return _NAME.search(name) is not None or _BESIDE.search(name) is not None
 
 
 def read_kv_scales(
     folder: Path, geometry: ModelGeometry, names: Sequence[str]
 ) -> tuple[HeadMaxima, ...] | None:
-    """Return every layer's K and V maxima (scale * 448) from tensors of these names; None if unusable.
+    """Return every layer's K and V maxima (scale * 448) from the named tensors, or None if unusable.
 
-    Either result is logged, unless there are no scales at all.
+    Both outcomes are logged, unless there are no scales at all.
     """
     places = {
         (int(match[1]), part): name

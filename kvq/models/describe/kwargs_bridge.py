@@ -18,7 +18,7 @@ _COUNTS = "get_seq_length"  # the cache's method from which attention derives po
 
 
 class _Given(threading.local):
-    """Keyword arguments of the layer that runs in this thread."""
+    """Keyword arguments of the layer running in this thread."""
 
     step: Any = None
 
@@ -27,7 +27,7 @@ _given = _Given()
 
 
 def hand_on_steps(model: nn.Module) -> None:  # D200: two hooks pass the step on
-    """Make layers that drop keyword arguments pass on the step; calling this again changes nothing."""
+    """Make layers that drop keyword arguments pass on the step; repeated calls have no effect."""
     for layer in list(model.modules()):
         attention = [x for x in layer.children() if hasattr(x, "layer_idx") and _takes_keywords(x)]
         if (
@@ -50,7 +50,7 @@ def _takes_keywords(module: nn.Module) -> bool:
 
 
 def _hands_keywords_on(module: nn.Module) -> bool:
-    """True if the module's forward pass calls anything with `**keywords`."""
+    """Return True if the module's forward pass calls any function with `**keywords`."""
     steps = dis.get_instructions(inspect.unwrap(type(module).forward))
     return any(step.opname == "CALL_FUNCTION_EX" for step in steps)
 
@@ -75,10 +75,10 @@ class _Unused(TypedDict, total=False):
 
 
 class _Before:
-    """Stand-in for a cache that reports how many tokens precede a step's."""
+    """Stand-in for a cache that reports how many tokens precede the step's tokens."""
 
     def __init__(self, positions: Tensor) -> None:
-        """`positions`: int64 [tokens]."""
+        """`positions`: positions of the step's tokens, int64 [tokens]."""
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ class _Before:
 
 
 def pass_positions(model: nn.Module) -> None:  # D206: a stand-in cache that counts positions
-    """Give attention that derives positions from a cache the positions of a step's tokens instead."""
+    """Pass a step's token positions to attention that would otherwise derive them from a cache."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)
         if hasattr(module, "layer_idx") and code is not None and _COUNTS in code.co_names:

@@ -1,4 +1,4 @@
-"""transformers' own modules: built from safetensors alone, every tensor accounted for, nothing printed."""
+"""Construction of transformers' own modules from safetensors alone, with every tensor accounted for."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old 
 
 @contextmanager
 def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelError
-    """Load with transformers in one thread at a time, without its log lines."""
+    """Allow one thread at a time to load with transformers, and suppress transformers' log messages."""
     register_attention()
     settle_threads()
     watch_other_threads()
@@ -39,7 +39,7 @@ def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelE
 
 
 def import_class(config_dict: Mapping[str, Any]) -> None:
-    """Import the model's classes, so that their memory does not count as weights."""
+    """Import the model's classes, so that their memory is not counted as weights."""
     import_whole("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def import_class(config_dict: Mapping[str, Any]) -> None:
 
 
 def load_config(folder: Path) -> Any:
-    """Return transformers' configuration of a folder.
+    """Return the transformers configuration of a model folder.
 
     Raises:
         ModelError: the configuration can't be read.
@@ -66,7 +66,7 @@ def load_config(folder: Path) -> Any:
 
 
 def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """Return the module that a config.json's dict describes, without values and without memory.
+    """Return the module that a config.json's dict describes, on the meta device.
 
     Raises:
         ModelError: the dict describes no valid module; the message names the field.
@@ -88,7 +88,7 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     """Return the module that a config.json's dict describes, randomly initialized as before training.
 
-    It is built on the device, with kvq's attention.
+    The module is built on `device`, with kvq's attention.
     """
     from transformers import AutoModelForCausalLM
 
@@ -109,10 +109,10 @@ def config_of(given: Mapping[str, Any]) -> Any:
 
 
 def default_config(given: Mapping[str, Any]) -> Any:
-    """Return transformers' default configuration of a family.
+    """Return transformers' default configuration for a model family.
 
     Raises:
-        KeyError, ValueError: the dict names no family, or one that transformers doesn't know.
+        KeyError, ValueError: the dict names no family, or a family unknown to transformers.
     """
     from transformers import AutoConfig
 
@@ -123,7 +123,7 @@ def default_config(given: Mapping[str, Any]) -> Any:
 def _blamed(
     folder: Path, config: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object], error: Exception
 ) -> ModelError:
-    """Return an error that names a field whose removal avoids it or, failing that, that alone causes it."""
+    """Return an error naming a field whose removal avoids `error`, or else a field that alone causes it."""
     kind, cause = {"model_type": config["model_type"]}, first_lines(error)
     # Keep only the check's own message from its report
     told = re.sub(r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2])
@@ -150,7 +150,7 @@ def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any
 
 
 def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
-    """Load a folder's model in `dtype` ("auto": the checkpoint's) on the CPU, by default for kvq's attention.
+    """Load a folder's model in `dtype` ("auto": the checkpoint's) on the CPU, for kvq's attention by default.
 
     Raises:
         ModelError: the weights are damaged or incomplete; the message says how.
@@ -178,7 +178,7 @@ def load_module_from(
     *,
     attention: str = PACKED_NAME,
 ) -> Any:
-    """Load a module from a folder's configuration, its generation settings and unquantized tensors.
+    """Load a module from `config`, unquantized tensors and the folder's generation settings.
 
     Raises:
         ModelError: the weights are damaged or incomplete; the message says how.
@@ -201,7 +201,7 @@ def load_module_from(
 def _load(
     folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
 ) -> Any:
-    """Return the module that `make` returns, with every tensor accounted for."""
+    """Return the module that `make` loads; raise ModelError unless every tensor is accounted for."""
     try:
         with loading():  # mismatches are reported below, in kvq's words
             model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})

@@ -1,4 +1,4 @@
-"""Resolution of model names to folders, done once: an embedded model, a folder, or a hub name."""
+"""Resolution of model names (of embedded models, folders or hub models) to folders, done once."""
 
 import importlib
 import logging
@@ -21,7 +21,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:  # D208: a resolved path is a type, never a name again
-    """Place where a model was found."""
+    """Location of a resolved model."""
 
     folder: Path  # absolute, links followed
     name: str  # for tables and clients: the last part of the name given
@@ -43,14 +43,14 @@ def resolve_model(
     token: str | None = None,
     weights: bool = True,
 ) -> ModelSource:
-    """Find a model, downloading it from the hub if it is neither here nor embedded.
+    """Find a model, downloading it from the hub if it is neither local nor embedded.
 
-    A string is an embedded model's name, else a folder if one exists, else a hub name. A `Path` is always
-    a folder. Without `weights`, only the small files of a hub model are downloaded.
+    A string is read as an embedded model's name, else as an existing folder, else as a hub name. A `Path` is
+    always a folder. Without `weights`, only the small files of a hub model are downloaded.
 
     Raises:
-        ModelError: no such folder, or a hub name that is missing, gated or unreachable.
-        ConfigError: `revision` is given for a model that is not on the hub.
+        ModelError: the folder does not exist, or the hub model is missing, gated or unreachable.
+        ConfigError: `revision` is passed for a model that is not on the hub.
     """
     if isinstance(model, ModelSource):
         return model
@@ -66,10 +66,10 @@ def resolve_model(
 
 
 def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
-    """Return the embedded model or the folder of this name; None if the name can only be a hub name.
+    """Return the embedded model or the folder of this name, or None if the name can only be a hub name.
 
     Raises:
-        ModelError: the name is none of these.
+        ModelError: nothing of this name exists, and it is not a valid hub name.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
     if not isinstance(name, str):
@@ -148,7 +148,7 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """Return base errors of the HTTP clients in huggingface_hub releases; its own errors are OSErrors."""
+    """Return the base exceptions of huggingface_hub's HTTP clients; its own errors are OSErrors."""
     found: list[type[Exception]] = [OSError]
     for name in ("httpx2", "httpx"):
         with suppress(ImportError):

@@ -1,13 +1,13 @@
-"""Text models that transformers knows only as parts of models that read images.
+"""Text models that exist in transformers only as components of vision-language models.
 
-With a head, they are ordinary causal language models.
+With a language modeling head, they are ordinary causal language models.
 """
 
 from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-# The heads of the whole models are plain Linear layers, too.
+# The heads of the full models are plain Linear layers, too.
 _BARE = (
     *("glm4v_text", "glm4v_moe_text", "glm_ocr_text"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
@@ -27,7 +27,7 @@ class _Inputs(TypedDict, total=False):
 
 
 def know_text_model(model_type: str) -> None:
-    """Register a causal language model for a text part that transformers has no such class for."""
+    """Register a causal language model class for a text model for which transformers has none."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     if model_type not in _BARE:
@@ -40,7 +40,7 @@ def know_text_model(model_type: str) -> None:
 
 
 def _convert_alike(name: str, model_type: str) -> None:
-    """Convert a class's tensors like the whole model's: checkpoints store experts one by one."""
+    """Convert a class's tensors as in the full model, since checkpoints store each expert separately."""
     from transformers.conversion_mapping import (
         WeightConverter,
         get_checkpoint_conversion_mapping,

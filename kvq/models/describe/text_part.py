@@ -1,4 +1,4 @@
-"""Config and tensors of a model folder or, if the model also reads images or sound, of its text part."""
+"""Config and tensors of a model folder, or of the text part of a multimodal model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,17 +15,17 @@ from kvq.models.describe.checkpoint import UNREAD, TensorEntry, read_header, rea
 
 
 def is_whole(folder: Path) -> bool:
-    """True if a folder contains a model of which only the text part is served."""
+    """Return True if a folder contains a multimodal model, of which only the text part is served."""
     return str(read_json(folder / "config.json").get("model_type")) in KINDS
 
 
 def namer(folder: Path) -> Callable[[str], str | None]:
-    """Return a function that maps a folder's tensor names to kvq's, and names of other parts to None."""
+    """Return a function that maps a folder's tensor names to kvq's, or to None outside the text part."""
     return text_name if is_whole(folder) else str
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json (its text part), with quantization settings from other files.
+    """Return a folder's config.json, or its text part, with quantization settings from other files.
 
     Raises:
         ModelError: the file is missing, unreadable or not a JSON object.
@@ -35,7 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_entries(folder: Path) -> tuple[TensorEntry, ...]:
-    """Return the text part's tensors, under kvq's names, that have a type kvq reads.
+    """Return the text part's tensors that have a dtype kvq can read, under kvq's names.
 
     Raises:
         ModelError: files are damaged or missing.
@@ -44,7 +44,7 @@ def read_entries(folder: Path) -> tuple[TensorEntry, ...]:
 
 
 def read_unread(folder: Path) -> dict[str, str]:
-    """Return the types of the text part's tensors that kvq doesn't read, by kvq's names."""
+    """Return the dtypes of the text part's tensors that kvq can't read, keyed by kvq's names."""
     return {entry.name: entry.dtype for entry in _all_entries(folder) if entry.dtype in UNREAD}
 
 
@@ -57,10 +57,10 @@ def _all_entries(folder: Path) -> Iterator[TensorEntry]:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Mapping of names to tensors in several files; a tensor is mapped from its file on access."""
+    """Mapping from names to tensors in several files; each tensor is memory-mapped on access."""
 
     def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
-        """Open the files. `named`: maps a stored name to the name here, or to None to omit the tensor.
+        """Open the files. `named`: maps a stored name to kvq's name, or to None to omit the tensor.
 
         Raises:
             ModelError: a file is damaged.
@@ -86,7 +86,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def path_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
+        """Return the file that contains a tensor."""
         return self._files[name][0]
 
     def __iter__(self) -> Iterator[str]:
@@ -97,7 +97,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def read_tensors(folder: Path) -> StoredTensors:
-    """Return a folder's tensors, by kvq's names, to be read on access.
+    """Return a folder's tensors, keyed by kvq's names and read on access.
 
     Raises:
         ModelError: files are damaged or missing.

@@ -1,8 +1,8 @@
-"""Control tokens, which give a prompt its structure, distinguished from text that only spells them.
+"""Separation of control tokens, which give a prompt its structure, from text that merely spells them.
 
 Before a chat template is rendered, spellings such as `<|im_end|>` in untrusted texts are replaced with
-private characters that no text contains, so any that remain in the result are the template's own. A copy of
-the tokenizer, in which control tokens have spellings that nobody can guess, then encodes the whole text.
+private characters that no text contains, so any spellings left in the result come from the template. A copy
+of the tokenizer, in which control tokens have spellings that nobody can guess, then encodes the entire text.
 """
 
 import json
@@ -27,7 +27,7 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
         text = tokenizer.apply_chat_template([{"role": "user", "content": safe}], tokenize=False)
         ids = control.encode(text)  # with no more control tokens than the template wrote
 
-    Texts that spell control tokens are refused if the tokenizer has no `tokenizer.json` or can't be copied.
+    Texts that spell control tokens are rejected if the tokenizer has no `tokenizer.json` or can't be copied.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -60,8 +60,9 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """Return a text, or lists and dictionaries of texts, with control tokens' spellings hidden.
 
-        Spellings are hidden in upper and lower case. A spelling's beginning at the end of a text and its end
-        at the start are hidden, too, ignoring white space there, because adjacent text may complete them.
+        Spellings are hidden regardless of case. The beginning of a spelling at the end of a text and the end
+        of one at its start are hidden too, ignoring outer white space, because adjacent text may complete
+        them.
         `whole`: also hide a text that is part of a spelling, since a template may write the rest around it.
         """
         if isinstance(value, str):
@@ -80,7 +81,7 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
         """Return the token ids of a rendered template with hidden texts; no special tokens are added.
 
         Raises:
-            RequestError: a spelling is hidden in it, and this tokenizer can't encode that as plain text.
+            RequestError: the text contains a hidden spelling that this tokenizer can't encode as plain text.
         """
         if self._begin not in text and not (self._is_normalized and self._guarded is not None):
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -93,7 +94,7 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
         `special`: include the special tokens that the tokenizer adds around a text.
 
         Raises:
-            RequestError: the text spells a control token, and this tokenizer can't encode that as plain text.
+            RequestError: the text spells a control token that this tokenizer can't encode as plain text.
         """
         if self._guarded is not None:
             self._check_reserved(text)
@@ -125,7 +126,7 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
         return text[: end - tail] + self._veil(text[end - tail : end]) + text[end:]
 
     def _is_piece(self, text: str) -> bool:
-        """True if a text is a part of a control token's spelling."""
+        """Return True if a text is part of a control token's spelling."""
         if len(text) >= self._longest:
             return False
         folded = _folded(text)
@@ -157,7 +158,7 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
         return len(text) - _origins(text, folded)[found] if found is not None else 0
 
     def _resolved(self, found: re.Match[str]) -> str:
-        """Return the guarded tokenizer's text for a match, without broken fragments of hidden text."""
+        """Return a match's replacement for the guarded tokenizer; "" for broken fragments of hidden text."""
         if found["veiled"] is not None:
             return _shown(found["veiled"])
         return self._secret[found["spelled"]] if found["spelled"] is not None else ""
@@ -174,7 +175,7 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
 
 
 def _control_ids(tokenizer: Any) -> dict[str, int]:
-    """Return ids, by spelling, of added tokens that are special, in the template, or look like controls."""
+    """Return ids, keyed by spelling, of added tokens that are or look special or are in the template."""
     source = template_source(tokenizer)
     found: dict[str, int] = {
         str(token): number
@@ -197,7 +198,7 @@ def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _folded(text: str) -> str:  # D293: any case: templates may change it
-    """Fold a text so that all texts that differ only in case are folded to the same result."""
+    """Return a folded text that is the same for all texts that differ only in case."""
     return text.upper().casefold()  # casefold leaves the dotless i unchanged; upper turns it into I
 
 
@@ -209,7 +210,7 @@ def _origins(text: str, folded: str) -> Sequence[int]:
 
 
 def _guarded(tokenizer: Any, secret: dict[str, str], ids: dict[str, int]) -> Any:
-    """Return a copy of the tokenizer with secret spellings of control tokens; None if that is impossible."""
+    """Return a tokenizer copy with secret spellings of control tokens, or None if that is impossible."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,4 +1,4 @@
-"""Decoder layers in C++: a whole step in one call, or two calls and an attention call per layer."""
+"""Decoder layers in C++: an entire step in one call, or two calls and an attention call per layer."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from kvq.models.parts.step import PackedStep
 
 
 class CpuLayers:
-    """All layers of a model and its last norm."""
+    """All decoder layers of a model and its final norm."""
 
     def __init__(self, layers: Sequence[DecoderParts], norm: nn.Module) -> None:
         self._layers = [CpuDecoder(parts) for parts in layers]
@@ -24,7 +24,7 @@ class CpuLayers:
         self._stacks: WeakKeyDictionary[LayerStore, CpuStack] = WeakKeyDictionary()  # by first store
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
-        """[rows, hidden] -> the same, normed."""
+        """Run all layers and the final norm: [rows, hidden] -> [rows, hidden]."""
         stack = self._stack_of(step) if len(x) == len(step.bad_tokens) else None
         if stack is not None:
             turned = [angles[kind] for kind in self._kinds]
@@ -44,7 +44,7 @@ class CpuLayers:
         wanted: Tensor,
         step: PackedStep,
     ) -> ReadyPass | None:
-        """Return a step as one call, bit-identical to several calls; None if it takes several."""
+        """Return an entire step as one call, bit-identical to several calls; None if it requires several."""
         if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
             return None
         tables = angles.tables(make.dtype, int(positions.max()) + 1)
@@ -69,7 +69,7 @@ class CpuLayers:
         return x
 
     def _stack_of(self, step: PackedStep) -> CpuStack | None:
-        """Return all layers over the step's cache if its attention runs in C++ alone, else None."""
+        """Return all layers for the step's cache, or None unless the step's attention runs in C++ alone."""
         if not step.is_plain:
             return None
         first = step.cache.stores[self._layers[0].parts.index]  # a different store after pools have grown

@@ -1,4 +1,4 @@
-"""The bytes that an engine will need for weights, estimated from a model's small files and headers."""
+"""Estimate of the memory that an engine needs for weights, from a model's small files and headers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
 
 
 def held_by_engine(model: PreparedModel) -> HeldAs:
-    """Return the types in which the engine keeps the checkpoint's tensors."""
+    """Return the dtypes and formats in which the engine keeps the checkpoint's tensors."""
     other, rounded = PLAIN[DTYPE_NAMES[model.dtype]], model.rounded_to
     if rounded is not None:
         form = Stored.of(rounded, _ROUNDED_SCALE)
@@ -77,12 +77,12 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
 
 
 def _packs(model: PreparedModel, fmt: WeightFormat) -> bool:
-    """True if kernels support experts stored as codes of `fmt`, and this model's experts."""
+    """Return True if kernels support this model's experts, stored as codes of `fmt`."""
     return runs_experts(fmt, model.device, model.backend) is not None and _knows_experts(model)
 
 
 def _knows_experts(model: PreparedModel) -> bool:
-    """True if the model has experts and kernels support them."""
+    """Return True if the model has experts and kernels support them."""
     if not count_parameters(model.config, model.geometry).experts:
         return False
     return bool(stacked_experts(build_on_meta(model.folder, unquantized(model.config))))
@@ -95,7 +95,7 @@ def _scale_bytes(model: PreparedModel) -> int:
 
 
 def _narrowest(model: PreparedModel) -> str:
-    """Return the smallest type that stores all Linear weights exactly; fp32 ones are often widened."""
+    """Return the smallest dtype that stores all Linear weights exactly; fp32 is often a widened copy."""
     matrices = Counter[str]()
     for entry in _matrices(model):
         if entry.dtype in _STORED:
@@ -115,7 +115,7 @@ def _matrices(model: PreparedModel) -> list[TensorEntry]:
 
 
 def _samples(model: PreparedModel) -> Iterator[Tensor]:
-    """Yield the bits of the first values of each fp32 matrix; the caller stops at one that is not widened."""
+    """Yield the bits of each fp32 matrix's first values; the caller stops at the first non-widened matrix."""
     stored = read_tensors(model.folder)
     for entry in _matrices(model):
         if entry.dtype == "F32":

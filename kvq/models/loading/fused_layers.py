@@ -1,9 +1,9 @@
-"""All decoder layers of a model in few calls, where Python and small operations would take most of a step.
+"""Decoder layers run in few calls, for models whose steps Python and small operations would dominate.
 
-A decoder layer in transformers takes some forty tensor operations and a dozen module calls. If kvq knows the
-kind of every layer of a model, the model's steps run here, in C++ on CPUs and in Triton on GPUs, as one loop
-over the same description of a layer. The model's own code stays in place for any call that is not a kvq
-step, and the load-time probe compares both.
+A decoder layer in transformers takes some forty tensor operations and a dozen module calls. If kvq recognizes
+every layer of a model, the model's steps run here, in C++ on CPUs and in Triton on GPUs, as one loop over the
+same layer descriptions. The model's own code stays in place for any call that is not a kvq step, and the
+load-time probe compares the two.
 """
 
 import weakref
@@ -32,7 +32,7 @@ Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor
 
 
 def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -> bool:
-    """Make a model run steps in few calls; return False and change nothing if a layer's kind is unknown.
+    """Make a model run steps in few calls; return False and change nothing if a layer is not recognized.
 
     `windows`: the attention window of every layer, in tokens.
     """
@@ -57,7 +57,7 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
 
 
 def is_fused(model: Any) -> bool:
-    """True if all layers run in compiled kernels; on CPUs, a row's results then don't depend on others."""
+    """Return True if all layers run in compiled kernels; on CPUs, this makes rows' results independent."""
     return isinstance(model.base_model.__dict__.get("forward"), _FusedForward)
 
 
@@ -68,9 +68,9 @@ def unfuse_layers(model: Any) -> None:
 
 
 def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
-    """Return a model's embedding, last norm and head for compiled code; None if it does not support them.
+    """Return compiled code for a model's embedding, final norm and head, or None if not supported.
 
-    `scale`: the factor that embeddings are multiplied by.
+    `scale`: the factor by which embeddings are multiplied.
     """
     embedding, norm = inner.embed_tokens, inner.norm
     known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
@@ -107,9 +107,9 @@ class _Inputs(TypedDict, total=False):
 
 
 class _FusedForward:
-    """A model's forward pass up to its last norm; calls other than kvq steps run the model's own code.
+    """A model's forward pass through its final norm; calls other than kvq steps run the model's own code.
 
-    The layers' parts are read once, at creation; to replace a part later, unfuse the model first.
+    The layers' submodules are read once, at creation; to replace one later, unfuse the model first.
     """
 
     def __init__(self, inner: Any, run: Layers, layers: list[DecoderParts]) -> None:
@@ -142,13 +142,13 @@ class _FusedForward:
     def whole(
         self, ends: CpuPass, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
     ) -> ReadyPass | None:
-        """Return a whole step as one call; None if it takes several."""
+        """Return an entire step as one call, or None if it requires several."""
         if not isinstance(self._run, CpuLayers):
             return None
         return self._run.whole(ends, self._angles, tokens, positions, wanted, step)
 
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        """[1, rows] each -> [rows, hidden], after the last norm."""
+        """Return hidden states [rows, hidden] after the final norm; tokens and positions: [1, rows]."""
         x: Tensor = self._inner().embed_tokens(tokens)  # may have been replaced with another model's
         if self.scale != 1.0:
             x = x * self.scale
@@ -156,7 +156,7 @@ class _FusedForward:
 
 
 class FusedPass:
-    """A step of a fused model that computes logits with the head alone, without transformers' wrapper."""
+    """A fused model's step that computes logits with the head alone, without transformers' wrapper."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -171,7 +171,7 @@ class FusedPass:
     @classmethod
     @torch.inference_mode()
     def of(cls, model: Any) -> "FusedPass | None":
-        """Return a model's pass; None if a trial shows that the model does more than apply its head."""
+        """Return a model's pass, or None if a trial shows that the model does more than apply its head."""
         head = model.get_output_embeddings()
         if not is_fused(model) or not isinstance(head, nn.Module) or not runs_library_code(model):
             return None
@@ -198,13 +198,13 @@ class FusedPass:
         return self._ends is not None and self.is_free
 
     def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
-        """Return the step of `__call__` as one call, not yet started; None if it takes several."""
+        """Return the step of `__call__` as one call, not yet started, or None if it requires several."""
         if self._ends is None or step.keeps_hidden or not self._has_same_ends():
             return None
         return self._layers.whole(self._ends, tokens, positions, wanted, step)
 
     def _has_same_ends(self) -> bool:
-        """True while embedding and norm are the same, and no `forward` of them or of the head is replaced."""
+        """Return True if embedding and norm are unchanged and no module's `forward` has been replaced."""
         ends = self._inner.embed_tokens, self._inner.norm
         is_same = all(now is before for now, before in zip(ends, self._modules, strict=False))
         is_own = not any("forward" in module.__dict__ for module in self._modules)

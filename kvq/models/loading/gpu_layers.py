@@ -1,4 +1,4 @@
-"""Decoder layers in Triton: one launch adds to the residual and norms the sum for the next half-layer."""
+"""Decoder layers in Triton: one launch adds to the residual and normalizes the sum for the next sublayer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,9 +19,10 @@ Angles = dict[str, tuple[Tensor, Tensor]]
 def gpu_layers(
     layers: Sequence[DecoderParts], norm: NormWeight
 ) -> Callable[[Tensor, Angles, PackedStep], Tensor]:
-    """Return a function that runs all layers of a model and its last norm.
+    """Return a function that runs all decoder layers of a model and its final norm.
 
-    It takes [rows, hidden], which becomes the residual, and returns normed hidden states of the same shape.
+    The function takes [rows, hidden], which becomes the residual, and returns normed hidden states of the
+    same shape.
     """
     following = [*(parts.input_norm for parts in layers[1:]), norm]
     own = [_Layer(parts, after) for parts, after in zip(layers, following, strict=True)]
@@ -39,7 +40,7 @@ def gpu_layers(
 
 class _Layer:
     def __init__(self, parts: DecoderParts, following: NormWeight | None) -> None:
-        """`following`: the norm of the next layer's inputs, or the model's last norm."""
+        """`following`: the input norm of the next layer, or the model's final norm."""
         products = [parts.qkv, parts.output]
         products += [parts.mlp.gate_up, parts.mlp.down] if isinstance(parts.mlp, GatedParts) else []
         for product in products:
@@ -52,7 +53,7 @@ class _Layer:
         self._following = AddNorm(following, post=parts.out_norm, scale=parts.scale)
 
     def __call__(self, h: Tensor, residual: Tensor, angles: Angles, step: PackedStep) -> Tensor:
-        """Normed inputs [rows, hidden] -> the next layer's; both halves are added to `residual` in place."""
+        """Return the next layer's normed inputs, [rows, hidden]; update `residual` in place."""
         parts = self._parts
         turned = angles[parts.angles] if parts.heads.rotary_dim else None
         attended = step.attend_joined(parts.index, parts.qkv(h), turned, parts.heads, parts.options)

@@ -1,4 +1,4 @@
-"""Parts of the usual kinds of decoder layers in transformers.
+"""Recognition of the parts of common decoder layers in transformers.
 
 Layers are recognized by their class names; the load-time probe verifies that they were understood correctly.
 """
@@ -45,9 +45,9 @@ _PARTS = {"self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout"}
 
 
 def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
-    """Return the parts of a decoder layer of the model `inner`; None if its code is not known.
+    """Return the parts of a decoder layer of the model `inner`, or None if its code is not recognized.
 
-    `window`: the number of tokens that its attention sees; None for all.
+    `window`: number of tokens that the layer's attention sees; None for all.
     """
     name = type(layer).__name__.removesuffix("DecoderLayer")
     names = _FAMILIES.get(name)
@@ -65,7 +65,7 @@ def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
 
 
 class _Unknown(Exception):
-    """A part is of an unknown kind."""
+    """Raised if a part of a layer is not recognized."""
 
 
 def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts:
@@ -98,7 +98,7 @@ def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts
 
 
 def _projections(attention: Any) -> list[nn.Module]:
-    """Return the projections of queries, keys and values, joined or not; all other parts must be known."""
+    """Return the query, key and value projections, fused or not; raise _Unknown for other submodules."""
     own = dict(attention.named_children())
     known = {"o_proj", "q_norm", "k_norm"}
     for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
@@ -160,7 +160,7 @@ def _gated(gates: Sequence[nn.Module], down: nn.Module, activation: Activation) 
 
 
 def _rows_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a module of [1, rows, hidden] as a function of rows, without any router scores it returns."""
+    """Wrap a module for [1, rows, hidden] as a function of [rows, hidden] that drops any router scores."""
 
     def run(x: Tensor) -> Tensor:
         found = mlp(x[None])
@@ -178,7 +178,7 @@ def _norm(norm: Any) -> NormWeight:
 
 
 def _bias(layers: Sequence[nn.Module]) -> Tensor | None:
-    """Return the concatenated biases of layers; None if no layer has one."""
+    """Return the concatenated biases of layers, or None if no layer has a bias."""
     given: list[Any] = list(layers)
     known = [layer.bias.detach() for layer in given if layer.bias is not None]
     if not known:

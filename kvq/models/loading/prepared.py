@@ -1,4 +1,4 @@
-"""A model without its weights: anything that can't work is refused before the weights are read."""
+"""A model without its weights: anything that can't work is rejected before the weights are read."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -41,7 +41,7 @@ QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: name and digest of 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedModel:
-    """A located model with everything that its small files and headers say about it, made by `prepare`."""
+    """A located model, described by its small files and tensor headers; returned by `prepare`."""
 
     source: ModelSource
     config: Mapping[str, Any]  # config.json, or its text part
@@ -58,17 +58,17 @@ class PreparedModel:
 
     @property
     def folder(self) -> Path:
-        """The folder of the model's files."""
+        """Folder of the model's files."""
         return self.source.folder
 
     @property
     def stored_bytes(self) -> int:
-        """The size of all stored tensors in bytes."""
+        """Size of all stored tensors in bytes."""
         return sum(entry.end - entry.begin for entry in self.entries)
 
     @property
     def stored_values(self) -> int:
-        """The number of values in all tensors."""
+        """Number of values in all stored tensors."""
         return sum(prod(entry.shape) for entry in self.entries)
 
     @property
@@ -81,7 +81,8 @@ class PreparedModel:
         """The model's tokenizer.
 
         Raises:
-            ModelError: the folder has no tokenizer that loads without running its code, or another model's.
+            ModelError: the folder has no tokenizer that loads without running its code, or one for another
+                model.
         """
         tokenizer = load_tokenizer(self.folder)
         check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
@@ -89,7 +90,7 @@ class PreparedModel:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text; empty if no file of the model names any.
+        """Tokens that end a text; empty if no file of the model lists any.
 
         Raises:
             ModelError: generation_config.json is not a JSON object.
@@ -101,11 +102,11 @@ class PreparedModel:
 
     @property
     def digest(self) -> str:
-        """Digest of all tensors of the checkpoint; waits for one read of the files, started if necessary."""
+        """Digest of all checkpoint tensors; waits for its computation, which is started if necessary."""
         return self._digest.result()
 
     def begin_digest(self) -> None:
-        """Start computing the digest in a thread, while loading the weights reads the same pages."""
+        """Start computing the digest in a thread, while the weights are loaded from the same pages."""
         _ = self._digest
 
     @cached_property
@@ -128,13 +129,13 @@ class PreparedModel:
         *,
         whole_blocks: bool | None = None,
     ) -> KVRecipe:
-        """Return the recipe that `kv` means for this model.
+        """Return the recipe that `kv` stands for with this model.
 
-        `scales`: used if the recipe is static and has none of its own. `whole_blocks`: as in
+        `scales`: used if the recipe is static and has no scales. `whole_blocks`: as in
         `KVRecipe.uniform`; None: True for kvq's own cache only.
 
         Raises:
-            UnfitFormat: the format doesn't fit the head dimensions; another one may.
+            UnfitFormat: the format doesn't fit the head dimensions; another format may.
             ConfigError: the format is unknown, or the recipe was made for other layers.
         """
         kv = DTYPE_NAMES[self.dtype] if kv == "auto" else kv
@@ -213,9 +214,9 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     """Find a model and check everything that can be checked without reading its weights.
 
     Raises:
-        ModelError: the model is missing, damaged or refused.
+        ModelError: the model is missing, damaged or unsupported.
         ConfigError: an option is unknown or can't be used as given.
-        EngineError: this process was forked from one whose engine ran in a thread.
+        EngineError: this process was forked from one in which an engine's thread was running.
     """
     known = sorted(LoadOptions.__annotations__)
     for name in given:
@@ -271,7 +272,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
 def make_cache(
     model: PreparedModel, layout: KVLayout, *, num_blocks: list[int], backend: str | None = None
 ) -> CacheBackend:
-    """Return a cache of `num_blocks` blocks per layer group, always kvq's own if `backend` names kernels.
+    """Return a cache with `num_blocks` blocks per layer group; it is kvq's own if `backend` names kernels.
 
     Raises:
         ConfigError: the cache backend can't store the layout's recipe.
@@ -288,10 +289,10 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Return static scales from the kvq.json at `path`, else from the model folder's, else the checkpoint's.
+    """Return static scales from the kvq.json at `path`, else in the model folder, else from the checkpoint.
 
     Raises:
-        ConfigError: the file is unreadable, contains no static scales, or contains another model's.
+        ConfigError: the file is unreadable, or contains no static scales or those of another model.
     """
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():

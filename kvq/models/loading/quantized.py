@@ -72,7 +72,7 @@ def load_rounded(  # D215: a million values at a time; no cache on disk
 
 
 def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
-    """True if quantized experts run in C++, False in the reference; None on GPUs: experts stay as stored.
+    """Return True if quantized experts run in C++, False if in the reference; None on GPUs (left as stored).
 
     Raises:
         UnsupportedKernel: the named backend has no kernel for this device.
@@ -99,10 +99,10 @@ def _check_groups(fmt: WeightFormat, in_features: int, name: str) -> None:
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
-    """Return the format that each Linear layer is rounded to, by name; 8 bits for the head if integer.
+    """Return each Linear layer's format, keyed by name; the head has 8 bits if `fmt` is an integer format.
 
     Raises:
-        ConfigError: no layer can be rounded, or one's inputs can't be divided into its format's groups.
+        ConfigError: no layer can be rounded, or a layer's inputs can't be divided into its format's groups.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = {
@@ -136,14 +136,14 @@ def check_scheme(folder: Path, config: object) -> None:
 
 
 def is_bitsandbytes(config: object) -> bool:
-    """True if a quantization_config leaves the layers to bitsandbytes."""
+    """Return True if a quantization_config leaves the layers to bitsandbytes."""
     return isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes"
 
 
 def load_quantized(  # D183: transformers places stand-ins, which the codes then replace
     folder: Path, config_dict: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, backend: str
 ) -> Any:
-    """Return a folder's model with quantized Linear layers: compressed-tensors, GPTQ, AWQ.
+    """Return a folder's model with quantized Linear layers (compressed-tensors, GPTQ or AWQ).
 
     Kernels use the codes unchanged. Stacked experts, which are not Linear layers, are dequantized first, and
     stay dequantized on GPUs. Layers quantized by bitsandbytes are left to bitsandbytes.
@@ -179,7 +179,7 @@ def load_quantized(  # D183: transformers places stand-ins, which the codes then
 def _install_experts(  # D184: placed by name, then compared with the stack
     model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
 ) -> None:
-    """Replace stacked experts with the codes that a checkpoint stores per expert, if a kernel runs them.
+    """Replace stacked experts with the codes that a checkpoint stores per expert, if a kernel supports them.
 
     Experts stay dequantized if the codes' values differ from the values that transformers stacked.
     """
@@ -205,7 +205,7 @@ def _install_experts(  # D184: placed by name, then compared with the stack
 
 
 def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
-    """True if a stacked tensor equals the dequantized weights."""
+    """Return True if a stacked tensor equals the dequantized weights."""
     pairs = zip(weights, stacked, strict=False)
     return len(weights) == len(stacked) and all(
         torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
@@ -213,7 +213,7 @@ def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
 
 
 def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
-    """Return the quantized weights among `stored`, by the layer's name.
+    """Return the quantized weights among `stored`, keyed by layer name.
 
     Raises:
         ModelError: a tensor is missing or doesn't match the scheme.
@@ -229,7 +229,7 @@ def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str,
 
 
 def coded_layers(stored: Collection[str]) -> list[str]:
-    """Return the Linear layers whose weights are quantized, given the names of all tensors."""
+    """Return the names of Linear layers with quantized weights; `stored`: the names of all tensors."""
     names = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
@@ -239,7 +239,7 @@ def coded_layers(stored: Collection[str]) -> list[str]:
 def plain_tensors(
     scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Collection[str]
 ) -> dict[str, _Stored]:
-    """Return the stored tensors other than codes, their scales, and scales of K or V.
+    """Return the stored tensors other than codes, their scales, and K or V scales.
 
     Raises:
         ModelError: a weight is stored both quantized and unquantized.

@@ -40,7 +40,7 @@ _log = logging.getLogger("kvq")
 
 
 class _StandIn(Tensor):
-    """A tensor without memory, which stays that way wherever a loader moves it."""
+    """A tensor that has no memory, even after a loader moves it."""
 
     def to(  # type: ignore[override]  # torch's overloads, without those that no loader uses
         self, *_: object, dtype: torch.dtype | None = None, device: object = None, non_blocking: bool = False
@@ -53,8 +53,8 @@ class _StandIn(Tensor):
 def build_skeleton(prepared: PreparedModel) -> tuple[Any, dict[str, Tensor]] | None:
     """Return a prepared model's module, with every parameter on the meta device, and its stand-in tensors.
 
-    The stand-ins, by their names on disk, are the tensors without memory that transformers built the module
-    from. None if transformers can't build a module without values; loading then reports any error.
+    The stand-ins, keyed by their names on disk, are the tensors without memory that the module was built
+    from. Returns None if transformers can't build a module without values; loading then reports any error.
 
     Raises:
         ModelError: tensors are missing, unexpected or misshapen, or kvq would run the model incorrectly.
@@ -106,7 +106,7 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
 
 
 def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
-    """Return the tensors that transformers would load, by name, without memory."""
+    """Return stand-ins, without memory, for the tensors that transformers would load, keyed by name."""
     entries = {entry.name: entry for entry in prepared.entries}
     if config is None or is_bitsandbytes(config):
         return {
@@ -128,7 +128,7 @@ def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def by_storage(stand_ins: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
-    """Return named stand-ins by the id of their storage."""
+    """Return stand-ins and their names, keyed by the id of their storage."""
     return {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in stand_ins.items()}
 
 
@@ -179,7 +179,7 @@ def fill(  # D214: straight from the file into panels
 
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield each parameter and buffer, tied ones repeatedly, as (dictionary it is in, name, tensor)."""
+    """Yield (containing dictionary, name, tensor) for each parameter and buffer; tied ones are repeated."""
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
             yield from ((holder, name, tensor) for name, tensor in holder.items() if tensor is not None)

@@ -51,7 +51,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:  # D2
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return a tokenizer's chat template, or all its templates joined by newlines; empty if it has none."""
+    """Return a tokenizer's chat template, or all its templates joined by newlines, or "" if it has none."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(template.values())
 
@@ -90,8 +90,8 @@ def _check_template(text: str) -> None:
 def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
     """Raise ModelError if a tokenizer's vocabulary is too large or far too small for the embedding.
 
-    Tokens that were added later may lie beyond the embedding, as in some fine-tuned models; requests with
-    them fail. Embeddings are padded, but not to twice the size of a tokenizer's vocabulary.
+    Tokens that were added later may lie beyond the embedding, as in some fine-tuned models; requests that
+    contain such tokens fail. Embeddings are padded, but not to twice the size of a tokenizer's vocabulary.
     """
     size = len(tokenizer)
     if tokenizer.vocab_size > vocab_size or (size < vocab_size / 2 and size < vocab_size - _PADDING):
@@ -113,7 +113,7 @@ def check_knows_text(tokenizer: Any, folder: Path) -> None:
 
 
 def _knows_text(tokenizer: Any) -> bool:
-    """True if the tokenizer encodes a plain text, or a text of its own vocabulary if it has no English."""
+    """Return True if the tokenizer encodes plain English or, failing that, text of its own vocabulary."""
     nothing = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, tokenizer.unk_token_id}
     own = islice((token for token in tokenizer.get_vocab().values() if token not in nothing), _OWN_WORDS)
     texts = chain((_PLAIN,), (tokenizer.decode([token]) for token in own))
@@ -133,7 +133,7 @@ def _files_hint(folder: Path) -> str:
 
 
 def _tokenizers_config(folder: Path) -> Any:
-    """Return a config that selects the tokenizer's class without torch; None if the tokenizer names none."""
+    """Return a config that selects the tokenizer's class without torch; None if no class is named."""
     own, model = folder / "tokenizer_config.json", folder / "config.json"
     if not own.is_file() or not model.is_file() or not read_json(own).get("tokenizer_class"):
         return None

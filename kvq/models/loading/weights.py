@@ -30,7 +30,7 @@ _log = logging.getLogger("kvq")
 
 
 class LoadedWeights:
-    """The weights of one model on one device, made by `load_weights`."""
+    """The weights of one model on one device, returned by `load_weights`."""
 
     def __init__(self, prepared: PreparedModel, model: Any, *, held_bytes: int = 0):
         self.prepared = prepared
@@ -58,22 +58,22 @@ class LoadedWeights:
         return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
 
     def logit_rows(self, count: int) -> int:
-        """Return how many rows of logits to compute for `count` wanted ones."""
+        """Return the number of rows to pad `count` rows of logits to."""
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
     def forget_rows(self) -> None:
-        """Discard the cached padding and fused pass after layers were replaced."""
+        """Discard the cached padding and fused pass after layers have been replaced."""
         self.__dict__.pop("_fewest_rows", None)
         self.__dict__.pop("fused_pass", None)
 
     @cached_property
     def fused_pass(self) -> FusedPass | None:
-        """The fused pass through the model on a CPU; None if none has the same results."""
+        """Fused pass through the model on a CPU; None if no fused pass gives the same results."""
         return FusedPass.of(self.model) if self.device.type == "cpu" else None
 
     @cached_property
     def _fewest_rows(self) -> tuple[int, int]:
-        """Return the fewest rows of a step and of its logits; 0 where nothing is padded."""
+        """Return the minimum numbers of rows of a step and of its logits; 0 means no padding."""
         if self.device.type != "cpu":
             return 0, 0
         body, head = invariant_rows(self.model, self.model.get_output_embeddings())
@@ -81,10 +81,10 @@ class LoadedWeights:
 
 
 def load_weights(prepared: PreparedModel) -> LoadedWeights:
-    """Load a prepared model: safetensors only, no code from its folder, every tensor accounted for.
+    """Load a prepared model from safetensors only, without code from its folder, checking every tensor.
 
     Raises:
-        ModelError: the model is damaged, incomplete or refused; the message says which and why.
+        ModelError: the model is damaged, incomplete or unsupported; the message says which and why.
         ConfigError: the weight format's groups don't divide a layer's inputs.
     """
     folder, where, backend = prepared.folder, prepared.device, prepared.backend
@@ -107,7 +107,7 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
 
 
 def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
-    """Move a module to its device and adapt it to kvq; `before`: bytes used there before it was loaded.
+    """Move a module to its device and adapt it to kvq; `before`: bytes used on the device before loading.
 
     Raises:
         ModelError: kvq would run the model incorrectly.
@@ -119,7 +119,7 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 
 
 def place(model: Any, prepared: PreparedModel) -> Any:
-    """Move a model to its device, ready to run, and return it."""
+    """Move a model to its device, prepare it for running, and return it."""
     model = adapt(model, prepared)
     if prepared.device.type == "cpu":
         _log.info("packing weights")
@@ -155,11 +155,11 @@ def _say_unverified(source: ModelSource) -> None:
 def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     """Return the unchanged transformers model on the CPU, with its own attention and plain Linear layers.
 
-    Meant for code that changes weights, such as quantizers, not for serving. `dtype="auto"` is the
-    checkpoint's dtype. The checks are those of `load_weights`.
+    It is meant for code that changes weights, such as quantizers, not for serving. `dtype="auto"` means the
+    checkpoint's dtype. The checks are the same as in `load_weights`.
 
     Raises:
-        ModelError: the model is damaged, incomplete or refused; the message says which and why.
+        ModelError: the model is damaged, incomplete or unsupported; the message says which and why.
         ConfigError: the dtype is unknown.
     """
     if prepared.is_quantized:
@@ -177,7 +177,7 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
 
 
 def unmap(model: nn.Module) -> None:
-    """Copy parameters that still map the checkpoint: one small tensor would keep all its pages resident."""
+    """Copy parameters that still map the checkpoint: a small tensor would keep an entire file resident."""
     for parameter in model.parameters():
         if not parameter.is_mkldnn and parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.data.clone()

@@ -1,1 +1,1 @@
-"""Geometry of models of unlisted families, found by running their code without values."""
+"""Geometry of models from unlisted families, found by running their code on the meta device."""

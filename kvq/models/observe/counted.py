@@ -1,6 +1,6 @@
-"""Parameter counts of transformers' own module, by how quantizers treat them and by what a token reads.
+"""Parameter counts of transformers' own module, by how quantizers treat them and how tokens use them.
 
-They serve families whose config.json does not suffice: the module is built without values and inspected.
+They are for families whose config.json does not suffice: the module is built on meta and inspected.
 """
 
 import re
@@ -29,7 +29,7 @@ def count_module(model: Any) -> Parameters:
     config = model.config.get_text_config(decoder=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     kinds: Counter[str] = Counter()
-    inner: Counter[str] = Counter()  # inner width by layer
+    inner: Counter[str] = Counter()  # inner width, keyed by layer
     matrices: list[Matrix] = []
     seen = {id(embedding.weight)}
     kinds["embedding"] = embedding.weight.numel()
@@ -70,7 +70,7 @@ def count_module(model: Any) -> Parameters:
 
 
 def _of_experts(name: str, key: str, count: int, rows: int) -> list[Matrix]:
-    """Return stacked experts' matrices under the names that an unstacked expert's have."""
+    """Return the matrices of stacked experts under the names that unstacked experts would have."""
     own = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,)
     return [(f"{name}.0.{one}", count // len(own), rows // len(own)) for one in own]
 
@@ -81,7 +81,7 @@ def _without_weights(config: Any) -> int:
 
 
 def _real(config: Any, stacked: int) -> int:
-    """Return how many of a module's `stacked` experts checkpoints contain."""
+    """Return how many of a module's `stacked` experts are stored in checkpoints."""
     others = _without_weights(config)
     return stacked - others if others and stacked > config.n_routed_experts else stacked
 
@@ -93,7 +93,7 @@ def _width(config: Any, last: tuple[int, int]) -> int:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Return layers and parameters of the model in a folder, from transformers' own code, without values.
+    """Return the layers and parameters of a folder's model, from transformers' module built on meta.
 
     Raises:
         ModelError: kvq does not run the model; the message says why.

@@ -1,6 +1,6 @@
-"""The geometry of an unlisted family, observed while its code runs without values.
+"""Geometry of a model from an unlisted family, observed while its code runs on the meta device.
 
-Nothing is guessed from field names: a layer passes to the observed attention what it would pass to kvq's.
+Nothing is guessed from field names: a layer passes the same arguments to the observed attention as to kvq's.
 """
 
 import logging
@@ -36,7 +36,7 @@ _HARMLESS = {"position_ids", "cache_position", "use_cache", "dropout", "output_r
 
 
 class _Passed(TypedDict, total=False):
-    """Keyword arguments that model code passes to attention and that kvq knows."""
+    """Keyword arguments of attention that kvq recognizes."""
 
     softcap: float | None
     s_aux: Tensor | None
@@ -47,7 +47,7 @@ class _Passed(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """One call of attention."""
+    """One recorded attention call."""
 
     layer: int
     stored: LayerGeometry  # latents, if K and V are expanded from some; its index is set later
@@ -57,13 +57,13 @@ class _Call:
     states: tuple[Tensor, Tensor]  # K and V
 
     def shares_with(self, other: "_Call") -> bool:  # D204: the same tensors, compared by `is`
-        """True if the call attends over the same K and V tensors as an earlier call."""
+        """Return True if the call attends over the same K and V tensors as an earlier call."""
         return all(a is b for a, b in zip(self.states, other.states, strict=True))
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """Attention calls in order, results of Linear layers before them, and modules that keep states."""
+    """Attention calls in order, the Linear layers' results before each, and modules that keep states."""
 
     about: Any  # the model's configuration
     states: StateWatch | None
@@ -72,7 +72,7 @@ class _Watch:
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Record what modules do while the context is open."""
+        """Record the modules that run, and Linear layers' results, while the context is open."""
 
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if isinstance(module, nn.Linear) and isinstance(output, Tensor):
@@ -87,10 +87,10 @@ class _Watch:
 
 
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
-    """Return the geometry of the model that a config.json's dict describes, from transformers' own code.
+    """Return the geometry of the model that a config.json's dict describes, by running its code.
 
     Raises:
-        ModelError: the model can't be built or run, or its attention is of a kind that kvq lacks.
+        ModelError: the model can't be built or run, or kvq doesn't support its kind of attention.
     """
     check_values(folder, config, MAX_CONTEXT)
     try:
@@ -115,7 +115,7 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
 
 
 def _has_latents(config: Mapping[str, Any]) -> bool:
-    """True if K and V of a tiny copy of the model have the values that its latents expand to."""
+    """Return True if K and V in a tiny copy of the model equal the values that its latents expand to."""
     try:
         small = observe(build_tiny_copy(config))
     except ModelError:  # the proof will report it
@@ -127,7 +127,7 @@ def observe(model: Any) -> ModelGeometry:
     """Run a module on its device and return its geometry.
 
     Raises:
-        ModelError: its attention is of a kind that kvq lacks.
+        ModelError: kvq doesn't support the module's kind of attention.
     """
     from transformers import AttentionInterface
 
@@ -168,13 +168,13 @@ def observe(model: Any) -> ModelGeometry:
 
 
 def can_replace_attention(model: Any) -> bool:
-    """True if a model's code looks up its attention function."""
+    """Return True if a model's code looks up its attention function, so that it can be replaced."""
     can: bool = type(model)._can_set_attn_implementation()
     return can
 
 
 def refusal(model_type: object, why: str) -> ModelError:
-    """Return the error that says why a model is refused."""
+    """Return the error that says why a model is not supported."""
     return ModelError(f"kvq does not run {model_type or 'this model'}: {why} (by its config.json)")
 
 
@@ -250,9 +250,9 @@ def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry
 
 
 def _chunk_of(about: Any, layer: int) -> int | None:
-    """Return the length of the chunks that a layer attends within, if the config names it, else None.
+    """Return the length of the chunks within which a layer attends, or None if the config has none.
 
-    In the code, chunked attention shows in the masks only.
+    In the code, chunked attention is visible only in the masks.
     """
     kinds = getattr(about, "layer_types", None)
     if not isinstance(kinds, list) or layer >= len(kinds) or kinds[layer] != _CHUNKED:
@@ -320,7 +320,7 @@ def _observed(
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """While open, `nonzero` finds nothing in meta tensors, and distributions don't validate arguments."""
+    """Make `nonzero` return no rows for meta tensors, and switch off validation in distributions."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

@@ -1,7 +1,7 @@
-"""Latent attention: K and V that were expanded from latents are recognized by their tensors' storage.
+"""Latent attention: the tensors' storage shows whether K and V were expanded from latents.
 
 In latent attention, one Linear layer of the attention module outputs V and a part of K for each head; the
-rest of K, shared by all heads, is the rotary part. The storage reveals this on the meta device, too.
+rest of K, shared by all heads, is the rotary part. The storage reveals this even on the meta device.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ Product = tuple[nn.Linear, Tensor, Tensor]  # a Linear layer, its input and its 
 def latent_dims(  # D201: V is a view of one Linear layer's result
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[int, int, Expansion] | None:
-    """Return how K and V, [1, heads, tokens, dim], expand from latents; None if not, or latents are larger.
+    """Return how K and V, [1, heads, tokens, dim], expand from latents; None if they don't or are smaller.
 
-    The result contains the sizes of a latent and of the keys' rotary part, both stored once for all heads.
+    The result contains the dimensions of latents and of the keys' rotary part, stored once for all heads.
     On a device with values, K must also match the layer's output.
     """
     own = set(module.children())
@@ -51,6 +51,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _holds(key: Tensor, own: Tensor) -> bool:
-    """True if K consists of `own` followed by a part that all heads share."""
+    """Return True if K consists of `own` followed by a part that all heads share."""
     rest = key[..., own.shape[3] :]
     return torch.equal(key[..., : own.shape[3]], own) and torch.equal(rest, rest[:, :1].expand_as(rest))

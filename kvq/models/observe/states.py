@@ -1,4 +1,4 @@
-"""Recurrent states of a model: their modules and shapes, observed while its code runs on meta."""
+"""Modules and shapes of a model's recurrent states, observed while its code runs on the meta device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _NAMES = {"conv_states": "conv", "recurrent_states": "recurrent"}  # transformer
 
 
 class StateWatch:  # D197: modules with states are observed through transformers' cache
-    """A cache that a model runs with, and the modules that stored something in it."""
+    """A cache passed to a model, and the modules that used it for their states."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -76,10 +76,10 @@ class StateWatch:  # D197: modules with states are observed through transformers
         self._attending.update(self._open)
 
     def states(self) -> tuple[StateGeometry, ...]:
-        """Return the states that layers keep, in order.
+        """Return the recurrent states of all layers, in layer order.
 
         Raises:
-            ModelError: states are kept in a way that doesn't allow splitting steps by sequence.
+            ModelError: the way that states are kept doesn't allow splitting steps by sequence.
         """
         found = []
         for layer, modules in sorted(self._keepers.items()):

@@ -1,4 +1,4 @@
-"""Supported models, and the reasons why others are refused, from config.json and transformers' code alone."""
+"""Checks of whether a model is supported, from its config.json and transformers' code alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +11,15 @@ from kvq.models.observe.geometry import observed_geometry, refusal
 
 
 def is_listed(geometry: ModelGeometry) -> bool:
-    """True if a model's family is on the list of checked families; others must be proven."""
+    """Return True if a model's family is on the list of checked families; others must be proven."""
     return geometry.model_type in FAMILIES
 
 
 def check_supported(config: Mapping[str, Any], *, max_context: int | None, folder: Path) -> ModelGeometry:
-    """Return the geometry of a config.json's dict, which is in `folder`, if kvq supports the model.
+    """Return the geometry of the model that a config.json's dict describes, if kvq supports it.
 
     Raises:
-        ModelError: the model is refused; the message names it and says why.
+        ModelError: the model is not supported; the message names it and says why.
     """
     kind = config.get("model_type")
     if why := why_refused(config, max_context=max_context):

@@ -1,4 +1,4 @@
-"""A tiny copy of a model: the same code and kinds of layers, with few, random values."""
+"""A tiny copy of a model, with the same code and kinds of layers, but few and random values."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -53,9 +53,9 @@ _SIZES = {
 
 
 def build_tiny_copy(config: Mapping[str, Any], fewest: int = 2) -> Any:
-    """Return a small fp32 copy, on the CPU and with kvq's attention, of the module that `config` describes.
+    """Return a small fp32 copy of the module that `config` describes, on the CPU and with kvq's attention.
 
-    `fewest`: the least number of layers; there are more if the config lists further kinds.
+    `fewest`: minimum number of layers; there are more if the config lists more kinds of layers.
 
     Raises:
         ModelError: no small copy can be built.
@@ -77,7 +77,7 @@ def build_tiny_copy(config: Mapping[str, Any], fewest: int = 2) -> Any:
 
 
 def _made(config: Mapping[str, Any]) -> Any:
-    """Return a model with random values after a trial run."""
+    """Return a randomly initialized model that has passed a trial run."""
     bare = build_random(config, torch.float32, torch.device("meta"))
     count = sum(parameter.numel() for parameter in bare.parameters())
     if count > _MOST_VALUES:
@@ -94,7 +94,7 @@ def _made(config: Mapping[str, Any]) -> Any:
 
 
 def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
-    """Yield configs with fewer and fewer sizes reduced, since not every family accepts every size."""
+    """Yield configs with fewer and fewer sizes reduced, since not every family accepts every reduction."""
     config, names = about.to_dict(), about.attribute_map
 
     def known(sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
 
 
 def in_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with mRoPE sections, if it has any, scaled to its number of rotated pairs."""
+    """Return a config with its mRoPE sections, if any, scaled to the number of rotated pairs."""
     rope = config.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
     if not isinstance(rope, Mapping) or not isinstance(sections, list):
@@ -147,12 +147,12 @@ def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:
 
 
 def _is_sizes(value: object) -> bool:
-    """True if a field is a list of sizes, one per layer."""
+    """Return True if a field is a list of sizes, one per layer."""
     return isinstance(value, list) and bool(value) and all(type(size) is int for size in value)
 
 
 def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for context reach, reduced, including those in objects such as rope_parameters."""
+    """Return reduced values of fields that limit context reach, also in objects such as rope_parameters."""
     less: dict[str, Any] = {name: WINDOW for name, value in config.items() if _is_reach(name, value)}
     for name, value in config.items():
         if isinstance(value, Mapping) and (inner := _reaching_less(value)):
@@ -161,14 +161,14 @@ def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_reach(name: object, value: object) -> bool:
-    """True if a field says how far a layer sees, or from which position it computes differently."""
+    """Return True if a field limits how far a layer sees, or sets a position that changes its behaviour."""
     name = str(name)
     is_one = any(part in name for part in _REACHES) and "layer" not in name and not name.startswith("num_")
     return is_one and isinstance(value, int | float) and value > WINDOW
 
 
 def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: int) -> dict[str, Any]:
-    """Return fields that keep only enough first layers for all kinds; `names`: fields of the layer count."""
+    """Return fields that keep just enough leading layers for all kinds; `names`: layer count fields."""
     kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
     counted = [name for name in names if name in config]
     layers = config[counted[0]] if counted else len(kinds[0])
@@ -196,7 +196,7 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: in
 
 
 def _is_by_layer(value: object) -> bool:
-    """True if a field maps layer numbers to objects."""
+    """Return True if a field maps layer numbers to objects."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -206,7 +206,7 @@ def _is_by_layer(value: object) -> bool:
 
 
 def _until_all_kinds(values: list[Any]) -> int:
-    """Return how many first items of a list contain all its values."""
+    """Return the length of a list's shortest prefix that contains all its distinct values."""
     kinds = [str(value) for value in values]
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 

@@ -1,4 +1,4 @@
-"""Rotary angles of a step's tokens. Which RoPE types are accepted is decided in `kvq.geometry.support`."""
+"""Rotary angles of a step's tokens. `kvq.geometry.support` decides which RoPE types are accepted."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 _PAGE = 1024  # positions computed at a time
-_MOST_BYTES = 32 << 20  # the largest size of the tables
+_MOST_BYTES = 32 << 20  # maximum size of the tables
 
 
 class Angles:
-    """cos and sin of a model's rotary module, for every kind of layer with its own angles.
+    """Cosines and sines of a model's rotary module, for every kind of layer with separate angles.
 
-    On a CPU, where the module's dozen operations take longer than the rotation of the heads, they are looked
-    up. The angles depend on the position only and are bit-identical to the module's.
+    On a CPU, where the module's dozen operations take longer than the rotation of the heads, angles are
+    looked up in tables. They depend only on the position and are bit-identical to the module's.
     """
 
     def __init__(self, rotary: Any, kinds: Collection[str]) -> None:
@@ -35,9 +35,9 @@ class Angles:
         }
 
     def tables(self, dtype: torch.dtype, end: int) -> dict[str, tuple[Tensor, Tensor]] | None:
-        """Return cos and sin [positions, columns] of every kind for at least the positions before `end`.
+        """Return cos and sin [positions, columns] of every kind, at least for all positions before `end`.
 
-        For CPUs. It is the same dictionary until the tables grow; None if they would be too large.
+        For CPUs only. Returns the same dictionary until the tables grow, or None if they would be too large.
         """
         return self._covering(torch.empty(1, 1, 1, dtype=dtype, device="cpu"), end)
 
@@ -49,7 +49,7 @@ class Angles:
         return found
 
     def _covering(self, x: Tensor, end: int) -> dict[str, tuple[Tensor, Tensor]] | None:
-        """Return tables in x's dtype for the positions before `end`; None if they would be too large.
+        """Return tables in x's dtype for all positions before `end`, or None if they would be too large.
 
         All tables are replaced at once, since engines that share a model may run steps in separate threads.
         """

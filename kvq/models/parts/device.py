@@ -1,4 +1,4 @@
-"""Devices and dtypes by the names that users give."""
+"""Devices and dtypes, looked up by the names that users pass."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device for a name, GPUs with their index; `auto` is the current GPU, or the CPU.
+    """Return the torch device for a name, with an index for GPUs; `auto` is the current GPU, else the CPU.
 
     Raises:
         ConfigError: this machine has no such device.
@@ -34,7 +34,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:  # D213
-    """Return the dtype a model computes in: the named one or, for `auto`, fp32 on a CPU, else its config's.
+    """Return a model's computation dtype: the named one or, for `auto`, fp32 on a CPU, else its config's.
 
     Raises:
         ConfigError: the dtype is unknown.
@@ -50,6 +50,6 @@ def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> t
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of a config.json for tensors that are not quantized; bf16 if it names none."""
+    """Return the dtype that a config.json names for unquantized tensors, or bf16 if it names none."""
     name = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
     return _STORED.get(name, torch.bfloat16)

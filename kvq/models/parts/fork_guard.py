@@ -1,4 +1,4 @@
-"""Guards that keep models and engines in the process that created them, as copies lack their resources."""
+"""Guards against using models and engines outside the process that created them and their resources."""
 
 import os
 import threading
@@ -32,14 +32,14 @@ class Home:
 
     @classmethod
     def note_fork(cls) -> None:
-        """Record whether an engine's thread, which may hold torch's locks, runs during a fork."""
+        """Record whether an engine's thread, which may hold torch's locks, is running during a fork."""
         if cls._stepping in (0, os.getpid()):
             is_stepping = any(thread.name == cls.ENGINE_THREAD for thread in threading.enumerate())
             cls._stepping = os.getpid() if is_stepping else 0
 
     @classmethod
     def check_fork(cls) -> None:
-        """Raise EngineError in a child that was forked while such a thread ran, as it may wait forever."""
+        """Raise EngineError in a child forked while an engine's thread ran, since it may wait forever."""
         if cls._stepping not in (0, os.getpid()):
             raise EngineError(
                 f"process {os.getpid()} was forked from {cls._stepping} while an engine's thread ran there; "
@@ -48,7 +48,7 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child."""
+        """True unless this is a forked child process."""
         return self._pid == os.getpid()
 
     def check(self) -> None:

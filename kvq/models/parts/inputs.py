@@ -7,10 +7,10 @@ from kvq.errors import RequestError
 
 
 def check_token_ids(given: object, wanted: str) -> None:
-    """Check that `given` contains token ids, all of them whole numbers. `wanted` begins the message.
+    """Check that `given` contains only integer token ids. `wanted` is the start of the error message.
 
     Raises:
-        RequestError: it is not a list, or contains anything else, such as booleans.
+        RequestError: `given` is not a list, or contains anything else, such as booleans.
     """
     check_holds_items(given, wanted)
     if isinstance(given, str):
@@ -28,7 +28,7 @@ def check_token_ids(given: object, wanted: str) -> None:
 
 
 def check_holds_items(given: object, wanted: str) -> None:
-    """Raise RequestError unless `given` contains items in order. `wanted` begins the message."""
+    """Raise RequestError unless `given` is an ordered iterable. `wanted` is the start of the message."""
     is_one = getattr(given, "shape", None) == ()  # an array of no dimension
     wrong = isinstance(given, bytes | bytearray | memoryview | Mapping | Set)
     if is_one or wrong or not isinstance(given, Iterable):

@@ -1,4 +1,4 @@
-"""Models with latent attention: the Linear layer that expands latents, and its replacement by kvq's."""
+"""Latent attention: replacement of the Linear layers that expand latents with kvq's own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,12 @@ from kvq.weights.linear import PackedLinear, PlainLinear
 def attach_expansions(
     model: nn.Module, geometry: ModelGeometry, dtype: torch.dtype, *, packed: bool = False
 ) -> None:
-    """Replace the Linear layer that expands latents with a `LatentExpansion`, wherever latents are stored.
+    """Replace the Linear layer that expands latents with a `LatentExpansion` in each layer with latents.
 
-    A quantized weight is dequantized. `dtype`: the computation dtype. `packed`: use kvq's products on a CPU.
+    Quantized weights are dequantized. `dtype`: computation dtype. `packed`: use kvq's kernels on a CPU.
 
     Raises:
-        ModelError: a layer has no such Linear layer, or several.
+        ModelError: a layer with latents has no such Linear layer, or several.
     """
     latent = {layer.number: layer for layer in geometry.layers if layer.expansion is not None}
     if not latent:

@@ -1,8 +1,8 @@
 """Unquantized Linear layers on CPUs: packed weights, and results that don't depend on the batch.
 
-kvq's own products sum a row in the same order in any batch. oneDNN's, used where kvq has none, may sum few
-rows in another order than many, and one differing bit can flip a code of the KV cache. The number of rows
-from which on the order stays the same is measured when a model is first run.
+kvq's own products sum a row in the same order in any batch. oneDNN's products, used where kvq has none, may
+sum few rows in a different order than many, and one differing bit can flip a code of the KV cache. The number
+of rows from which on the order stays the same is measured when a model is first run.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ _PIECE = 256  # rows of one product: larger products are 2 to 4% faster, but pad
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows that `rows` rows are padded to: 4 to 8 sizes per power of two."""
+    """Return the number of rows to pad `rows` rows to: 4 to 8 sizes per power of two."""
     if rows > _PIECE:
         pieces, rest = divmod(rows, _PIECE)
         return pieces * _PIECE + (padded_rows(max(rest, _CANDIDATES[-1])) if rest else 0)
@@ -51,9 +51,9 @@ def padded_rows(rows: int) -> int:
 
 
 class OneDNNLinear(nn.Linear):  # D159: oneDNN without AVX2: MKL is slow elsewhere
-    """A Linear layer for inference on CPUs; fp32 or bf16.
+    """A Linear layer for inference on CPUs, in fp32 or bf16.
 
-    `weight` is a packed oneDNN tensor, or the plain [out, in] tensor if lookups read it, too.
+    `weight` is a packed oneDNN tensor, or the plain [out, in] tensor if an embedding shares it.
     """
 
     def __init__(self, linear: nn.Linear, *, packs: bool) -> None:
@@ -85,9 +85,9 @@ class OneDNNLinear(nn.Linear):  # D159: oneDNN without AVX2: MKL is slow elsewhe
 
 
 def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
-    """Replace a model's Linear layers on a CPU with kvq's own or oneDNN's, one after the other.
+    """Replace a model's Linear layers on a CPU with kvq's own or oneDNN's, one at a time.
 
-    Layers that neither supports stay PyTorch's. If a head shares its weight with an embedding, rows are
+    Layers that neither supports stay unchanged. If a head shares its weight with an embedding, rows are
     looked up in kvq's panels; oneDNN's blocks don't allow this, so for oneDNN the weight stays unpacked.
     """
     for dtype in (torch.float32, torch.bfloat16):
@@ -103,19 +103,19 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:
-    """True if Linear layers of this dtype run in kvq's own kernels on this CPU."""
+    """Return True if Linear layers of this dtype run in kvq's own kernels on this CPU."""
     library = load()
     is_fast = not isinstance(library, str) and library.variant in _FAST
     return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast
 
 
-Lookups = dict[str, dict[str, nn.Embedding]]  # by a head's name: embeddings, by name, that share its weight
+Lookups = dict[str, dict[str, nn.Embedding]]  # head name -> embeddings, by name, that share its weight
 
 
 def own_linears(  # D157: own panels; 16-bit weights stay in 16 bits
     model: nn.Module, dtype: torch.dtype
 ) -> tuple[dict[str, nn.Linear], Lookups]:
-    """Return the Linear layers of `dtype` that kvq's own replace, by name, and lookups in heads' weights."""
+    """Return Linear layers of `dtype` to replace with kvq's own, by name, and lookups in heads' weights."""
     linears = {
         name: module
         for name, module in model.named_modules()
@@ -131,7 +131,7 @@ def own_linears(  # D157: own panels; 16-bit weights stay in 16 bits
 def install_own(
     model: nn.Module, weights: Mapping[str, Callable[[], PlainWeight]], lookups: Lookups, dtype: torch.dtype
 ) -> None:
-    """Replace the layers that `own_linears` returned with packed ones; `weights`: one for each layer."""
+    """Replace the layers that `own_linears` returned with packed ones; `weights`: one per layer, by name."""
     install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
     for name, embeddings in lookups.items():
         for own, module in embeddings.items():
@@ -160,10 +160,10 @@ def _pack_own(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
-    """Return the embeddings that share each head's weight, by the head's name and their own.
+    """Return the embeddings that share a head's weight, keyed by head name, then by embedding name.
 
-    None are listed, and the weight stays unpacked, if an embedding does more than look rows up, or several
-    layers share the weight.
+    The inner dictionary is empty, and the weight stays unpacked, if an embedding does more than look up rows
+    or several layers share the weight.
     """
     shared: dict[int, dict[str, nn.Embedding]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -179,7 +179,7 @@ def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
 
 
 def is_supported(dtype: torch.dtype) -> bool:
-    """True if oneDNN supports products with packed weights of this dtype on this CPU."""
+    """Return True if oneDNN supports products with packed weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return dtype == torch.float32 or (
@@ -188,12 +188,12 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:  # D85
-    """Return the fewest rows of a step, and of its logits, from which on their number doesn't affect results.
+    """Return the minimum numbers of rows of a step, and of its logits, for batch-independent results.
 
-    0 if it never affects them, so that nothing need be padded.
+    A value is 0 if no padding is needed, as the number of rows never affects the results.
 
     `head`: the layer that computes the logits. Shapes whose results depend on the number of rows even at 16
-    rows are ignored: padding would not help them.
+    rows are ignored, as padding would not help.
     """
     body: dict[tuple[int, int, str], nn.Linear | PackedLinear] = {}
     for module in model.modules():
@@ -205,7 +205,7 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
 
 
 def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | PackedLinear]:
-    """True if a row's results may depend on the number of rows; in compiled kernels they never do."""
+    """Return True if results may depend on the number of rows; in compiled kernels they never do."""
     return isinstance(module, nn.Linear) or (isinstance(module, PackedLinear) and module.backend != "cpu")
 
 
@@ -229,7 +229,7 @@ def _fewest(layers: list[nn.Linear | PackedLinear]) -> int:
 
 
 def _product(layer: nn.Linear | PackedLinear, x: Tensor) -> Tensor:
-    """Return the result of a layer's product; some routers are Linear layers that return more."""
+    """Return a layer's matrix product alone; some routers are Linear layers that return more."""
     out = layer(x)
     if isinstance(out, Tensor):
         return out

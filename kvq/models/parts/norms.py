@@ -1,4 +1,4 @@
-"""RMS norms of transformers' families: their weights and, on CPUs, one call in place of torch's six."""
+"""RMS norms of transformers' model families: their weights and, on CPUs, one call in place of torch's six."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  #
 
 @torch.no_grad()
 def norm_weight(norm: Any) -> NormWeight | None:
-    """Return weight and epsilon of a module that, tried on two rows, proves to be an RMS norm; else None."""
+    """Return a module's weight and epsilon if a trial on two rows proves it to be an RMS norm, else None."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -36,7 +36,7 @@ def norm_weight(norm: Any) -> NormWeight | None:
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm, x / sqrt(mean(x^2) + eps) * weight; `weight` includes what a family adds to it."""
+    """RMS norm, x / sqrt(mean(x^2) + eps) * weight; `weight` includes any offset, such as Gemma's 1."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., dim] -> the same."""
+        """[..., dim] -> [..., dim]."""
         return cpu.rms_norm(hidden_states, self.weight, self.eps)
 
 

@@ -1,7 +1,7 @@
-"""Layers that keep a state: their own modules compute it, separately for the sequences of a step.
+"""Layers with recurrent states, which their own modules compute separately for each sequence of a step.
 
-Such a module takes a row of tokens per sequence, so a step's packed row is split: all decodes run as one
-batch, and each sequence in prefill runs alone, in pieces that end where snapshots are wanted.
+Such a module takes one row of tokens per sequence, so a step's packed row is split: all decodes run as one
+batch, and each sequence in prefill runs alone, in pieces that end where snapshots are needed.
 """
 
 import threading
@@ -28,7 +28,7 @@ Rows = slice | Tensor  # rows of a step; int64 indices if they are not contiguou
 
 
 class _Unused(TypedDict, total=False):
-    """Keyword arguments that modules pass with a state, for other caches."""
+    """Keyword arguments that modules pass with a state and that only other caches use."""
 
     cache_kwargs: dict[str, Any]
 
@@ -37,7 +37,7 @@ class _LayerState:
     """One layer's state with the interface of a transformers cache. Source: `transformers.Cache`, 5.x."""
 
     def __init__(self, values: Tensors | None = None) -> None:
-        """`values`: copies of tensors, which the module may change; None before the first token."""
+        """`values`: copies of the state's tensors, for the module to modify; None before the first token."""
         self.values: Tensors = {} if values is None else values
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -60,7 +60,7 @@ class _LayerState:
         conv_kernel_size: int | None = None,
         **_: Unpack[_Unused],
     ) -> Tensor:
-        """Return a convolution's inputs, [batch, channels, tokens], preceded by the last earlier ones."""
+        """Return a convolution's inputs, [batch, channels, tokens], preceded by its last earlier inputs."""
         before = self.values.get(("conv", state_idx))
         width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         inputs = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
@@ -93,7 +93,7 @@ class _Piece:
 
 
 class StepStates:
-    """The states of one step's sequences; `write` writes the blocks after all layers have run."""
+    """States of a step's sequences; `write` stores them in blocks after all layers have run."""
 
     def __init__(
         self,
@@ -102,9 +102,10 @@ class StepStates:
         device: torch.device,
         drafts: Sequence[int] | None = None,
     ) -> None:
-        """`moves`: sequences' moves, in the order of their tokens; None for one without new tokens.
+        """`moves`: sequences' moves, in the order of their tokens; None for a sequence without new tokens.
 
-        `drafts`: for each sequence with new tokens, how many of the last are drafts, all in its last piece.
+        `drafts`: for each sequence with new tokens, the number of final tokens that are drafts, all in its
+        last piece.
         """
         self._slots, self._device = slots, device
         self._moves = [move for move in moves if move is not None]
@@ -114,7 +115,7 @@ class StepStates:
 
     @cached_property
     def _decodes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, blocks to read and blocks to write, int64, of sequences that continue by one token."""
+        """Rows, blocks to read and blocks to write, int64, of sequences with one new token."""
         found, at = [], 0
         for move in self._moves:
             if _is_decode(move):
@@ -125,7 +126,7 @@ class StepStates:
 
     @cached_property
     def _others(self) -> list[tuple[Tensor | None, list[_Piece]]]:
-        """The block to read, if any, and the pieces, for each of the other sequences."""
+        """For each sequence not in `_decodes`, the block to read, if any, and the pieces."""
         found, at = [], 0
         for number, (move, drafts) in enumerate(zip(self._moves, self._drafts, strict=True)):
             pieces = []
@@ -146,9 +147,9 @@ class StepStates:
     def run(
         self, number: int, hidden: Tensor, compute: Callable[[Tensor, _LayerState, Rows], Tensor]
     ) -> Tensor:
-        """Return a module's results for a step, [1, rows, dim] in and out; rows past its tokens are zero.
+        """Return a module's results for a step, [1, rows, dim] in and out; padding rows are zero.
 
-        `compute(tokens, state, rows)` runs the module on [batch, tokens, dim], the step's `rows`.
+        `compute(tokens, state, rows)` runs the module on the step's `rows`, [batch, tokens, dim].
         """
         out: Tensor | None = None
 
@@ -176,7 +177,7 @@ class StepStates:
         return out[None]
 
     def write(self) -> None:  # D198: written once all layers have run
-        """Store the new states, except those after drafts; a step that fails before this may be run again."""
+        """Store the new states, except those after drafts; a step that fails earlier may be rerun."""
         for number, blocks, values in self._new:
             self._slots.write(number, blocks, values)
         self._new.clear()
@@ -188,7 +189,7 @@ class StepStates:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make modules that keep states compute this step while the context is open."""
+        """Make modules with states compute this step while the context is open."""
         self._new.clear()
         self._drafted.clear()
         _running.states = self
@@ -210,7 +211,7 @@ _running = _Running()  # global, since model code doesn't pass keyword arguments
 
 
 def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
-    """Make modules that keep states compute steps of several sequences; outside steps, nothing changes."""
+    """Make modules with states compute steps of several sequences; outside steps, nothing changes."""
     kinds = {(state.number, state.kind) for state in geometry.states}
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
@@ -219,7 +220,7 @@ def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
 
 
 class _Cut(Generic[P]):
-    """A module's forward pass over a step."""
+    """Replacement of a module's forward pass that splits a step by sequence."""
 
     def __init__(self, forward: Callable[P, Any], number: int) -> None:
         self._forward: Callable[..., Any] = forward  # also called with pieces of a step
@@ -253,7 +254,7 @@ class _Cut(Generic[P]):
 
 
 def _of_rows(value: Any, rows: Rows, length: int) -> Any:
-    """Select some of a step's rows from a keyword argument: tensors [1, rows, ...], also in tuples."""
+    """Select some of a step's rows from a keyword argument's tensors [1, rows, ...], also inside tuples."""
     if isinstance(value, tuple):
         return tuple(_of_rows(part, rows, length) for part in value)
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, length):

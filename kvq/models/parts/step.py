@@ -1,4 +1,4 @@
-"""One forward pass over a packed batch, as the attention of every layer sees it."""
+"""One forward pass over a packed batch, as seen by the attention of each layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,17 +34,17 @@ class PackedStep:
     states: StepStates | None = None  # for models with layers that keep states
     positions: Tensor | None = None  # int64 [rows], each token's position in its sequence
     keeps_hidden: bool = False  # `hidden` is needed
-    hidden: Tensor | None = None  # [rows, hidden_size], after the model's last norm
+    hidden: Tensor | None = None  # [rows, hidden_size], after the model's final norm
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     @property
     def is_plain(self) -> bool:
-        """True if layers only have to write and attend."""
+        """True if layers only write K and V and attend, without any optional features."""
         extras = self.observer, self.window_limit, self.states, self.shared
         return all(extra is None for extra in extras)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Write the new tokens of one layer, then attend from them.
+        """Write one layer's K and V of the new tokens, then attend from these tokens.
 
         `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's tokens
         are padding; they are not written, and are zero in the result, [rows, q_heads, v_head_dim].
@@ -61,9 +61,9 @@ class PackedStep:
         expansion: LatentExpansion,
         options: AttentionOptions,
     ) -> Tensor:
-        """Write and attend in a layer that stores latents as V and rotary parts of keys as K, [rows, 1, dim].
+        """Write and attend in a layer that stores latents as V and keys' rotary parts as K, [rows, 1, dim].
 
-        `q`: queries of all heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
+        `q`: queries of all heads, [rows, q_heads, dim]. Returns [rows, q_heads, v_head_dim].
         """
         self._write(layer, rotary, latents)
         return self.attend_over(layer, q, options, expansion)
@@ -81,7 +81,7 @@ class PackedStep:
     def attend_over(
         self, layer: int, q: Tensor, options: AttentionOptions, expansion: LatentExpansion | None = None
     ) -> Tensor:
-        """Attend from a layer's tokens over K and V written by it or by the layer that it shares them with.
+        """Attend from a layer's tokens over K and V written by this layer or by the one it shares them with.
 
         `expansion`: required for a layer that stores latents.
         """
@@ -105,7 +105,7 @@ class PackedStep:
         heads: LayerHeads,
         options: AttentionOptions,
     ) -> Tensor:
-        """Rotate the queries and keys in a joined tensor, [tokens, heads.width], then write and attend.
+        """Rotate the queries and keys in a fused QKV tensor, [tokens, heads.width], then write and attend.
 
         `angles`: every token's cos and sin; None if nothing is rotated. `joined` is overwritten: it then
         contains the rotated queries and arbitrary values.
@@ -121,6 +121,6 @@ class PackedStep:
         return out
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
-        """Return a layer's options with its window or chunks, and the step's own limit."""
+        """Return a layer's options with its window or chunk length and the step's window limit applied."""
         own = self.geometry.layers[layer]
         return options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)

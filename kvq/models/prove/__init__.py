@@ -1,1 +1,1 @@
-"""Proof that a model computes the same over kvq's cache as over its own."""
+"""Proof that a model computes the same results over kvq's cache as over its own."""

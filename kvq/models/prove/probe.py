@@ -1,4 +1,4 @@
-"""The load-time probe: it checks that a model run by kvq computes what its own code computes."""
+"""Load-time probe: a check that a model run by kvq gives the same results as its own code."""
 
 import logging
 import math
@@ -27,11 +27,11 @@ _LENGTHS = (7, 5)  # tokens of the two probed sequences
 
 
 def probe(weights: LoadedWeights) -> None:
-    """Compare two short sequences, run packed, with the model's own eager attention.
+    """Compare the results of two short sequences, run packed, with the model's own eager attention.
 
     Raises:
         ModelError: a layer did not call kvq's attention exactly once, a sequence's results depend on
-            its batch neighbour, or the model's own attention returns something else.
+            its batch neighbour, or the model's own attention gives other results.
     """
     geometry = weights.geometry
     length = min(max(_LENGTHS), weights.max_context)
@@ -63,7 +63,7 @@ def probe(weights: LoadedWeights) -> None:
 
 
 def _observed(session: Session, tokens: list[list[int]]) -> list[list[Tensor]]:
-    """Return the packed sequences' logits for every path of a step, checking that each layer attends once.
+    """Return the packed sequences' logits for every execution path, checking that each layer attends once.
 
     Raises:
         ModelError: a layer did not attend exactly once.
@@ -82,7 +82,7 @@ def _observed(session: Session, tokens: list[list[int]]) -> list[list[Tensor]]:
 
 
 def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Return the largest relative error of a sequence.
+    """Return the largest relative error over all sequences.
 
     Raises:
         ModelError: an error is NaN.
@@ -96,7 +96,7 @@ def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor])
 
 
 def _logged_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """Log the noise and return it; 0 for listed families, for which no tiny copy was compared."""
+    """Log and return the model's rounding noise; for listed families, which need no tiny copy, return 0."""
     if is_listed(weights.geometry):
         return 0.0
     found = noise(weights, tokens, own)
@@ -122,7 +122,7 @@ def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) ->
 
 
 def _rounded_otherwise(module: nn.Module, args: object, embeddings: Tensor) -> Tensor:
-    """Increase two of five values by one step of their dtype."""
+    """Increase two of every five values by one rounding step of their dtype."""
     larger = torch.arange(embeddings.numel(), device=embeddings.device).view(embeddings.shape) * 7 % 5 < 2
     return torch.where(larger, embeddings * (1 + torch.finfo(embeddings.dtype).eps), embeddings)
 
@@ -148,9 +148,9 @@ def eager_logits(  # D193: also the model's own eager attention
     *,
     told: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return logits, fp32 [tokens, vocab], of the model's own attention over a whole sequence.
+    """Return the logits, fp32 [tokens, vocab], of the model's own attention over an entire sequence.
 
-    `counts`: run over the model's own cache, in chunks of these sizes. `told`: further keyword arguments.
+    `counts`: chunk sizes, for a run over the model's own cache. `told`: additional keyword arguments.
     """
     model, tokens = weights.model, torch.tensor([ids], device=weights.device)
     model.set_attn_implementation("eager")

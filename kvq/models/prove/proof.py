@@ -1,7 +1,7 @@
-"""Proof that an unlisted family may be served.
+"""Proof that kvq runs a model from an unlisted family correctly.
 
-Over kvq's blocks, split and packed in many ways, a tiny copy of the model must compute what its own attention
-computes. For listed families, a tiny copy is used to check their windows.
+A tiny copy of the model, run over kvq's blocks with tokens split and packed in many ways, must give the same
+results as with its own attention. For listed families, a tiny copy is used to check their windows.
 """
 
 import logging
@@ -43,7 +43,7 @@ def prove(prepared: PreparedModel) -> None:  # D188: unlisted families: observed
     """Check the code of a prepared model or, for a listed family, the windows of its config.
 
     Raises:
-        ModelError: the model's own attention returns something else, or no tiny copy can be built or run.
+        ModelError: the model's own attention gives other results, or no tiny copy can be built or run.
     """
     family = prepared.geometry.model_type
     if is_listed(prepared.geometry):
@@ -71,7 +71,7 @@ def prove(prepared: PreparedModel) -> None:  # D188: unlisted families: observed
 
 
 def _check_windows(prepared: PreparedModel) -> None:
-    """Compare the windows of a listed family with its own code, over more tokens than they span.
+    """Compare a listed family's windows with those of its own code, over more tokens than they span.
 
     Raises:
         ModelError: the results differ, or no tiny copy can be built.
@@ -89,7 +89,7 @@ def _check_windows(prepared: PreparedModel) -> None:
 
 
 class _Unproven(Exception):
-    """The reason why a tiny copy proves nothing."""
+    """Raised with the reason why a tiny copy proves nothing."""
 
 
 def _error_of(weights: LoadedWeights) -> float:
@@ -130,7 +130,7 @@ def _error_of(weights: LoadedWeights) -> float:
 def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Tensor]) -> float:  # D199
     """Return the error of a model that keeps states, compared with its own code run in the same chunks.
 
-    Continuing from a state rounds differently than one pass does, by more than the tolerance.
+    Continuing from a state causes rounding differences from a single pass that exceed the tolerance.
 
     Raises:
         _Unproven: the error is too large, or the model's own code can't run in chunks.
@@ -151,7 +151,7 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
 
 
 def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
-    """Compare a tiny copy of at least `fewest` layers, run by kvq, with its own code without kvq's modules.
+    """Compare a tiny copy of at least `fewest` layers, run by kvq, with the same copy run by its own code.
 
     Raises:
         _Unproven: the results differ.
@@ -168,7 +168,7 @@ def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
 
 
 def _deep_tiny_copy(prepared: PreparedModel) -> LoadedWeights | None:
-    """Return a deeper copy; None if impossible, as for Gemma 4 Unified, which has per-layer sizes."""
+    """Return a deeper tiny copy, or None if impossible, as for Gemma 4 Unified with its per-layer sizes."""
     try:
         return _tiny_copy(prepared, _DEEP)
     except ModelError:
@@ -203,7 +203,7 @@ def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
 
 @torch.inference_mode()
 def _counts_from_0(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
-    """True if the model's own code returns the same result when it is given positions from 0."""
+    """Return True if the model's own code returns the same result when passed positions from 0."""
     told = {"position_ids": torch.arange(len(ids), device=weights.device)[None]}
     return relative_error(eager_logits(weights, ids, told=told), wanted) <= TOLERANCE
 

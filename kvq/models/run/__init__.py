@@ -1,1 +1,1 @@
-"""Forward passes: packed steps, sessions, and the texts of prompts."""
+"""Forward passes: packed steps, sessions, and prompt encoding."""

@@ -1,4 +1,4 @@
-"""Packed rows of many sequences' tokens, and the model's pass over them, for sessions and the engine."""
+"""Packing of many sequences' tokens into rows, and the model's pass over them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,12 +19,12 @@ Numbers = Sequence[int] | Integers | Tensor
 
 
 def are_decodes(counts: Sequence[int]) -> bool:
-    """True if every sequence has one new token."""
+    """Return True if every sequence has one new token."""
     return set(counts) == {1}
 
 
 def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
-    """Return new tokens' positions, int64 [tokens]; each sequence has `counts` of them and ends at `ends`."""
+    """Return new tokens' positions, int64 [tokens]; `counts`, `ends`: sequences' new tokens and lengths."""
     last = np.array(ends)
     if are_decodes(counts):
         positions: Integers = last - 1
@@ -38,10 +38,10 @@ def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
 def run_packed(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> Tensor:
-    """Run a step, in which each layer writes, then attends; return logits of the `wanted` rows.
+    """Run a step, in which each layer writes K and V, then attends; return logits of the `wanted` rows.
 
-    `tokens` and `positions` have one value per row. Tensors must be int64 and on the device; other values
-    are copied there, for which a GPU's host waits. Rows are padded if results would otherwise depend on
+    `tokens` and `positions` have one value per row. Tensors must be int64 and on the device; other values are
+    copied there, which makes the host wait for a GPU. Rows are padded if results would otherwise depend on
     their number.
     """
     ids, where, keep = _laid_out(weights, step, tokens, positions, wanted)
@@ -62,7 +62,7 @@ def run_packed(
 def ready_pass(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> ReadyPass | None:
-    """Return `run_packed` as a compiled call to start and wait for; None if the step has no compiled form."""
+    """Return `run_packed` as a compiled call to start and wait for, or None if there is no compiled form."""
     short = weights.fused_pass
     if short is None or not short.is_whole or step.states is not None:
         return None
@@ -72,7 +72,7 @@ def ready_pass(
 def _laid_out(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids, positions and wanted rows, padded for the pass; set the step's positions."""
+    """Return the token ids, positions and wanted rows, padded for the pass; set the step's positions."""
     rows, device = weights.step_rows(len(positions)), weights.device
     step.positions = where = padded(positions, rows, device)
     keep = padded(wanted, weights.logit_rows(len(wanted)), device)
@@ -81,9 +81,9 @@ def _laid_out(
 
 @contextmanager
 def kept_hidden(model: nn.Module, step: PackedStep) -> Iterator[None]:
-    """Let a pass of a causal model fill in `step.hidden` if the step needs it, and otherwise do nothing.
+    """Make a causal model's pass fill in `step.hidden` if the step needs it; otherwise do nothing.
 
-    Speculation by heads drafts from the hidden states after the last norm.
+    Speculation by heads drafts from the hidden states after the final norm.
     """
     if not step.keeps_hidden:
         yield
@@ -102,7 +102,7 @@ def kept_hidden(model: nn.Module, step: PackedStep) -> Iterator[None]:
 
 
 def padded(values: Numbers, rows: int, device: torch.device) -> Tensor:
-    """Return int64 [rows] on the device: the values, then zeros."""
+    """Return an int64 tensor [rows] on the device: the values, padded with zeros."""
     if isinstance(values, Tensor):
         return values if len(values) == rows else functional.pad(values, (0, rows - len(values)))
     if len(values) == rows:

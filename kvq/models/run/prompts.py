@@ -12,7 +12,7 @@ from kvq.models.parts.inputs import check_unicode
 from kvq.models.templates.arrival import check_arrival
 from kvq.models.templates.forms import Forms, Turns, try_out
 
-TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
+TRUSTED = ("system", "developer", "assistant")  # roles whose texts may contain control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
 _OPTIONAL = {"description": "", "parameters": {"type": "object", "properties": {}}}  # fields of a tool
 _WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
@@ -21,22 +21,22 @@ _COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}",
 
 
 class TooLong(RequestError):
-    """A text has more tokens than fit, however it is tokenized."""
+    """Raised if a text has more tokens than fit, however it is tokenized."""
 
 
 class TemplateFails(RequestError):  # D291: only raise_exception refuses; all else is a failure
-    """A chat template raised an unintended error, through its own fault or the conversation's."""
+    """Raised if a chat template fails unintentionally, because of its own error or the conversation's."""
 
 
 class PromptEncoder:
     """Encoder of prompts for one transformers tokenizer.
 
     Texts of users, tools and documents in a conversation are encoded as plain text, whatever they spell.
-    Control tokens are kept in the template itself and in messages of the system and the assistant.
+    Control tokens are recognized only in the template itself and in system and assistant messages.
     """
 
     def __init__(self, tokenizer: Any, *, trusts_chats: bool = False) -> None:
-        """`trusts_chats`: control tokens are recognized in all parts of a conversation."""
+        """`trusts_chats`: recognize control tokens in all parts of a conversation."""
         self._tokenizer = tokenizer
         self._trusts_chats = trusts_chats
 
@@ -46,8 +46,8 @@ class PromptEncoder:
         """Return a text's token ids. `plain`: encode no control tokens, whatever the text spells.
 
         Raises:
-            RequestError: it is not a valid text.
-            TooLong: it has more than `max_tokens`, however it is tokenized.
+            RequestError: the text is not valid Unicode.
+            TooLong: there are more than `max_tokens` tokens, however the text is tokenized.
         """
         self._check(text, max_tokens)
         if plain:
@@ -58,11 +58,11 @@ class PromptEncoder:
     def encode_chat(
         self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a conversation in the model's own format; `options`: the template's.
+        """Return the token ids of a conversation in the model's format; `options`: those of the template.
 
         Raises:
-            RequestError: the template refuses it or drops a part of it, or it is not valid text.
-            TooLong: it has more than `max_tokens`, however it is tokenized.
+            RequestError: the template rejects the conversation or drops a part of it, or a text is not valid.
+            TooLong: there are more than `max_tokens` tokens, however the text is tokenized.
         """
         text = self._render(self.forms, turns, options)
         self._check(text, max_tokens)
@@ -72,13 +72,13 @@ class PromptEncoder:
     def shared_lengths(
         self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
     ) -> list[int]:
-        """Return how many first tokens a conversation shares with each of the others; 0 for equal ones.
+        """Return how many initial tokens a conversation shares with each of the others; 0 if they are equal.
 
-        `tokens`: the result of `encode_chat` for `whole`. The count is that of the tokens that the texts'
-        common beginning, tokenized alone, shares with `tokens`.
+        `tokens`: the result of `encode_chat` for `whole`. Each count is the number of initial tokens that the
+        texts' common prefix, tokenized alone, shares with `tokens`.
 
         Raises:
-            RequestError: the template refuses a conversation.
+            RequestError: the template rejects a conversation.
         """
         text, *rest = (self._render(self.forms, turns, options) for turns, options in (whole, *others))
         shared = [self._control.encode(text[: num_common(text, other)]) for other in rest]
@@ -92,7 +92,7 @@ class PromptEncoder:
 
     @cached_property
     def forms(self) -> Forms:
-        """The parts that the chat template shows, found by trial; may be set to an earlier result."""
+        """Parts of a conversation that the template shows, found by trial; can be set to earlier results."""
         return try_out(self._render, self._source, _variables(self._source))
 
     @cached_property
@@ -105,7 +105,7 @@ class PromptEncoder:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """The roles that the template knows, which must not be hidden."""
+        """Roles that the template recognizes, which must not be hidden."""
         return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(self._source))
 
     @cached_property
@@ -123,7 +123,7 @@ class PromptEncoder:
             check_length(shown, max_tokens, self._longest_token)
 
     def _render(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
-        """Render a conversation in these forms; on a failure, retry with tools' optional fields filled in."""
+        """Render a conversation in these forms; on failure, retry with tools' optional fields filled in."""
         try:
             return self._render_as_given(forms, turns, options)
         except TemplateFails:
@@ -163,7 +163,7 @@ class PromptEncoder:
 
 
 def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a template's options with optional fields added to tools that lack them."""
+    """Return a template's options, with optional fields added to the tools that lack them."""
     tools = []
     for tool in options.get("tools") or ():
         function = tool["function"]
@@ -173,7 +173,7 @@ def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Render turns with a tokenizer's template. The tokenizer's own method would drop a content of None."""
+    """Render turns with a tokenizer's template; the tokenizer's own method drops content that is None."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=options.get("tools"))
@@ -183,7 +183,7 @@ def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str,
 
 
 def _variables(source: str) -> frozenset[str] | None:
-    """Return the names that a template reads; None if it can't be parsed."""
+    """Return the names of the variables that a template reads, or None if the template can't be parsed."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -196,12 +196,12 @@ def _variables(source: str) -> frozenset[str] | None:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """Return the length in characters of a tokenizer's longest token; a byte counts as one."""
+    """Return the length of a tokenizer's longest token in characters; a byte counts as one character."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def check_length(text: str, max_tokens: int, longest: int) -> None:
-    """Raise TooLong if, judged by its length alone, a text has more tokens than fit."""
+    """Raise TooLong if a text's length in characters alone shows that it has too many tokens."""
     if len(text) > max_tokens * longest:
         raise TooLong(
             f"the prompt has {len(text)} characters, which are more than the model's {max_tokens} tokens"
@@ -209,6 +209,6 @@ def check_length(text: str, max_tokens: int, longest: int) -> None:
 
 
 def num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return how many items two sequences share from the start."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""A session: pools for the sequences of one model, and steps over them."""
+"""A session: KV pools for sequences of one model, and steps that run these sequences."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +20,7 @@ from kvq.models.run.packing import positions_of, run_packed
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
-    """Logits of one sequence's part of a step."""
+    """Logits of one sequence from a step."""
 
     logits: Tensor  # fp32 [rows, vocab]: a row for every new token, or for the last one only
     finite: bool  # False: K or V contained NaN or infinity; the sequence's blocks were scrubbed
@@ -35,7 +35,7 @@ class StepResult:
 
 
 class Session:
-    """Session that runs packed steps over its own pools; a step writes its tokens, then attends from them."""
+    """Session that runs packed steps over its own KV pools; each layer writes K and V, then attends."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Session:
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
 
-        `pool_tokens`: allocate for this total of tokens instead, however sequences divide it.
-        `backend`: kernels of kvq's own cache; None: the model's cache and kernels.
+        `pool_tokens`: allocate for this total number of tokens instead, however the sequences divide it.
+        `backend`: kernels for kvq's own cache; None uses the model's cache and kernels.
 
         Raises:
             RequestError: `max_tokens` exceeds the model's context.
@@ -86,8 +86,9 @@ class Session:
         The logits are those of each sequence's last new token or, with `all_rows`, of all new tokens.
 
         Raises:
-            RequestError: no tokens, a token id outside the vocabulary, or more tokens than the context.
-            OutOfBlocks: the pools are full. After any of these errors, nothing has changed.
+            RequestError: a sequence has no new tokens, an id outside the vocabulary, or more tokens than the
+                context.
+            OutOfBlocks: the pools are full. None of these errors changes the session.
         """
         self._check_attention()
         for sequence, ids in work:
@@ -110,7 +111,7 @@ class Session:
         return [StepResult(logits=x, finite=not broken) for x, broken in zip(parts, bad, strict=True)]
 
     def _check_attention(self) -> None:
-        """Raise ModelError if the model would attend past this session's blocks."""
+        """Raise ModelError if the model's attention would not read this session's blocks."""
         name = self.weights.model.config._attn_implementation
         if name not in (PACKED_NAME, NAME):
             raise ModelError(

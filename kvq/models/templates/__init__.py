@@ -1,1 +1,1 @@
-"""Chat templates: the parts of a conversation that a model's template shows, and in which form."""
+"""Chat templates: the parts of a conversation that a model's template shows, and their forms."""

@@ -18,10 +18,10 @@ _MOST = 8  # missing parts that are checked again
 def check_arrival(  # D288: rendered again with markers, so that nothing gets lost
     render: Callable[[Turns, Options], str], turns: Turns, options: Options, text: str, forms: Forms
 ) -> None:
-    """Raise RequestError if a conversation's text shows nothing of some turn, call or tool.
+    """Raise RequestError if a conversation's rendered text omits some turn, call or tool entirely.
 
-    Each of them is marked with a unique word. If a word is missing, only its part is marked in a second
-    rendering; if the text does not change, it shows nothing of that part.
+    Each part is marked with a unique word. If a word is missing from the text, a second rendering marks that
+    part alone; if the text then does not change, the template omits the part.
     """
     lost: list[_Place] = []
     with suppress(RequestError):  # the template then accepts only the original words
@@ -34,7 +34,7 @@ def check_arrival(  # D288: rendered again with markers, so that nothing gets lo
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """Return False for text next to calls if some turn's is shown, and for tools if only calls are shown."""
+    """Return False for text next to calls if the template shows it, and for tools if it shows only calls."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown
@@ -42,7 +42,7 @@ def _matters(place: _Place, forms: Forms) -> bool:
 
 
 def _missing(place: _Place, forms: Forms) -> str:
-    """Return the missing part, the reason and the remedy, in words."""
+    """Return a message that names the missing part, the reason and the remedy."""
     what, number, of = place
     if what == TOOLS:
         return f"tool {number}, so the model would not know of it; leave it out, or describe it in a message"
@@ -56,7 +56,7 @@ def _missing(place: _Place, forms: Forms) -> str:
 
 
 def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Turns, Options, list[_Place]]:
-    """Return a conversation with marker words in all its parts, or in part `only` alone, and their places."""
+    """Return a conversation with marker words in all its parts, or in part `only` alone, and the parts."""
     places: list[_Place] = []
 
     def word(*place: Any) -> str:
@@ -85,7 +85,7 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
 
 
 def _marked_call(call: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """Return a tool call marked in its arguments, or in its name if it has none."""
+    """Return a tool call with a marker in its arguments, or in its name if there are no arguments."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     inside, brace, after = (
         arguments.rpartition("}") if arguments.rstrip().endswith("}") else (arguments, "", "")

@@ -1,6 +1,6 @@
-"""The form in which a chat template takes a conversation, and the conversion of turns to it.
+"""The form of conversation that a chat template accepts, and the conversion of turns to this form.
 
-It is found by trial: turns with known words are rendered, and the words are looked for in the text.
+The form is found by trial: turns with known words are rendered, and the text is searched for the words.
 """
 
 import json
@@ -19,7 +19,7 @@ Without = Literal["empty", "null", "absent"]  # the content of a turn without te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forms:
-    """Parts of a conversation that a chat template shows, and their forms; by default, all as usual."""
+    """Parts of a conversation that a chat template shows, and their forms; defaults fit most templates."""
 
     shown: frozenset[str] = frozenset((*ROLES, TOOLS, CALLS, BESIDE))
     parts: frozenset[str] = frozenset()  # roles whose texts it shows only as lists of parts
@@ -33,17 +33,17 @@ class Forms:
 
     @property
     def only_calls(self) -> bool:
-        """True if it shows calls but no callable tools, so that messages must describe the tools."""
+        """True if the template shows calls but no tools, so that messages must describe the tools."""
         return CALLS in self.shown and TOOLS not in self.shown
 
     @property
     def lacking(self) -> str:
-        """The parts that the template has no place for, in words; empty if there are none."""
+        """Description of the parts that the template can't show; empty if there are none."""
         words = [f"{role} messages" for role in ROLES if role not in self.shown]
         return ", ".join(words + [what for what in (TOOLS, CALLS) if what not in self.shown])
 
     def messages(self, given: Turns) -> list[dict[str, Any]]:
-        """Return turns as the messages that the template takes."""
+        """Return turns as messages in the form that the template accepts."""
         names: dict[str, str] = {}  # names of called functions, by the call's id
         made: list[dict[str, Any]] = []
         for turn in given:
@@ -98,10 +98,10 @@ _WITHOUT: Sequence[Without] = ("null", "absent", "empty")
 
 
 def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:  # D287
-    """Return the parts that a template shows, each in the plainest form that works.
+    """Return the parts that a template shows, each in the simplest form that works.
 
     `render` renders a conversation or raises RequestError; it is called 10 times for most templates and at
-    most 26 times. `source`: the template's source; `variables`: names that it reads.
+    most 26 times. `source`: the template's source; `variables`: names that the template reads.
     """
     trial = _Trial(render, Forms(shown=frozenset(), variables=variables))
     system, user = _message("system"), _message("user")
@@ -134,7 +134,7 @@ class _Trial:
         self._texts: dict[tuple[Forms, str, bool], str] = {}
 
     def find(self, what: str, ways: Iterable[Forms], turns: Turns, *words: str, **most: int) -> bool:
-        """Keep the first of some forms that shows the words; `most`: limits on the count of other strings."""
+        """Keep the first form that shows the words; `most`: maximum counts of other strings."""
         for forms in ways:
             text = self._text(forms, turns)
             are_there = all(word in text.lower() for word in words)  # templates may change their case
@@ -144,13 +144,13 @@ class _Trial:
         return False
 
     def role(self, role: str, turns: Turns, *, names_results: bool = False) -> bool:
-        """Find the form in which a role's words are shown."""
+        """Find the form in which a role's messages are shown."""
         parts = (self.forms.parts, self.forms.parts | {role})
         ways = [replace(self.forms, parts=one, names_results=names_results) for one in parts]
         return self.find(role, ways, turns, _word(role))
 
     def calls(self, usual: Turns) -> None:
-        """Find the form in which calls without text are shown, for null and for empty content."""
+        """Find the form in which calls without text are shown, for both null and empty content."""
         well = {"None": self._text(self.forms, usual).count("None"), **dict.fromkeys(_ILL, 0)}
         asked, forms = _called(None), self.forms
         ways = [replace(forms, joins_arguments=j, null=null) for j in (False, True) for null in _WITHOUT]
@@ -161,21 +161,21 @@ class _Trial:
                 return
 
     def named(self, done: Turns) -> None:
-        """Add the function's name to its result if the template shows it."""
+        """Add the function's name to call results if the template shows the name."""
         forms = replace(self.forms, names_results=True)
         without, named = (self._text(one, done).lower().count(_CALLED) for one in (self.forms, forms))
         if named > without:
             self.find("tool", [forms], done, _word("tool"))
 
     def beside(self, results: Turns) -> None:
-        """Find out whether text is shown with a call or as a turn before it, also in longer conversations."""
+        """Find out whether text is shown with a call or as a separate turn before the call."""
         word, apart = _word("beside"), replace(self.forms, parts_calls=True)
         done = [*_called(word), *results]
         if not self.find(BESIDE, [self.forms], done, _VALUE, word):
             self.find(BESIDE, [apart], [*done, _message("assistant"), _message("user")], _VALUE, word)
 
     def _text(self, forms: Forms, turns: Turns) -> str:
-        """Return the text of a conversation; empty if it is refused."""
+        """Return the text of a conversation, or "" if the template rejects it."""
         key = (replace(forms, shown=frozenset()), str(turns), bool(self.tools))
         if key not in self._texts:
             options = {"tools": self.tools, "add_generation_prompt": True}
@@ -186,7 +186,7 @@ class _Trial:
 
 
 def _called(content: str | None) -> Turns:
-    """Return a conversation with a call whose turn has the content `content`."""
+    """Return a conversation with a tool call in a turn whose content is `content`."""
     return [_message("user"), {"role": "assistant", "content": content, "tool_calls": [_CALL]}]
 
 

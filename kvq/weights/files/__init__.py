@@ -1,6 +1,6 @@
-"""Quantized weights on disk: tensors and configs of the formats that other programs load.
+"""Quantized weights on disk: tensors and configs in the formats that other programs load.
 
-Everything is converted to and from `QuantizedWeight`; nothing here opens a file.
+Tensors are converted to and from `QuantizedWeight`; nothing here opens a file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _OTHER = "write compressed-tensors"
 
 
 def check_fits(file_format: str, fmt: WeightFormat) -> None:
-    """Raise ConfigError, naming alternatives, unless files of this format can store weights in `fmt`."""
+    """Raise ConfigError with alternatives unless files of this format can store weights in `fmt`."""
     if file_format not in FILE_FORMATS:
         raise ConfigError(
             f"unknown file format {file_format!r}{nearest(file_format, list(FILE_FORMATS)) or ';'} "
@@ -42,7 +42,7 @@ def check_fits(file_format: str, fmt: WeightFormat) -> None:
 
 
 def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors that store the weight of the layer called `name`.
+    """Return the tensors that store the weight of the layer `name`.
 
     Raises:
         ConfigError: the file format can't store this weight's format, sizes, scales or order of inputs.
@@ -53,7 +53,7 @@ def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[st
 
 
 def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """Return the weight of the layer called `name` from its tensors, `scheme.names_of(name)`.
+    """Return the weight of the layer `name` from its tensors, `scheme.names_of(name)`.
 
     Raises:
         ModelError: a tensor is missing, or its type, shape or values don't match the scheme.
@@ -67,7 +67,7 @@ def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Ten
 
 
 def stored_shape(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return [out, in] of the layer called `name`, from shapes, without reading codes.
+    """Return the shape [out, in] of the layer `name`, without reading codes.
 
     Raises:
         ModelError: a tensor is missing or is not a matrix.
@@ -99,14 +99,14 @@ def quantization_config(
     kv_scales: bool,
     act_order: bool = False,
 ) -> dict[str, Any]:
-    """Return the quantization_config of a config.json, after it is read back and compared.
+    """Return a config.json's quantization_config, verified by reading it back.
 
-    `formats`: the format of each quantized layer by its full name; `ignore`: names of Linear layers that keep
-    their weights; `kv_scales`: static FP8 scales of K and V are among the tensors; `act_order`: some layer's
-    groups consist of scattered inputs.
+    `formats`: format of each quantized layer, keyed by full name; `ignore`: names of Linear layers that keep
+    their weights; `kv_scales`: whether static FP8 scales of K and V are stored; `act_order`: whether any
+    layer's groups consist of scattered inputs.
 
     Raises:
-        ConfigError: the file format can't express this.
+        ConfigError: the file format can't express this combination.
     """
     if not formats:
         raise ConfigError("no layer is quantized; a quantization_config needs one at least")

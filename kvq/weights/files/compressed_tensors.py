@@ -24,7 +24,7 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one layer.
 
     Raises:
-        ConfigError: its groups consist of scattered inputs, which the package no longer reads.
+        ConfigError: the groups consist of scattered inputs, which the package no longer reads.
     """
     fmt, bits = weight.fmt, weight.fmt.code.bits
     tensors = {f"{name}.weight_scale": weight.scale.contiguous()}  # [out, groups]

@@ -27,7 +27,7 @@ from kvq.weights.files.words import (
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of one layer, version 1.
+    """Return the tensors of one layer in GPTQ version 1.
 
     Raises:
         ConfigError: scales aren't fp16, or inputs or outputs don't fill whole words.
@@ -73,7 +73,7 @@ def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -
 def _zeros(
     layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> Tensor | None:
-    """Return zero points int8 [out, groups], or None, after checking that they are 0, if symmetric."""
+    """Return zero points, int8 [out, groups], or None for symmetric formats if all stored ones are 0."""
     bits = layer.fmt.code.bits
     words = take(tensors, name, (torch.int32,), [shape[0], num_words(shape[1], bits)])
     stored = unpack_words(words, bits, shape[1])  # [groups, out]

@@ -1,4 +1,4 @@
-"""Checked access to a checkpoint's tensors, by name, type and shape."""
+"""Access to a checkpoint's tensors, with checks of names, dtypes and shapes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +16,10 @@ def take(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the tensor called `name`.
+    """Return the tensor named `name`.
 
     Raises:
-        ModelError: it is missing, of another type or of another shape.
+        ModelError: the tensor is missing, or has another dtype or shape.
     """
     found = tensors.get(name)
     if found is None:
@@ -33,7 +33,7 @@ def take(
 
 
 def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return a tensor like `take`, with any two-dimensional shape without empty dimensions."""
+    """Return a tensor like `take`, but of any two-dimensional shape without empty dimensions."""
     found = take(tensors, name, dtypes)
     if found.dim() != 2 or 0 in found.shape:
         raise ModelError(f"tensor {name} must be a matrix, got shape {list(found.shape)}")
@@ -49,10 +49,10 @@ def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -
 
 
 def take_order(tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int) -> Tensor | None:
-    """Return the order of inputs, int64 [in], that makes groups of a `g_idx` contiguous; None if they are.
+    """Return the order of inputs, int64 [in], that makes a `g_idx`'s groups contiguous; None if they are.
 
     Raises:
-        ModelError: an index is not a group, or groups differ in size.
+        ModelError: an index is out of range, or groups differ in size.
     """
     index = take(tensors, name, (torch.int32, torch.int64), [in_features]).long()
     if index.min() < 0 or index.max() >= groups:

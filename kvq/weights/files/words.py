@@ -1,4 +1,4 @@
-"""Packing of integer codes in files: inputs in their original order, in 32-bit words.
+"""Packing of integer codes for files: 32-bit words, with inputs in their original order.
 
 Words contain consecutive unsigned codes, low bits first, or eight codes in AWQ's order.
 """
@@ -25,7 +25,7 @@ def whole_groups(name: str, weight: QuantizedWeight) -> Tensor:
     """Return the codes for a file format that stores no order of inputs.
 
     Raises:
-        ConfigError: a group's inputs are not adjacent.
+        ConfigError: the inputs of some group are not adjacent.
     """
     q, index = own_order(weight)
     if (index.diff() < 0).any():
@@ -65,7 +65,7 @@ def num_words(count: int, bits: int) -> int:
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 [rows, n] below 2^bits into int32 [rows, num_words(n, bits)].
 
-    Code i takes bits i * bits up to (i + 1) * bits of a row, so that 32 codes take `bits` words and a 3-bit
+    Code i occupies bits i * bits up to (i + 1) * bits of a row: 32 codes occupy `bits` words, and a 3-bit
     code may span two words. Unused bits are zero.
     """
     rows, count = codes.shape
