@@ -69,3 +69,18 @@ def test_the_server_asks_nobody_outside(name):
         if called.endswith("open_connection") and not is_ours:  # over a socket pair that is there already
             bad.append(f"{node.lineno}: {called}")
     assert not bad
+
+
+MAKERS = {
+    f"torch.{name}"
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "logspace", "eye")
+}
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_tensors_say_their_dtype(name):
+    """torch's default is the process's: transformers changes it while it loads a model in another thread."""
+    for function, node in calls(TREES[name]):
+        if function in MAKERS:
+            told = [keyword.arg for keyword in node.keywords]
+            assert "dtype" in told or None in told, f"{name}:{node.lineno}: {ast.unparse(node)}"

@@ -123,7 +123,9 @@ class Trial:
         self, layer: int, *, softcap: float | None = None, with_sinks: bool = False
     ) -> AttentionOptions:
         """Return the layer's scale and window, with or without a softcap and sinks."""
-        sinks = torch.linspace(-2, 3, _Q_HEADS, device=self.device) if with_sinks else None
+        sinks = (
+            torch.linspace(-2, 3, _Q_HEADS, device=self.device, dtype=torch.float32) if with_sinks else None
+        )
         scale = _HEAD_DIMS[layer][0] ** -0.5
         return AttentionOptions(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
 
@@ -202,7 +204,7 @@ class Trial:
 
 
 def _random(shape: tuple[int, ...], *, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ class _DenseStore(LayerStore):
         assert isinstance(batch, SequenceBatch), "staged recipes are refused"
         size = self.k.shape[1]
         out = q.new_empty(*q.shape[:2], self.v.shape[-1])
-        lse = torch.empty(q.shape[:2], device=q.device)
+        lse = torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
         at = 0
         for table, new, context in zip(batch.tables, batch.query_lens, batch.context_lens, strict=True):
             query = torch.arange(context - new, context, device=q.device)[:, None]  # positions

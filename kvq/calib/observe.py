@@ -28,7 +28,7 @@ class _Magnitudes:
     """
 
     def __init__(self, heads: int) -> None:
-        self.absmax = torch.zeros(heads)  # [heads]
+        self.absmax = torch.zeros(heads, dtype=torch.float32)  # [heads]
         self._counts = torch.zeros(heads, _BINS, dtype=torch.int64)
 
     def update(self, rows: Tensor) -> None:

@@ -37,6 +37,7 @@ _QUIET = 0.15  # the same for threads that sleep: alone 0.12, with a busy proces
 _QUIET_LOOKS = 10  # samples before threads spin again, as other processes come and go
 _REST_S = (2.0, 16.0)  # longest sleep before spinning is tried again; the second if it failed
 
+_beginning = threading.Lock()
 _SOFTLY = 1  # omp_pause_soft: data private to threads stay
 
 Times = dict[str, tuple[int, int, int]]  # by thread: ns that it ran, ns that it was ready, how often it ran
@@ -44,7 +45,12 @@ Times = dict[str, tuple[int, int, int]]  # by thread: ns that it ran, ns that it
 
 def watch_other_threads() -> None:
     """Sample this process's threads until it ends; call this once per process, and again after a fork."""
-    _watch(os.getpid())
+    with _beginning:  # a cache alone would let concurrent first callers start a sampler each
+        _watch(os.getpid())
+
+
+if hasattr(os, "register_at_fork"):  # a thread of the parent may have held it
+    os.register_at_fork(after_in_child=_beginning._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @cache

@@ -55,7 +55,9 @@ class PagedKV:
         """Return empty tensors for K and V: fp32 [sequences, kv_heads, tokens, dim] each."""
         shape, device = (sequences, self.k.codes.shape[1], tokens), self.k.codes.device
         k_dim, v_dim = self.formats.k_head_dim, self.formats.v_head_dim
-        return torch.empty(*shape, k_dim, device=device), torch.empty(*shape, v_dim, device=device)
+        return torch.empty(*shape, k_dim, device=device, dtype=torch.float32), torch.empty(
+            *shape, v_dim, device=device, dtype=torch.float32
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

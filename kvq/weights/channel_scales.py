@@ -83,7 +83,7 @@ def _over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
     """Replace each of `values` with the mean or maximum ("amax") of the values tied to it."""
     if tied is None:
         return values
-    found = torch.zeros(int(tied.max()) + 1, device=values.device)
+    found = torch.zeros(int(tied.max()) + 1, device=values.device, dtype=torch.float32)
     return found.scatter_reduce_(0, tied, values, reduce, include_self=False)[tied]
 
 

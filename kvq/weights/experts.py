@@ -180,12 +180,17 @@ def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: recognized by par
     }
     shapes |= {"gate_up_proj_bias": (_COUNT, 2 * _INNER), "down_proj_bias": (_COUNT, _HIDDEN)}
     small.__dict__["_parameters"] = {
-        name: None if own is None else nn.Parameter(torch.randn(shapes[name], generator=source), False)
+        name: None
+        if own is None
+        else nn.Parameter(torch.randn(shapes[name], generator=source, dtype=torch.float32), False)
         for name, own in module._parameters.items()
     }
-    x = torch.randn(_ROWS, _HIDDEN, generator=source) * torch.logspace(-1, 1, _ROWS)[:, None]  # beyond limits
+    x = (
+        torch.randn(_ROWS, _HIDDEN, generator=source, dtype=torch.float32)
+        * torch.logspace(-1, 1, _ROWS, dtype=torch.float32)[:, None]
+    )  # beyond limits
     chosen = torch.stack([torch.randperm(_COUNT, generator=source)[:2] for _ in x])
-    given = x, chosen, torch.rand(_ROWS, 2, generator=source)
+    given = x, chosen, torch.rand(_ROWS, 2, generator=source, dtype=torch.float32)
     run = inspect.unwrap(type(module).forward)
     try:
         wanted = run(small, *given)

@@ -124,7 +124,7 @@ def _round(
     """
     count, half = len(columns), 1 << (fmt.code.bits - 1)
     codes = torch.empty(columns.shape, dtype=torch.int8, device=columns.device)
-    errors = torch.empty(min(count, block), columns.shape[1], device=columns.device)
+    errors = torch.empty(min(count, block), columns.shape[1], device=columns.device, dtype=torch.float32)
     pivots: list[float] = factor.diagonal().tolist()
     for begin in range(0, count, block):
         end = min(begin + block, count)
@@ -165,7 +165,7 @@ def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
     """
     mean = float(gram.diagonal().mean())
     if mean == 0:  # all the layer's inputs were zero
-        return torch.eye(len(gram), device=gram.device)
+        return torch.eye(len(gram), device=gram.device, dtype=torch.float32)
     backwards = (gram / mean).flip(0, 1)  # scale-free: codes don't depend on the Hessian's size
     diagonal = backwards.diagonal()
     added = 0.0
@@ -174,7 +174,7 @@ def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
         added = damping
         lower, failed = torch.linalg.cholesky_ex(backwards)
         if not failed:
-            unit = torch.eye(len(gram), device=gram.device)
+            unit = torch.eye(len(gram), device=gram.device, dtype=torch.float32)
             upper: Tensor = torch.linalg.solve_triangular(lower, unit, upper=False).flip(0, 1)
             if torch.isfinite(upper).all():
                 return upper.contiguous()

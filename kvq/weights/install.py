@@ -240,8 +240,8 @@ def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     if down.in_features * 2 != gate.kernel.joined.kernel.out_features or not runs_library_code(mlp):
         return
     fused = GatedMLP(mlp, activation)
-    x = torch.randn(1, 5, gate.in_features, generator=torch.Generator().manual_seed(0))
-    x = (x * torch.logspace(-1, 3, 5)[:, None]).to(dtype)  # beyond some clamps
+    x = torch.randn(1, 5, gate.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    x = (x * torch.logspace(-1, 3, 5, dtype=torch.float32)[:, None]).to(dtype)  # beyond some clamps
     wanted, found = mlp(x), fused(x)
     if ((found - wanted).abs().amax(-1) <= _TOLERANCE[dtype] * wanted.abs().amax(-1)).all():
         replace_linear(model, name, fused)

@@ -114,7 +114,7 @@ class Dense:
         self._layers = tuple(layers)
         self.in_features = layers[0].in_features
         self.out_features = sum(layer.out_features for layer in layers)
-        self.transposed = torch.empty(0)
+        self.transposed = torch.empty(0, dtype=torch.float32)
 
     def join(self) -> None:
         """Fuse the weights into one tensor; the layers' own weights become views of it."""
@@ -202,7 +202,11 @@ def is_plain_lookup(module: nn.Embedding) -> bool:
 def scale_of(module: nn.Embedding) -> Tensor | None:
     """Return the factor that an embedding such as Gemma's applies to its rows, or None."""
     scale = getattr(module, "embed_scale", None)
-    return scale if scale is None or isinstance(scale, Tensor) else torch.tensor(float(scale))
+    return (
+        scale
+        if scale is None or isinstance(scale, Tensor)
+        else torch.tensor(float(scale), dtype=torch.float32)
+    )
 
 
 def linear_of(weight: Tensor) -> nn.Linear:

@@ -20,9 +20,9 @@ class InputStatistics:  # D177: second moments; memory doesn't grow with the tex
         """`rows`: maximum number of tokens to keep, up to `per_sample` per call of `add`, evenly spaced."""
         self.name = name
         self.tokens = 0
-        self.gram = torch.zeros(in_features, in_features, device=device)
-        self.absmax = torch.zeros(in_features, device=device)
-        self.abssum = torch.zeros(in_features, device=device)
+        self.gram = torch.zeros(in_features, in_features, device=device, dtype=torch.float32)
+        self.absmax = torch.zeros(in_features, device=device, dtype=torch.float32)
+        self.abssum = torch.zeros(in_features, device=device, dtype=torch.float32)
         self._rows: list[Tensor] = []
         self._wanted = rows
         self._per_sample = per_sample

@@ -136,7 +136,7 @@ def _projection(workload: Workload, each: int) -> tuple[LatentExpansion, _Linear
     """
     _, latent = workload.dims
     random = torch.Generator().manual_seed(workload.seed)
-    weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random)
+    weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random, dtype=torch.float32)
     weight = (weight * latent**-0.5).bfloat16().to(workload.device, workload.dtype)
     is_own = weight.device.type == "cpu" and has_own_products(workload.dtype, workload.backend)
     own = CpuLinear(PlainWeight.narrowest(weight)) if is_own else partial(functional.linear, weight=weight)
@@ -191,7 +191,7 @@ def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion, linear:
     )
     cache, batch = _filled(workload, layout_of(heads, kv), expansion)
     q, options = _head_queries(workload, expansion)
-    new = torch.randn(len(q), expansion.latent_dim).to(q)
+    new = torch.randn(len(q), expansion.latent_dim, dtype=torch.float32).to(q)
 
     def attend(copy: int) -> Tensor:
         linear(new)
@@ -238,5 +238,7 @@ def _head_queries(workload: Workload, expansion: LatentExpansion) -> tuple[Tenso
     """Return per-head queries, [tokens, q_heads, k_dim + rotary], and options with their scale."""
     dim = expansion.dims.k_dim + workload.head_dim
     random = torch.Generator().manual_seed(workload.seed + 1)
-    q = torch.randn(len(workload.contexts) * workload.new, workload.q_heads, dim, generator=random)
+    q = torch.randn(
+        len(workload.contexts) * workload.new, workload.q_heads, dim, generator=random, dtype=torch.float32
+    )
     return q.to(workload.device, workload.dtype), AttentionOptions(scale=dim**-0.5)

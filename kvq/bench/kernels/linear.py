@@ -37,12 +37,16 @@ class LinearWorkload:
     def weight(self) -> Tensor:
         """Return a random weight, fp32 [out, in]."""
         source = torch.Generator(self.device).manual_seed(self.seed)
-        return torch.randn(self.out_features, self.in_features, generator=source, device=self.device)
+        return torch.randn(
+            self.out_features, self.in_features, generator=source, device=self.device, dtype=torch.float32
+        )
 
     def inputs(self) -> Tensor:
         """Return random inputs, fp32 [rows, in]."""
         source = torch.Generator(self.device).manual_seed(self.seed + 1)
-        return torch.randn(self.rows, self.in_features, generator=source, device=self.device)
+        return torch.randn(
+            self.rows, self.in_features, generator=source, device=self.device, dtype=torch.float32
+        )
 
 
 def bench_linear(

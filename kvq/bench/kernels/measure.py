@@ -138,7 +138,7 @@ def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) 
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
     """Return the GB/s at which a sum reads data much larger than any cache (median of several runs)."""
     nbytes = nbytes or (1 << 32 if device.type == "cuda" else 1 << 29)
-    x = torch.ones(nbytes // 4, device=device)
+    x = torch.ones(nbytes // 4, device=device, dtype=torch.float32)
     watch = Stopwatch(lambda _: x.sum(), 1, device)
     ms = percentile([watch.sample() for _ in range(9)], 50)
     return nbytes / ms / 1e6

@@ -84,14 +84,16 @@ def queries(workload: Workload) -> Tensor:
     """Return Q of the new tokens, [sequences, new, q_heads, query_dim]."""
     source = torch.Generator().manual_seed(workload.seed + 1)
     shape = (len(workload.contexts), workload.new, workload.q_heads, workload.query_dim)
-    return torch.randn(shape, generator=source).to(workload.device, workload.dtype)
+    return torch.randn(shape, generator=source, dtype=torch.float32).to(workload.device, workload.dtype)
 
 
 def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
     """Return K and V for sequences of equal length, fp32 [sequences, kv_heads, tokens, head_dim]."""
     shape = (len(workload.contexts), workload.kv_heads, workload.contexts[0], workload.head_dim)
     source = torch.Generator(device=workload.device).manual_seed(workload.seed)
-    k, v = (torch.randn(shape, generator=source, device=workload.device) for _ in range(2))
+    k, v = (
+        torch.randn(shape, generator=source, device=workload.device, dtype=torch.float32) for _ in range(2)
+    )
     return k, v
 
 
@@ -142,7 +144,10 @@ def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, T
         for at in range(0, context, chunk):
             position = torch.arange(at, min(at + chunk, context), device=workload.device)
             shapes = [(len(position), workload.kv_heads, dim) for dim in workload.dims]
-            k, v = (torch.randn(shape, generator=source, device=workload.device) for shape in shapes)
+            k, v = (
+                torch.randn(shape, generator=source, device=workload.device, dtype=torch.float32)
+                for shape in shapes
+            )
             yield i, position, k.to(workload.dtype), v.to(workload.dtype)
 
 

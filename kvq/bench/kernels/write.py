@@ -31,7 +31,10 @@ def bench_write(
         cache, batch, copies = filled_cache(workload, kv)
         shape = (tokens, workload.kv_heads, workload.head_dim)
         source = torch.Generator().manual_seed(workload.seed + 2)
-        k, v = (torch.randn(shape, generator=source).to(workload.device, workload.dtype) for _ in range(2))
+        k, v = (
+            torch.randn(shape, generator=source, dtype=torch.float32).to(workload.device, workload.dtype)
+            for _ in range(2)
+        )
         slots = torch.cat(
             [
                 slots_of(

@@ -115,7 +115,11 @@ def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
     If the model needs more than a causal mask (images, packed sequences), return a mask of invalid shape,
     which KvqCache refuses; kvq's sessions need no mask.
     """
-    return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
+    return (
+        passed.get("attention_mask")
+        if passed.get("allow_is_causal_skip", True)
+        else torch.empty(0, 0, 0, dtype=torch.float32)
+    )
 
 
 def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding

@@ -71,8 +71,7 @@ def read_config(config: Any) -> CacheConfig:
             )
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_causal", True) is False:
         raise ConfigError(f"{text.model_type}: its attention is not causal; its KV can't be cached")
-    data = text.to_dict()
-    geometry = parse_geometry(data).expanded()
+    geometry = parse_geometry(text.to_dict()).expanded()
     return CacheConfig(
         text=text,
         geometry=geometry,

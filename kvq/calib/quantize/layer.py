@@ -60,7 +60,7 @@ class LayerQuantizer:
         self.layer, self.names = targets.layer(index), targets.layers[index]
         self.dtype = next(self.layer.parameters()).dtype  # the checkpoint's
         self.prefix, self.head_dim = targets.full_name(index, ""), head_dim
-        self.run: Run = lambda: torch.empty(0)
+        self.run: Run = lambda: torch.empty(0, dtype=torch.float32)
         self.folds: list[Fold] = []
         self.skipped: dict[str, str] = {}
         self.alphas: dict[str, float] = {}

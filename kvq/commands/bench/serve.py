@@ -69,8 +69,7 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
                 named("starting servers", 0, None)
                 work = bench_serve(kv, of_servers, measure, pin=options.pin)
             else:
-                key = os.environ.get(options.api_key_env, "none")
-                work = bench_url(url, key, measure)
+                work = bench_url(url, os.environ.get(options.api_key_env, "none"), measure)
             rows = asyncio.run(work)
         finished.end(rows)
 

@@ -237,7 +237,7 @@ class Runner:
 
     def nothing(self, plan: StepPlan) -> StepOutput:
         """Return the empty output of a plan that computes nothing."""
-        logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
+        logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device, dtype=torch.float32)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
         return StepOutput(logits=logits, starts=starts, bad_tokens=fine, attention_s=0.0)

@@ -115,7 +115,9 @@ class DraftModel(Drafter):
                 self._drop(one[0])
                 self._mirrors[one[0]] = _Mirror(self.session.new_sequence())
                 weights = self.session.weights
-                parts.append(torch.zeros(1, weights.geometry.vocab_size, device=weights.device))
+                parts.append(
+                    torch.zeros(1, weights.geometry.vocab_size, device=weights.device, dtype=torch.float32)
+                )
         return torch.cat(parts)
 
     def _drop(self, branch: Branch) -> None:

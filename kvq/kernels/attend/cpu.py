@@ -41,7 +41,7 @@ def run_attention(
     asked, _kept_sinks = options_of(options, q_heads, kv.k.codes.shape[1], exact=exact)
     queries, kept_q = dense_of(q)
     out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
-    lse = torch.empty(tokens, q_heads)
+    lse = torch.empty(tokens, q_heads, dtype=torch.float32)
     results, _ = dense_of(out)
     sequences, _kept_tables = batch_of(batch)
     run(kernel, layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)

@@ -57,8 +57,8 @@ def attend_rows(
     """Return `attend`'s results for fp32 rows from any source: `rows_of` returns K and V, [kv_heads, keys,
     dim], at positions [start, end) of a table. `query`: fp32 [tokens, q_heads, dim]."""
     tokens, q_heads, _ = query.shape
-    out = torch.zeros(tokens, q_heads, v_dim, device=query.device)
-    lse = torch.full((tokens, q_heads), float("-inf"), device=query.device)
+    out = torch.zeros(tokens, q_heads, v_dim, device=query.device, dtype=torch.float32)
+    lse = torch.full((tokens, q_heads), float("-inf"), device=query.device, dtype=torch.float32)
     at = 0
     for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         own = slice(at, at + new)
@@ -107,9 +107,9 @@ def _attend_tile(
     # [padded, kv_heads, group, dim] -> [kv_heads, group * padded, dim]
     folded = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     position = torch.arange(first, first + padded, device=q.device)[:, None]
-    top = torch.full((*folded.shape[:2], 1), float("-inf"), device=q.device)
+    top = torch.full((*folded.shape[:2], 1), float("-inf"), device=q.device, dtype=torch.float32)
     total = torch.zeros_like(top)
-    out = torch.zeros(*folded.shape[:2], v.shape[2], device=q.device)
+    out = torch.zeros(*folded.shape[:2], v.shape[2], device=q.device, dtype=torch.float32)
     origin = keys.start // _KEY_TILE * _KEY_TILE
     begin = max(0, options.oldest(first) - origin) // _KEY_TILE * _KEY_TILE
     for at in range(begin, min(first + rows, keys.stop) - origin, _KEY_TILE):

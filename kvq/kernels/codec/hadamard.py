@@ -45,4 +45,4 @@ def rotate_by_product(x: Tensor) -> Tensor:
 def _matrix(block: int, device: torch.device) -> Tensor:
     """Return the matrix of `rotate` for one block, fp32 [block, block]: symmetric, its own inverse."""
     with torch.inference_mode(False):
-        return rotate(torch.eye(block, device=device))
+        return rotate(torch.eye(block, device=device, dtype=torch.float32))

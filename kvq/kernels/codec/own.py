@@ -101,7 +101,9 @@ class _Registered:
         return self._read_back(rows)[1].reshape(x.shape)
 
     def _try(self, dim: int) -> float:
-        x = torch.randn(_TRIED, self.block or 1, dim, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(
+            _TRIED, self.block or 1, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        )
         x[1], x[2, 0, dim // 2] = 0, 100
         x = x if self.block else x[:, 0]
         (nbytes, together), again = self._read_back(x), self.through(x)

@@ -201,10 +201,10 @@ class CpuStack:  # D112: all layers in one call
         found = (
             torch.empty(rows, heads, dtype=dtype),
             torch.empty(rows, attended, dtype=dtype),
-            torch.empty(rows, q_heads),
+            torch.empty(rows, q_heads, dtype=torch.float32),
             torch.empty(rows, dtype=torch.bool),
-            torch.empty(parts, rows, attended),
-            torch.empty(parts, rows, q_heads),
+            torch.empty(parts, rows, attended, dtype=torch.float32),
+            torch.empty(parts, rows, q_heads, dtype=torch.float32),
         )
         self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

@@ -102,7 +102,9 @@ class TritonLinear:
             if self.fmt.inputs is Inputs.INT8 and weight.zero is not None:
                 x_sum = x.view(rows, weight.groups, weight.group).sum(-1, dtype=torch.int32)
         is_split = plan.splits > 1
-        parts = torch.empty(plan.splits, *out.shape, device=out.device) if is_split else out
+        parts = (
+            torch.empty(plan.splits, *out.shape, device=out.device, dtype=torch.float32) if is_split else out
+        )
         grid = triton.cdiv(rows, plan.tile.rows), weight.padded_outputs // plan.tile.outputs, plan.splits
         plan.product(grid, (x, x_scale, x_sum, parts), (rows, x.stride(0), out.numel() if is_split else 0))
         if is_split:
@@ -182,7 +184,7 @@ def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Ten
         whole = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
         dtype = torch.float8_e4m3fn if as_bytes else whole
     codes = torch.empty(rows, count, dtype=dtype, device=x.device)
-    scale = torch.empty(rows, device=x.device)
+    scale = torch.empty(rows, device=x.device, dtype=torch.float32)
     quantize_kernel[(rows,)](
         x,
         codes.view(torch.uint8) if inputs is Inputs.FP8 and as_bytes else codes,

@@ -22,7 +22,10 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
     outs, lses = outs.float().contiguous(), lses.float().contiguous()
     parts, tokens, heads, dim = outs.shape
     sinks = None if sinks is None else sinks.float().contiguous()
-    out, lse = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
+    out, lse = (
+        torch.empty(tokens, heads, dim, dtype=torch.float32),
+        torch.empty(tokens, heads, dtype=torch.float32),
+    )
     sink = None if sinks is None else sinks.data_ptr()
     into = out.data_ptr(), lse.data_ptr()
     sizes = parts, tokens * heads, heads, dim, torch.get_num_threads()

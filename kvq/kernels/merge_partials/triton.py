@@ -9,8 +9,8 @@ from torch import Tensor
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see reference.py."""
     outs, lses = outs.contiguous(), lses.contiguous()
-    out = torch.empty(outs.shape[1:], device=outs.device)
-    lse = torch.empty(lses.shape[1:], device=outs.device)
+    out = torch.empty(outs.shape[1:], device=outs.device, dtype=torch.float32)
+    lse = torch.empty(lses.shape[1:], device=outs.device, dtype=torch.float32)
     merge_into((out, lse), outs, lses, sinks)
     return out, lse
 

@@ -177,7 +177,9 @@ class FusedPass:
             return None
         own = model.base_model.forward
         weight = next(model.base_model.parameters())
-        hidden = torch.randn(1, 3, own.width, generator=torch.Generator().manual_seed(0)).to(weight)
+        hidden = torch.randn(
+            1, 3, own.width, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        ).to(weight)
         ids = torch.zeros(1, 3, dtype=torch.int64, device=weight.device)
         model.base_model.forward = lambda *_, **__: own._output(last_hidden_state=hidden)
         try:

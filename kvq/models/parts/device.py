@@ -25,7 +25,7 @@ def pick_device(device: str) -> torch.device:
     if not _DEVICES.fullmatch(device):
         raise ConfigError(f"unknown device {device!r}; use auto, cpu, mps, cuda or cuda:N")
     try:
-        chosen = torch.empty(1, device=device).device
+        chosen = torch.empty(1, device=device, dtype=torch.float32).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"device {device!r} is not usable here ({first_lines(error)}); use auto, cpu or cuda"

@@ -71,5 +71,5 @@ def _weight(linear: nn.Linear | PackedLinear, device: torch.device) -> Tensor:
         return linear.weight
     if type(linear) is nn.Linear:
         return linear.weight.detach()
-    found: Tensor = linear(torch.eye(linear.in_features, device=device))
+    found: Tensor = linear(torch.eye(linear.in_features, device=device, dtype=torch.float32))
     return found.transpose(0, 1).contiguous()

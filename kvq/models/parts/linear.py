@@ -219,7 +219,7 @@ def _fewest(layers: list[nn.Linear | PackedLinear]) -> int:
         dtype = layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
         is_exact = dtype == torch.float32
         for _ in range(1 if is_exact else min(_MAX_TIMES, -(-_VALUES // layer.out_features))):
-            x = torch.randn(_MANY, layer.in_features, generator=generator).to(dtype)
+            x = torch.randn(_MANY, layer.in_features, generator=generator, dtype=torch.float32).to(dtype)
             many = _product(layer, x)
             same = {n for n in same if torch.equal(_product(layer, x[:n]), many[:n])}
         fits = [n for n in _CANDIDATES if same.issuperset(m for m in tried if m >= n)]

@@ -23,7 +23,9 @@ def norm_weight(norm: Any) -> NormWeight | None:
     if not runs_library_code(norm):
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, len(weight), generator=generator) * torch.tensor([[0.01], [30.0]])
+    x = torch.randn(1, 2, len(weight), generator=generator, dtype=torch.float32) * torch.tensor(
+        [[0.01], [30.0]], dtype=torch.float32
+    )
     x = x.to(weight.device, weight.dtype)
     wanted = norm(x)
     for own in (weight, 1 + weight.float()):  # Gemma stores weight - 1

@@ -137,6 +137,20 @@ def test_rows_nobody_wants_change_no_bit_of_the_others(
     assert all(map(torch.equal, few, logits(all_rows=False)))
 
 
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean+recent=20"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_another_default_dtype_changes_no_result(backend: str, kv: str) -> None:
+    """The default is the process's: transformers sets it while it loads another model in another thread."""
+    model = kvq.load("tiny", kv=kv, backend=backend, device="cpu")
+    wanted = model.logits(IDS, chunk=7)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = model.logits(IDS, chunk=7)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+
+
 def test_engines_over_one_model_step_side_by_side() -> None:
     model, params = kvq.load("tiny"), kvq.SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     prompts = [random_tokens(n, seed=n) for n in (3, 70, 150, 31)]

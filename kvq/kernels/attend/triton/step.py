@@ -206,7 +206,9 @@ def _with_room(batch: SequenceBatch, items: WorkList, plan: Plan, *, is_extend: 
     name = _Work, shape, plan.v_pad
     if name not in batch.kept:
         device = batch.tables.device
-        batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((plan.v_pad,), ())]
+        batch.kept[name] = [
+            torch.empty(*shape, *row, device=device, dtype=torch.float32) for row in ((plan.v_pad,), ())
+        ]
     parts, lses = batch.kept[name]
     rows = _MERGED_ROWS[is_extend]
     merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
