@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 import kvq
 from kvq.calib.quantize.partial import Partial
+from kvq.calib.quantize.settings import QuantizeSettings
 from kvq.calib.quantize.walk import Walk, draw_samples
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.evals import calibration_text
@@ -160,6 +161,19 @@ def test_hidden_states_after_the_last_layer_are_the_models(tmp_path, family):
         found = reference.base_model.norm(walk.hidden[1][None])
     assert torch.allclose(found, wanted.last_hidden_state, atol=1e-5)
     assert eager_logits(reference, ids).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ("method", "rtn, gptq, awq, smoothquant"),
+        ("act_order", "none, static, group"),
+        ("scale_search", "off, squares, weighted"),
+    ],
+)
+def test_an_unknown_word_is_refused_with_those_allowed(option, allowed):
+    with pytest.raises(ConfigError, match=f"{allowed}.*'x'|'x'.*{allowed}"):
+        QuantizeSettings(**({"method": "gptq"} | {option: "x"}))
 
 
 def test_models_without_linear_layers_are_refused_by_name(random_model, tmp_path):
