@@ -226,3 +226,20 @@ def test_who_loads_a_model_is_watched():
 @pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "100"}])
 def test_what_a_user_has_chosen_stays(chosen):
     assert run(_CHOSEN, **chosen) == "done\n"
+
+
+@linux
+def test_concurrent_first_callers_start_one_sampler():
+    printed = run("""
+together = threading.Barrier(8)
+
+def come():
+    together.wait()
+    other_threads.watch_other_threads()
+
+callers = [threading.Thread(target=come) for _ in range(8)]
+for caller in callers: caller.start()
+for caller in callers: caller.join()
+print([thread.name for thread in threading.enumerate()].count("kvq-other-threads"))
+""")
+    assert printed == "1\n"
