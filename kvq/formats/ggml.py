@@ -1,8 +1,8 @@
-"""Types of GGUF tensors: how many bytes hold how many values, and how weights in blocks are stored. No tensors.
+"""Types of GGUF tensors: sizes of their blocks, and what a block contains. No tensors.
 
-A row of a tensor is a sequence of blocks. A block of 32 values has one scale, and in some types one minimum; a block
-of 256 values is divided into groups with their own small scales. Source: ggml's `ggml-common.h` and the GGUF
-specification.
+A row of a tensor is a sequence of blocks. A block of 32 values has one scale, and in some types one minimum.
+A block of 256 values is divided into groups with small scales of their own. Source: ggml's `ggml-common.h`
+and the GGUF specification.
 """
 
 from dataclasses import dataclass
