@@ -37,6 +37,7 @@ VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": AV
 COMMON_SOURCES = ("native/variants.cpp", "native/pool.cpp")  # without instruction-set flags
 SOURCES = {  # and what each file needs; the two that take longest come first
     "linear/linear.cpp": ["-ffp-contract=off"],  # a row alone is bit-equal to it among others
+    "linear/blocks.cpp": ["-ffp-contract=off"],
     "attend/attend.cpp": ["-ffp-contract=fast"],
     "attend_latent/attend_latent.cpp": ["-ffp-contract=fast"],
     "copy_blocks/copy_blocks.cpp": [],
@@ -44,9 +45,10 @@ SOURCES = {  # and what each file needs; the two that take longest come first
     "decoder/stack.cpp": [],
     "experts/experts.cpp": ["-ffp-contract=off"],  # sums in one order, as its products
     "gather_dense/gather_dense.cpp": ["-ffp-contract=off"],  # bit-equal to the reference
+    "linear/block_pack.cpp": [],
     "linear/mlp.cpp": ["-ffp-contract=off"],
     "linear/pack.cpp": [],
-    "linear/rows.cpp": [],
+    "linear/rows.cpp": ["-ffp-contract=off"],  # values are the reference's, bit for bit
     "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
     "rms_norm/rms_norm.cpp": ["-ffp-contract=off"],
     "rope/rope.cpp": ["-ffp-contract=off"],

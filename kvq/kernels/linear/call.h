@@ -2,6 +2,7 @@
 #pragma once
 
 #include "around.h"
+#include "blocks.h"
 #include "bytes.h"
 #include "split.h"
 
@@ -48,7 +49,7 @@ inline int products_of(const KvqLinear& l, int code, int64_t rows) {
     if (l.code == KVQ_BF16 && code == KVQ_BF16) return l.products;
     if (l.products == KVQ_PRODUCTS_TILES) {
         if (l.code < KVQ_FP8) return KVQ_PRODUCTS_SPLIT;
-        if (l.code != KVQ_FP8 && rows > few_byte_rows(l.code) && has_byte_tiles(cut_of(l))) return KVQ_PRODUCTS_BYTES;
+        if (l.code != KVQ_FP8 && l.code != KVQ_BLOCKS && rows > few_byte_rows(l.code) && has_byte_tiles(cut_of(l))) return KVQ_PRODUCTS_BYTES;
     }
 #endif
     return KVQ_PRODUCTS_FP32;
@@ -60,6 +61,7 @@ inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
     if (products == KVQ_PRODUCTS_PAIRS) return PAIR_ROWS;
     if (products == KVQ_PRODUCTS_BYTES) return BYTE_ROWS;
     if (products != KVQ_PRODUCTS_FP32) return MATRIX_ROWS;
+    if (l.code == KVQ_BLOCKS) return BLOCK_ROWS;
     return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
 }
 
@@ -86,7 +88,7 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
     int64_t x_row = call.x_row;
     const uint8_t* x = call.x + index * call.tile_rows * x_row;
     uint8_t* room = (uint8_t*)(columns + row_size(call.cut));
-    x = inputs_of(call.around, room, x, x_row, call.l.in_features, call.out.code, tile.rows);
+    x = inputs_of(call.around, room, x, x_row, call.l.in_features, call.out.code, tile.given);
 #if defined(KVQ_TILES)
     if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, x_row);
     if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, x_row);
@@ -94,16 +96,19 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
 #endif
     if (has_float_sums(call.l) && call.l.inputs == KVQ_INPUTS_FULL)
         return transpose_rows(tile, call.l, x, x_row, call.out.code);
-    for (int r = 0; r < tile.rows; r++) {
+    bool by_segment = call.l.inputs == KVQ_INPUTS_FULL || call.l.inputs == KVQ_INPUTS_GROUPS;
+    for (int r = 0; r < tile.given; r++) {
         const float* row = read_columns(columns, call.l, x + r * x_row, call.out.code, 0, call.cut.k);
         bool in_bytes = call.products == KVQ_PRODUCTS_BYTES;
-        int offset = call.l.code == KVQ_INT4 ? ::offset<true> : ::offset<false>;
+        int offset = call.l.code == KVQ_INT4     ? ::offset<true>
+                     : call.l.code == KVQ_BLOCKS ? offset_of(FORMS[call.l.blocks])
+                                                 : ::offset<false>;
         if (has_float_sums(call.l))
             round_row_to_fp8(tile, r, row, call.cut.k);
         else if (call.l.inputs == KVQ_INPUTS_FULL)
-            round_row<2>(tile, r, row, call.cut, offset, in_bytes);
+            round_row<2>(tile, r, row, call.cut, offset, in_bytes, by_segment);
         else
-            round_row<1>(tile, r, row, call.cut, offset, in_bytes);
+            round_row<1>(tile, r, row, call.cut, offset, in_bytes, by_segment);
     }
 }
 

@@ -3,7 +3,7 @@
 // If the format does not round inputs, they become 16-bit numbers in two bytes: over at most 128
 // columns of one group, with step = largest / 127, x is step * (high + low / 254) to 1 / 64,000 of the largest.
 // Two integer products then replace one in floats. If the format rounds inputs to INT8, `high` is the
-// code, with the whole row's step, as in linear/reference.py. The step of rows with a NaN or an infinity is NaN.
+// code, with the whole row's step, as in linear/reference.py, or with one for each group of columns. The step of rows with a NaN or an infinity is NaN.
 #pragma once
 
 #include "lanes.h"
@@ -42,7 +42,7 @@ inline int length_of(const Cut& c, int segment) {
 
 // A few rows of inputs. `planes`: 2 if there are low bytes, too.
 struct Tile {
-    int rows;
+    int rows, given;  // there is room for `rows`
     // D156: integers; inputs keep 16 bits: decode has time
     int32_t* words;   // four columns each, in the layout of Words; for bf16 products see bf16.h and split.h
     int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
@@ -53,8 +53,14 @@ struct Tile {
 
 inline bool has_float_sums(const KvqLinear& l) { return l.code <= KVQ_FP8; }
 
-inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int rows, Memory& memory) {
-    Tile t = {rows, nullptr, nullptr, nullptr, nullptr, nullptr};
+// Weights in blocks are multiplied by few numbers of rows.
+inline int padded_rows(const KvqLinear& l, int rows) {
+    return l.code != KVQ_BLOCKS || rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : 12;
+}
+
+inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int given, Memory& memory) {
+    int rows = padded_rows(l, given);
+    Tile t = {rows, given, nullptr, nullptr, nullptr, nullptr, nullptr};
     if (products == KVQ_PRODUCTS_SPLIT) {
         t.words = memory.take<int32_t>(((int64_t)cut.k + 31) / 32 * (rows <= MATRIX_ROWS / 2 ? 1 : 2) * SPLIT_WORDS);
         return t;
@@ -174,13 +180,13 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
 // `offset`: offset of the codes by which the row is multiplied.
 template <int PLANES>
 // D167: sums and maxima by registers, no division
-inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset, bool in_bytes) {
-    float whole = PLANES == 1 ? step_of(row, cut.k, 127.0f) : 0;
+inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset, bool in_bytes, bool by_segment) {
+    float whole = by_segment ? 0 : step_of(row, cut.k, 127.0f);
     Words words = words_of(tile, r, PLANES, in_bytes);
     for (int s = 0; s < cut.segments; s++) {
         int begin = begin_of(cut, s), n = length_of(cut, s);
         int64_t at = (int64_t)s * tile.rows + r;
-        float step = PLANES == 1 ? whole : step_of(row + begin, n, 127.0f);
+        float step = by_segment ? step_of(row + begin, n, 127.0f) : whole;
         Sums sums = {};
         if (step > 0)
             sums = round_columns<PLANES>(words, begin, row + begin, n, step);

@@ -12,9 +12,10 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
     return KVQ_CALL(linear_around)(linear, &NOTHING_AROUND, x, x_row, out, out_row, code, rows, threads);
 }
 
-// The same with a layer's operations before and after it, with the bits of separate calls.
-KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
-                          int64_t out_row, int code, int64_t rows, int threads) {
+namespace {
+
+int multiply_one(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
+                 int64_t out_row, int code, int64_t rows, int threads) {
     int products = products_of(*linear, code, rows);
     Call call = {*linear, *around, cut_of(*linear), x, x_row, {out, out_row, code, nullptr}, rows,
                  divided(linear->out_features, OUTPUTS), threads, products, rows_of(*linear, products, rows)};
@@ -52,6 +53,25 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
         run(call);
     }
     give_back(kept);
+    return KVQ_OK;
+}
+
+}  // namespace
+
+// The same with a layer's operations before and after it, with the bits of separate calls.
+KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
+                          int64_t out_row, int code, int64_t rows, int threads) {
+    KvqAround own = *around;
+    for (; linear; linear = linear->next) {
+        KvqLinear alone = *linear;
+        if (linear->next) alone.out_features -= linear->next->out_features;
+        int status = multiply_one(&alone, &own, x, x_row, out, out_row, code, rows, threads);
+        if (status) return status;
+        int64_t bytes = alone.out_features * bytes_of(code);
+        out += bytes;
+        if (own.bias) own.bias += bytes;
+        if (own.added) own.added += bytes;
+    }
     return KVQ_OK;
 }
 

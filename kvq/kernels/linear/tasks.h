@@ -163,6 +163,15 @@ inline void run_split_task(const Call& call, int64_t panel, int64_t last, int64_
 }
 #endif
 
+inline void run_block_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile) {
+    int64_t together = last_tile - tile > 1 ? 1 : last - panel;  // a panel stays in the first-level cache
+    for (; panel < last; panel += together)
+        for (int64_t t = tile; t < last_tile; t++) {
+            Tile inputs = call.tile(t);
+            KVQ_CALL(block_panels)(&call.l, &inputs, panel, panel + together, &call.out, t * call.tile_rows);
+        }
+}
+
 inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
 #if defined(KVQ_TILES)
     if (call.products == KVQ_PRODUCTS_BYTES) return run_byte_task(call, panel, last, tile, last_tile, kept);
@@ -175,6 +184,7 @@ inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile
         case KVQ_FP16: return run_float_task<KVQ_FP16>(call, panel, last, tile, last_tile, kept);
         case KVQ_FP8: return run_float_task<KVQ_FP8>(call, panel, last, tile, last_tile, kept);
     }
+    if (call.l.code == KVQ_BLOCKS) return run_block_task(call, panel, last, tile, last_tile);
     bool full = call.l.inputs == KVQ_INPUTS_FULL, nibbles = call.l.code == KVQ_INT4;
     int64_t tiles = last_tile - tile, together = tiles > FEW_TILES ? last - panel : CODE_PANELS;
     int64_t bytes = nibbles ? panel_bytes<true>(call.cut) : panel_bytes<false>(call.cut);
@@ -203,6 +213,7 @@ struct Split {
 
 inline Split split(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)call.block * OUTPUTS * bytes_of(call.l.code) / (call.l.code == KVQ_INT4 ? 2 : 1);
+    if (call.l.code == KVQ_BLOCKS) bytes = block_panel_bytes(call.l);
     int64_t few = (tiles > 1 ? CACHED : STREAMED) / bytes, wanted = 4 * call.threads;
     int64_t even = call.panels / wanted, panels = few < even ? few : even;
     if (call.kept_size && panels > MOST_PANELS) panels = MOST_PANELS;

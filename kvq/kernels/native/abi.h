@@ -11,7 +11,7 @@
 #define KVQ_KERNEL(name) extern "C" int KVQ_CALL(name)
 
 // Grouped codes of 4 bits are KVQ_INT4, those of any other width KVQ_GROUPED.
-enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED };
+enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED, KVQ_BLOCKS };
 
 enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK, KVQ_BAD_EXPERT, KVQ_BAD_ROW };
 
@@ -92,7 +92,23 @@ struct KvqAttention {
     int32_t recent, edge_size, first, last;  // tokens; of a part, whose blocks have edge_size
 };
 
-enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8 };
+enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8, KVQ_INPUTS_GROUPS };
+
+// Types of weights in blocks, as in GGUF files: blocks.h.
+enum KvqBlocks {
+    KVQ_Q4_0,
+    KVQ_Q4_1,
+    KVQ_Q5_0,
+    KVQ_Q5_1,
+    KVQ_Q8_0,
+    KVQ_Q2_K,
+    KVQ_Q3_K,
+    KVQ_Q4_K,
+    KVQ_Q5_K,
+    KVQ_Q6_K,
+    KVQ_IQ4_NL,
+    KVQ_MXFP4
+};
 
 // Products of bf16 rows with bf16 weights: in fp32, or by the CPU's instructions for pairs or tiles. If there are
 // tiles, all other products with float weights are split into bf16 products, and with codes, many rows use bytes.
@@ -112,13 +128,15 @@ struct KvqLinear {
     const uint8_t* scales;  // [panels, groups, 16] of scale_code; null for floats
     const int8_t* zeros;    // [panels, groups, 16], or null
     const int32_t* order;   // [in_features]: the input that each column multiplies; or null
-    int64_t in_features, out_features;
+    int64_t in_features, out_features;  // those of `next` included
     int32_t k;       // in_features, padded to a multiple of 8, or of 32 for bf16
     int32_t groups;  // of k columns
-    int32_t code;    // KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8 or KVQ_INT4
+    int32_t code;    // KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4 or KVQ_BLOCKS
     int32_t scale_code;
     int32_t inputs;  // KvqInputs
     int32_t products;  // KvqProducts
+    int32_t blocks;    // KvqBlocks of KVQ_BLOCKS, whose panels contain their scales
+    const KvqLinear* next;  // the weight of the outputs after these, for the same inputs; or null
 };
 
 // Gated MLPs among which rows choose: down(activation(gates) * rest), with gates and rest from gate_up.
@@ -255,6 +273,7 @@ KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const ui
 KVQ_KERNEL(experts)(const KvqExperts* experts, const uint8_t* x, int64_t x_row, const int64_t* chosen,
                     const float* weights, int top, uint8_t* out, int64_t out_row, int code, int64_t rows,
                     int threads);
+KVQ_KERNEL(pack_blocks)(const KvqMatrix* parts, int count, int64_t columns, int blocks, uint8_t* panels, int threads);
 KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int code, uint8_t* panels, int64_t k,
                        int threads);
 KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code,
