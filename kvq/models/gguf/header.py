@@ -14,7 +14,7 @@ from typing import Any
 from kvq.errors import ModelError
 from kvq.formats.ggml import TYPES_BY_NUMBER, UNREAD_TYPES, GgmlType
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 100 << 20  # files of 262,144 tokens have 15 MB
 _ALIGNMENT = 32  # bytes, unless the metadata say otherwise
@@ -53,7 +53,7 @@ class GgufHeader:
 def has_magic(path: Path) -> bool:
     """Return True if a file begins as a GGUF file does; the caller must handle OSError."""
     with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_gguf_header(path: Path) -> GgufHeader:  # D380: gguf's reader takes seconds
@@ -101,9 +101,9 @@ class _Reader:
         return ModelError(f"{self._path} is damaged at byte {at}: {why}; {_AGAIN}")
 
     def _check_version(self) -> None:
-        if (magic := bytes(self._data[:4])) != _MAGIC:
+        if (magic := bytes(self._data[:4])) != MAGIC:
             raise ModelError(
-                f"{self._path} is no GGUF file: it begins with {magic!r}, not {_MAGIC!r}; name a GGUF "
+                f"{self._path} is no GGUF file: it begins with {magic!r}, not {MAGIC!r}; name a GGUF "
                 f"file, or a folder with config.json and safetensors"
             )
         self._at = 4
