@@ -57,7 +57,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
         if path.stat().st_size > _MAX_BYTES:
             raise _damaged(path, f"it is larger than {_MAX_BYTES} bytes")
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a model in a GGUF file has none
         return None
     except OSError as error:
         raise _unreadable(path, error) from error

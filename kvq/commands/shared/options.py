@@ -245,12 +245,12 @@ def _one_model(words: tuple[str, ...], option: str | None) -> str | None:
 
 
 def _check_model(model: str) -> None:
-    """Raise ModelError if a folder can't be a model folder, before torch is imported."""
-    from kvq.models.describe.checkpoint import read_json
+    """Raise ModelError if a folder or file can't be a model, before torch is imported."""
+    from kvq.models.describe.checkpoint import read_config_json
     from kvq.models.describe.resolve import EMBEDDED, find_here
 
     if model not in EMBEDDED and (found := find_here(model)) is not None:
-        read_json(found.folder / "config.json")
+        read_config_json(found.folder)
 
 
 def model_options(command: _Command) -> _Command:

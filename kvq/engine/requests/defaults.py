@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.engine.params import MAX_BIASES, SamplingParams
 from kvq.errors import ConfigError, RequestError
-from kvq.models.describe.checkpoint import read_json
+from kvq.models.describe.checkpoint import read_config_json, read_json
 from kvq.models.describe.ends import GENERATION_FILE
 
 DECLINED = ("none", "kvq", "vllm")  # `vllm` is vLLM's name for its own defaults, which equal kvq's
@@ -117,7 +117,7 @@ def _shown(value: Any) -> str:
 
 
 def _vocab_size(folder: Path) -> int:
-    config = read_json(folder / "config.json")
+    config = read_config_json(folder)
     part = config.get("text_config")
     found = config.get("vocab_size", part.get("vocab_size") if isinstance(part, Mapping) else None)
     return found if type(found) is int else 1 << 30

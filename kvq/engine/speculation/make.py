@@ -16,7 +16,7 @@ from kvq.engine.speculation_config import Speculation
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.describe.checkpoint import read_json
+from kvq.models.describe.checkpoint import read_config_json
 from kvq.models.describe.resolve import ModelSource, resolve_model
 from kvq.models.loading.prepared import PreparedModel, find_scales, prepare
 from kvq.models.loading.weights import LoadedWeights
@@ -121,7 +121,7 @@ def check_is_model(source: ModelSource) -> None:
     Raises:
         ModelError: config.json is missing or can't be read.
     """
-    config = read_json(source.folder / "config.json")
+    config = read_config_json(source.folder)
     classes = config.get("architectures")
     names = [str(name) for name in classes] if isinstance(classes, list) else []
     names += [str(config[key]) for key in _NAMING if key in config]

@@ -1,4 +1,4 @@
-"""Checks that a model folder's safetensors and JSON files are intact before anything is loaded."""
+"""Checks that a model's files are intact before anything is loaded: safetensors, JSON and GGUF."""
 
 import json
 import math
@@ -10,6 +10,8 @@ import xxhash
 
 from kvq import strict_json
 from kvq.errors import ModelError, first_lines
+from kvq.models.gguf.files import read_gguf
+from kvq.models.gguf.header import MAGIC, GgufTensor, read_gguf_header
 
 UNREAD = {"C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # not read
 _DTYPE_BITS = {
@@ -23,13 +25,32 @@ _CHUNK_BYTES = 1 << 20  # still in the L2 cache when they are hashed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor of a safetensors file; offsets are from the start of the file, in bytes."""
+    """One tensor of a safetensors or GGUF file; offsets are from the start of the file, in bytes."""
 
     name: str
-    dtype: str
+    dtype: str  # as the file writes it: BF16, Q4_K
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def is_gguf(place: Path) -> bool:
+    """Return True if a model is in GGUF files, of which `place` is the first; other models are folders."""
+    return place.is_file()
+
+
+def config_place(place: Path) -> str:
+    """Return where a model's configuration is, for messages."""
+    return f"{place}'s metadata" if is_gguf(place) else f"{place}/config.json"
+
+
+def read_config_json(place: Path) -> dict[str, Any]:
+    """Return the dict of a model folder's config.json, or what it would be for a model in GGUF files.
+
+    Raises:
+        ModelError: the file is missing or damaged, or kvq doesn't read a GGUF file's architecture.
+    """
+    return dict(read_gguf(place).config) if is_gguf(place) else read_json(place / "config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -52,12 +73,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder, sharded or not.
+    """Return the safetensors files of a model folder, sharded or not, or the GGUF files of a model.
 
     Raises:
         ModelError: there are no safetensors files (only pickled weights, say), or the index names missing
             files.
     """
+    if is_gguf(folder):
+        return read_gguf(folder).paths
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -95,7 +118,7 @@ def _shards(folder: Path, index: dict[str, Any]) -> list[Path]:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Return the tensors of a safetensors file after checking its header against its size.
+    """Return the tensors of a safetensors or GGUF file after checking its header against its size.
 
     Raises:
         ModelError: the file is truncated or too long, or its header is inconsistent.
@@ -104,6 +127,8 @@ def read_header(path: Path) -> list[TensorEntry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
+            if prefix.startswith(MAGIC):  # as a safetensors header, this would be longer than any
+                return [_gguf_entry(tensor) for tensor in read_gguf_header(path).tensors]
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
@@ -126,6 +151,12 @@ def read_header(path: Path) -> list[TensorEntry]:
     if at != size:
         raise _damaged(path, f"its tensors end at byte {at}, the file has {size}")
     return entries
+
+
+def _gguf_entry(tensor: GgufTensor) -> TensorEntry:
+    """Return a tensor of a GGUF file, under its name there."""
+    own = tensor.kind.name
+    return TensorEntry(name=tensor.name, dtype=own, shape=tensor.shape, begin=tensor.begin, end=tensor.end)
 
 
 def _entry(path: Path, name: str, info: object, start: int) -> TensorEntry:

@@ -16,7 +16,7 @@ from torch import nn
 from kvq.errors import ModelError
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import ModelGeometry, field_name
-from kvq.models.describe.checkpoint import TensorEntry, read_json
+from kvq.models.describe.checkpoint import TensorEntry, config_place, read_json
 
 _LARGEST = 1 << 53  # exact in all JSON readers; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # since a module is built for each
@@ -50,7 +50,7 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
     Raises:
         ModelError: a value is invalid; the message names its field.
     """
-    where = folder / "config.json"
+    where = config_place(folder)
     for name, value in _values(config):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number:
@@ -86,10 +86,10 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
     _check_ids(where, config, vocab_size)
     own = folder / "generation_config.json"
     if own.is_file():
-        _check_ids(own, read_json(own), vocab_size)
+        _check_ids(str(own), read_json(own), vocab_size)
 
 
-def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+def _check_ids(where: str, config: Mapping[str, Any], vocab_size: int) -> None:
     """Raise ModelError for end or padding ids outside the vocabulary, except -1, which may mean none."""
     end = config.get("eos_token_id")
     ids = end if isinstance(end, list) else [] if end is None else [end]
@@ -140,14 +140,14 @@ def check_headers(
     if found and not said <= max(found) + 1 <= said + (extra if type(extra) is int else 0):
         says = f"says {name}" if name in config else f"leaves {name} at"
         raise ModelError(
-            f"{folder}/config.json {says} {said}, but the weights hold layers {min(found)} to {max(found)}; "
-            f"{_APART}"
+            f"{config_place(folder)} {says} {said}, but the weights hold layers {min(found)} to "
+            f"{max(found)}; {_APART}"
         )
     longest = max((max(entry.shape, default=0) for entry in entries), default=0)
     for layer in geometry.layers:
         if (width := layer.kv_heads * max(layer.k_head_dim, layer.v_head_dim)) > longest * _PACKED:
             raise ModelError(
-                f"{folder}/config.json says {layer.kv_heads} KV heads of {layer.k_head_dim} and "
+                f"{config_place(folder)} says {layer.kv_heads} KV heads of {layer.k_head_dim} and "
                 f"{layer.v_head_dim} numbers, {width} in all, but no tensor has more than {longest} rows; "
                 f"{_APART}"
             )
@@ -175,7 +175,7 @@ def check_shapes(
             raise ModelError(_explained(folder, config, build, name, stored, tuple(parameter.shape)))
     if unnamed > _PACKED * stored_bytes:
         raise ModelError(
-            f"{folder}/config.json describes a model of {unnamed:,} numbers and more, but the weights are "
+            f"{config_place(folder)} describes a model of {unnamed:,} numbers and more, but the weights are "
             f"{stored_bytes:,} bytes; {_APART}"
         )
 
@@ -187,15 +187,15 @@ def _explained(
     axis = next((i for i, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b), None)
     if axis is None or len(stored) != len(wanted):
         shapes = f"the shape {list(wanted)}, the weights {list(stored)}"
-        return f"{folder}/config.json gives {name} {shapes}; {_APART}"
+        return f"{config_place(folder)} gives {name} {shapes}; {_APART}"
     fields = _fields_behind(config, build, name, axis)
     what = ("numbers" if len(stored) == 1 else ("rows", "columns", "layers")[axis]) if axis < 3 else "parts"
     has = f"{name} has {stored[axis]} {what}"
     if not fields:
-        return f"{folder}/config.json leads to {wanted[axis]} {what}, but {has}; {_APART}"
+        return f"{config_place(folder)} leads to {wanted[axis]} {what}, but {has}; {_APART}"
     said = " and ".join(f"{field} {config[field]}" for field in fields)
     rest = "" if [config[field] for field in fields] == [wanted[axis]] else f", not {wanted[axis]}"
-    return f"{folder}/config.json says {said}, but {has}{rest}; {_APART}"
+    return f"{config_place(folder)} says {said}, but {has}{rest}; {_APART}"
 
 
 def _fields_behind(config: Mapping[str, Any], build: Build, name: str, axis: int) -> list[str]:  # D211

@@ -19,6 +19,7 @@ from kvq.geometry.support import BATCH_DEPENDENT_ROPE
 from kvq.kernels.cores import settle_threads
 from kvq.kernels.other_threads import watch_other_threads
 from kvq.lazy import import_whole
+from kvq.models.describe.checkpoint import config_place, is_gguf
 from kvq.models.describe.config_values import with_floats
 from kvq.models.describe.kv_scales import is_kv_scale
 from kvq.models.describe.text_models import know_text_model
@@ -58,7 +59,7 @@ def load_config(folder: Path) -> Any:
 
     try:
         with quiet_logs("transformers"):
-            if is_whole(folder):
+            if is_whole(folder) or is_gguf(folder):
                 return config_of(read_config(folder))
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything for a damaged file
@@ -133,11 +134,11 @@ def _blamed(
     alike = (name for name, value in others.items() if _error(make, {**kind, name: value}) == cause)
     name = dropped[0] if dropped else next(alike, None)
     if name is None:
-        return ModelError(f"{folder}/config.json: its values don't go together: {told}")
+        return ModelError(f"{config_place(folder)}: its values don't go together: {told}")
     default = getattr(default_config(kind), name, None) if dropped else None
     remedy = "" if default is None else f", or drop it, which leaves it at {shown(default)}"
     what = f"{name} can't be {shown(config[name])} in a {kind['model_type']} model; correct it{remedy}"
-    return ModelError(f"{folder}/config.json: {what} (transformers: {told})")
+    return ModelError(f"{config_place(folder)}: {what} (transformers: {told})")
 
 
 def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
@@ -157,10 +158,12 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
     """
     from transformers import AutoModelForCausalLM
 
-    if is_whole(folder) or read_unread(folder):
-        config = load_config(folder)
-        chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
-        return load_module_from(folder, config, read_tensors(folder), chosen, attention=attention)
+    if is_whole(folder) or is_gguf(folder) or read_unread(folder):
+        config, stored = load_config(folder), read_tensors(folder)
+        stated = torch.float32 if is_gguf(folder) else config.dtype or torch.float32
+        chosen = dtype if isinstance(dtype, torch.dtype) else stated
+        tensors = {name: stored[name].to(chosen) for name in stored} if is_gguf(folder) else stored
+        return load_module_from(folder, config, tensors, chosen, attention=attention)
     return _load(
         folder,
         lambda settings: AutoModelForCausalLM.from_pretrained(
@@ -265,7 +268,7 @@ def _check_whole(folder: Path, info: dict[str, Any]) -> None:
     if wrong := info["mismatched_keys"]:
         name, has, wanted = min(wrong)
         raise ModelError(
-            f"{folder}/config.json gives {name} the shape {list(wanted)}, the weights {list(has)}"
+            f"{config_place(folder)} gives {name} the shape {list(wanted)}, the weights {list(has)}"
         )
 
 

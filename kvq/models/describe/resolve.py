@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
+from kvq.models.gguf.files import find_gguf, part_paths
+from kvq.models.gguf.header import has_magic
 
 _HERE = Path(__file__).parents[1]
 EMBEDDED = {"tiny": _HERE / "tiny", "tiny-draft": _HERE / "tiny_draft"}
@@ -23,7 +25,7 @@ _log = logging.getLogger("kvq")
 class ModelSource:  # D208: a resolved path is a type, never a name again
     """Location of a resolved model."""
 
-    folder: Path  # absolute, links followed
+    folder: Path  # absolute, links followed; of a model in GGUF files, the first of them
     name: str  # for tables and clients: the last part of the name given
     is_embedded: bool = False
     repository: str | None = None  # on the hub
@@ -45,8 +47,9 @@ def resolve_model(
 ) -> ModelSource:
     """Find a model, downloading it from the hub if it is neither local nor embedded.
 
-    A string is read as an embedded model's name, else as an existing folder, else as a hub name. A `Path` is
-    always a folder. Without `weights`, only the small files of a hub model are downloaded.
+    A string is read as an embedded model's name, else as an existing folder or GGUF file, else as a hub name.
+    A `Path` is always a folder or file. Without `weights`, only the small files of a hub model are
+    downloaded.
 
     Raises:
         ModelError: the folder does not exist, or the hub model is missing, gated or unreachable.
@@ -81,7 +84,11 @@ def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
     if (local := _local(name)) is not None:
         return local
     if not isinstance(model, str) or name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
-        raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
+        raise ModelError(
+            f"there is no folder {name}; give a Hugging Face model folder, a GGUF file, a hub name or 'tiny'"
+        )
+    if name.lower().endswith(".gguf"):
+        raise ModelError(f"there is no file {name}; give the path of a GGUF file that is here")
     if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
     return None
@@ -98,10 +105,18 @@ def _local(name: str) -> ModelSource | None:
         raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
     try:
         path = Path(name).expanduser()
-        if path.is_file():
-            raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
         last = path.name if path.name not in ("", "..") else path.resolve().name  # resolve names made of dots
-        return ModelSource(folder=path.resolve(), name=last) if path.is_dir() else None
+        if path.is_file():
+            if not has_magic(path):
+                raise ModelError(
+                    f"{name} is a file and no GGUF; name a GGUF file, or the folder that holds config.json "
+                    f"and the weights"
+                )
+            place = path.parent.resolve() / path.name  # a link's own name says which part it is
+            return ModelSource(folder=part_paths(place)[0], name=last)
+        if not path.is_dir():
+            return None
+        return ModelSource(folder=find_gguf(path.resolve()) or path.resolve(), name=last)
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
         raise ModelError(f"there is no folder {name[:100]!r}: {first_lines(error, 100)}") from error
 

@@ -1,4 +1,4 @@
-"""Config and tensors of a model folder, or of the text part of a multimodal model."""
+"""Config and tensors of a model: of a folder, GGUF files, or the text part of a multimodal model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,12 +11,22 @@ from torch import Tensor
 from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import with_modelopt_config
 from kvq.geometry.support import KINDS, text_config, text_name
-from kvq.models.describe.checkpoint import UNREAD, TensorEntry, read_header, read_json, weight_files
+from kvq.models.describe.checkpoint import (
+    UNREAD,
+    TensorEntry,
+    is_gguf,
+    read_config_json,
+    read_header,
+    weight_files,
+)
+from kvq.models.gguf.files import read_gguf
+from kvq.models.gguf.names import Source
+from kvq.models.gguf.tensors import GgufTensors
 
 
 def is_whole(folder: Path) -> bool:
     """Return True if a folder contains a multimodal model, of which only the text part is served."""
-    return str(read_json(folder / "config.json").get("model_type")) in KINDS
+    return str(read_config_json(folder).get("model_type")) in KINDS
 
 
 def namer(folder: Path) -> Callable[[str], str | None]:
@@ -25,12 +35,12 @@ def namer(folder: Path) -> Callable[[str], str | None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json, or its text part, with quantization settings from other files.
+    """Return a model's config.json, or its text part, with quantization settings from other files.
 
     Raises:
         ModelError: the file is missing, unreadable or not a JSON object.
     """
-    config = with_modelopt_config(folder, read_json(folder / "config.json"))
+    config = with_modelopt_config(folder, read_config_json(folder))
     return text_config(config) or config
 
 
@@ -49,11 +59,19 @@ def read_unread(folder: Path) -> dict[str, str]:
 
 
 def _all_entries(folder: Path) -> Iterator[TensorEntry]:
+    if is_gguf(folder):
+        yield from (_gguf_entry(name, source) for name, source in read_gguf(folder).sources.items())
+        return
     named = namer(folder)
     for path in weight_files(folder):
         for entry in read_header(path):
             if (name := named(entry.name)) is not None:
                 yield replace(entry, name=name)
+
+
+def _gguf_entry(name: str, source: Source) -> TensorEntry:
+    kind = source.tensor.kind.name
+    return TensorEntry(name=name, dtype=kind, shape=source.shape, begin=source.begin, end=source.end)
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -96,11 +114,16 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def read_tensors(folder: Path) -> StoredTensors:
-    """Return a folder's tensors, keyed by kvq's names and read on access.
+ModelTensors = StoredTensors | GgufTensors
+
+
+def read_tensors(folder: Path) -> ModelTensors:
+    """Return a model's tensors, keyed by kvq's names and read on access; those of GGUF are dequantized.
 
     Raises:
         ModelError: files are damaged or missing.
     """
+    if is_gguf(folder):
+        return GgufTensors(read_gguf(folder))
     named, unread = namer(folder), read_unread(folder)
     return StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)

@@ -17,12 +17,13 @@ from kvq.cache.backend import CacheBackend, cache_backend, with_stores
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, ModelError, nearest
 from kvq.formats import KVRecipe, StaticScales
+from kvq.formats.ggml import GGML_TYPES
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.geometry.support import rope_types
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
-from kvq.models.describe.checkpoint import TensorEntry, content_digest, weight_files
+from kvq.models.describe.checkpoint import TensorEntry, content_digest, is_gguf, weight_files
 from kvq.models.describe.config_values import check_headers, check_values
 from kvq.models.describe.ends import read_end_ids
 from kvq.models.describe.kv_scales import is_kv_scale, read_kv_scales
@@ -58,8 +59,13 @@ class PreparedModel:
 
     @property
     def folder(self) -> Path:
-        """Folder of the model's files."""
+        """Folder of the model's files, or the first of its GGUF files."""
         return self.source.folder
+
+    @property
+    def is_gguf(self) -> bool:
+        """True if the model is in GGUF files."""
+        return is_gguf(self.folder)
 
     @property
     def stored_bytes(self) -> int:
@@ -74,7 +80,14 @@ class PreparedModel:
     @property
     def is_quantized(self) -> bool:
         """True if the weights are stored as codes."""
+        if self.is_gguf:
+            return any(not GGML_TYPES[entry.dtype].is_float for entry in self.entries)
         return self.config.get("quantization_config") is not None
+
+    @property
+    def recipe_beside(self) -> Path:
+        """Path of the kvq.json that belongs to the model, which need not exist; of x.gguf, x.kvq.json."""
+        return self.folder.with_suffix(".kvq.json") if self.is_gguf else self.folder / "kvq.json"
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -243,17 +256,13 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     check_values(source.folder, config, geometry.vocab_size)
     dtype = pick_dtype(given.get("dtype", "auto"), device, config)
     if config.get("quantization_config") is not None:
-        if rounded_to is not None:
-            raise ConfigError(
-                f"{source.folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
-            )
         check_scheme(source.folder, config["quantization_config"])
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
     block_size, order = given.get("block_size", BLOCK_SIZE), given.get("order", BlockOrder.LAYER_MAJOR)
     plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
     entries = read_entries(source.folder)
     check_headers(source.folder, config, geometry, entries)
-    return PreparedModel(
+    prepared = PreparedModel(
         source=source,
         config=config,
         geometry=geometry.computed_in(str(dtype).removeprefix("torch.")),
@@ -267,6 +276,11 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         backend=backend,
         cache=cache,
     )
+    if rounded_to is not None and prepared.is_quantized:
+        raise ConfigError(
+            f"{source.folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
+        )
+    return prepared
 
 
 def make_cache(
@@ -289,12 +303,12 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Return static scales from the kvq.json at `path`, else in the model folder, else from the checkpoint.
+    """Return static scales from the kvq.json at `path`, else beside the model, else from the checkpoint.
 
     Raises:
         ConfigError: the file is unreadable, or contains no static scales or those of another model.
     """
-    beside = model.folder / "kvq.json"
+    beside = model.recipe_beside
     if path is None and not beside.is_file():
         names = [entry.name for entry in model.entries if is_kv_scale(entry.name)]
         if (layers := read_kv_scales(model.folder, model.geometry, names)) is None:

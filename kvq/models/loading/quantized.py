@@ -16,7 +16,7 @@ from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.describe.kv_scales import is_kv_scale
 from kvq.models.describe.modules import load_config, load_module, load_module_from
-from kvq.models.describe.text_part import StoredTensors, read_tensors
+from kvq.models.describe.text_part import ModelTensors, read_tensors
 from kvq.weights import (
     EXPERT_PARTS,
     ROUTERS,
@@ -212,7 +212,7 @@ def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
     )
 
 
-def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
+def read_weights(scheme: QuantizationScheme, stored: ModelTensors) -> dict[str, QuantizedWeight]:
     """Return the quantized weights among `stored`, keyed by layer name.
 
     Raises:

@@ -17,10 +17,13 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
-from kvq.kernels import PlainWeight
+from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.models.describe.checkpoint import config_place
 from kvq.models.describe.config_values import check_shapes
 from kvq.models.describe.modules import build_on_meta, load_config, load_module_from, unquantized
-from kvq.models.describe.text_part import StoredTensors, read_tensors
+from kvq.models.describe.text_part import ModelTensors, read_tensors
+from kvq.models.gguf.tensors import GgufTensors
+from kvq.models.gguf.weights import gguf_weight
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import (
     check_rounded_experts,
@@ -100,8 +103,8 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
         )
         here, there = shown(getattr(ours, name)), shown(getattr(live, name))
         raise ModelError(
-            f"kvq reads {name} in {prepared.folder}/config.json as {here}, transformers as {there}; correct "
-            f"the file, or report this model: it would be run wrongly"
+            f"kvq reads {name} in {config_place(prepared.folder)} as {here}, transformers as {there}; "
+            f"correct the file, or report this model: it would be run wrongly"
         )
 
 
@@ -143,12 +146,12 @@ def source_of(tensor: Tensor, stand_ins: Mapping[int, tuple[str, Tensor]]) -> st
 
 @torch.no_grad()
 def fill(  # D214: straight from the file into panels
-    model: Any, stand_ins: Mapping[str, Tensor], prepared: PreparedModel
+    model: Any, stand_ins: Mapping[str, Tensor], prepared: PreparedModel, *, packs: bool = True
 ) -> Any:
-    """Fill a skeleton with the checkpoint's values and kvq's own Linear layers; nothing stays mapped.
+    """Fill a skeleton with the checkpoint's values; nothing stays mapped.
 
-    Tensors are read one at a time. Returns None and changes nothing if transformers computes any tensor from
-    others, such as stacked experts or a slice.
+    `packs`: also replace Linear layers with kvq's own. Tensors are read one at a time. Returns None and
+    changes nothing if transformers computes any tensor from others, such as stacked experts or a slice.
 
     Raises:
         ModelError: a tensor has a dtype that torch doesn't support.
@@ -158,7 +161,8 @@ def fill(  # D214: straight from the file into panels
     names = {number: name for number, name in sources.items() if name is not None}
     if len(names) < len(sources):
         return None
-    stored, (linears, lookups) = read_tensors(prepared.folder), own_linears(model, prepared.dtype)
+    stored = read_tensors(prepared.folder)
+    linears, lookups = own_linears(model, prepared.dtype) if packs else ({}, {})
     weights = {
         layer: partial(_weight, stored, names[id(linear.weight)], prepared.dtype)
         for layer, linear in linears.items()
@@ -185,7 +189,9 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
             yield from ((holder, name, tensor) for name, tensor in holder.items() if tensor is not None)
 
 
-def _weight(stored: StoredTensors, name: str, dtype: torch.dtype) -> PlainWeight:
+def _weight(stored: ModelTensors, name: str, dtype: torch.dtype) -> QuantizedWeight | PlainWeight:
+    if isinstance(stored, GgufTensors):
+        return gguf_weight(stored, name, dtype)
     values = stored[name]
     is_kept = dtype is torch.float32 and values.dtype in FLOATS
     return PlainWeight.narrowest(values if is_kept else values.to(dtype))

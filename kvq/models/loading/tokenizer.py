@@ -7,8 +7,9 @@ from typing import Any
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.lazy import import_whole, unseen
-from kvq.models.describe.checkpoint import read_json
+from kvq.models.describe.checkpoint import config_place, is_gguf, read_json
 from kvq.models.describe.resolve import tokenizer_folder
+from kvq.models.gguf.files import read_gguf
 
 _PLAIN = "Hello, world: 12 plain words."
 _OWN_WORDS = 32
@@ -22,11 +23,17 @@ _NO_FILES = (
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:  # D216
-    """Return the tokenizer of a model folder; `chat_template` replaces the tokenizer's own template.
+    """Return the tokenizer of a model; `chat_template` replaces the tokenizer's own template.
 
     Raises:
-        ModelError: the folder has no tokenizer that loads without running its code.
+        ModelError: the model has no tokenizer that loads without running its code.
     """
+    if is_gguf(folder):
+        from kvq.models.gguf.tokenizer import load_gguf_tokenizer
+
+        tokenizer = load_gguf_tokenizer(read_gguf(folder).metadata, str(folder))
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
+        return tokenizer
     import_whole("transformers")
     from transformers import AutoTokenizer
 
@@ -96,8 +103,8 @@ def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
     size = len(tokenizer)
     if tokenizer.vocab_size > vocab_size or (size < vocab_size / 2 and size < vocab_size - _PADDING):
         raise ModelError(
-            f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, its config.json says "
-            f"vocab_size {vocab_size}; they belong to different models, so copy the folder again: "
+            f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, {config_place(folder)} "
+            f"says vocab_size {vocab_size}; they belong to different models, so copy the model again: "
             f"{_files_hint(folder)}"
         )
 
@@ -124,6 +131,8 @@ def _knows_text(tokenizer: Any) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
+    if is_gguf(folder):
+        return [folder.name]
     return sorted(path.name for path in folder.iterdir() if any(part in path.name for part in _PARTS))
 
 

@@ -88,20 +88,21 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         ConfigError: the weight format's groups don't divide a layer's inputs.
     """
     folder, where, backend = prepared.folder, prepared.device, prepared.backend
-    if not verify_manifest(folder) and prepared.is_quantized:
+    if not verify_manifest(folder) and prepared.is_quantized and not prepared.is_gguf:
         _say_unverified(prepared.source)
     skeleton = build_skeleton(prepared)
     import_class(prepared.config)
     _log.info("loading weights, %s", decimal(prepared.stored_bytes))
     prepared.begin_digest()
     before = held_bytes(where)
-    if prepared.is_quantized:
+    is_own = where.type == "cpu" and has_own_products(prepared.dtype, backend)
+    if prepared.is_quantized and not prepared.is_gguf:
         model = load_quantized(folder, prepared.config, prepared.dtype, where, backend=backend)
     elif prepared.rounded_to is not None:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
     else:
-        is_own = where.type == "cpu" and has_own_products(prepared.dtype, backend)
-        model = fill(*skeleton, prepared) if is_own and skeleton is not None else None
+        fills = is_own or prepared.is_gguf
+        model = fill(*skeleton, prepared, packs=is_own) if fills and skeleton is not None else None
         model = load_module(folder, prepared.dtype) if model is None else model
     return settle(prepared, model, before)
 
@@ -164,6 +165,10 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     """
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
+    if prepared.is_gguf:
+        raise ModelError(
+            f"{prepared.folder} is a GGUF file, whose weights can't be changed; take safetensors"
+        )
     if is_whole(prepared.folder):
         raise ModelError(
             f"{prepared.folder} reads images or sound too; weights of text models can be changed"

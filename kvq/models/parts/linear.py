@@ -6,7 +6,7 @@ of rows from which the order stays the same is measured when a model is first ru
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TypeGuard
 
@@ -27,6 +27,7 @@ from kvq.weights import (
     runs_library_code,
     stacked_experts,
 )
+from kvq.weights.install import Weights
 from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gains
@@ -128,9 +129,7 @@ def own_linears(  # D157: own panels; 16-bit weights stay in 16 bits
     return {name: module for name, module in linears.items() if lookups.get(name, True)}, lookups
 
 
-def install_own(
-    model: nn.Module, weights: Mapping[str, Callable[[], PlainWeight]], lookups: Lookups, dtype: torch.dtype
-) -> None:
+def install_own(model: nn.Module, weights: Weights, lookups: Lookups, dtype: torch.dtype) -> None:
     """Replace the layers that `own_linears` returned with packed ones; `weights`: one per layer, by name."""
     install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
     for name, embeddings in lookups.items():

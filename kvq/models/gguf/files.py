@@ -1,0 +1,123 @@
+"""GGUF files of one model: a single one, or all parts of a split one."""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ModelError
+from kvq.models.gguf.config import gguf_config
+from kvq.models.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from kvq.models.gguf.names import Source, find_sources
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+_PROJECTOR = "mmproj"  # part of the names of files with a model's eyes or ears
+
+
+class GgufModel:
+    """Description of a model in GGUF files, by their headers."""
+
+    def __init__(self, headers: tuple[GgufHeader, ...]) -> None:
+        """`headers`: of all parts, in order.
+
+        Raises:
+            ModelError: several parts hold a tensor.
+        """
+        self.paths = [header.path for header in headers]
+        self.metadata: Mapping[str, Any] = headers[0].metadata
+        self.tensors: dict[str, GgufTensor] = {}  # by their names in GGUF
+        for tensor in (tensor for header in headers for tensor in header.tensors):
+            if (other := self.tensors.get(tensor.name)) is not None:
+                raise ModelError(
+                    f"{other.path} and {tensor.path} both hold tensor {tensor.name!r:.80}; download "
+                    f"all parts again"
+                )
+            self.tensors[tensor.name] = tensor
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The dict that transformers' config.json would hold.
+
+        Raises:
+            ModelError: as for `gguf_config`.
+        """
+        return gguf_config(self.metadata, self.tensors, str(self.paths[0]))
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        """Places of the model's tensors, by transformers' names.
+
+        Raises:
+            ModelError: as for `find_sources`.
+        """
+        return find_sources(self.metadata, self.tensors, self.config)
+
+
+def read_gguf(path: Path) -> GgufModel:
+    """Return the description of the model that a GGUF file, or any part of a split one, belongs to.
+
+    Raises:
+        ModelError: a file is damaged or can't be read, or a part is missing or belongs to another model.
+    """
+    paths = part_paths(path)
+    for part in paths:
+        if not part.is_file():
+            raise ModelError(
+                f"{path} is one of {len(paths)} parts, and {part.name} is not beside it; download it"
+            )
+    try:
+        stats = [part.stat() for part in paths]
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    return _read(tuple(paths), tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+
+
+@lru_cache(maxsize=2)  # a model and its draft
+def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufModel:
+    """Read the headers; `stamps`: of the files, so that changed files are read again."""
+    headers = tuple(map(read_gguf_header, paths))
+    for number, header in enumerate(headers):
+        said = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1) or 1
+        if said != (number, len(paths)) and (len(paths) > 1 or said[1] != 1):
+            raise ModelError(
+                f"{header.path} says that it is part {said[0]!r:.20} of {said[1]!r:.20}, counted from 0, and "
+                f"its name stands for {number} of {len(paths)}; parts are called NAME-00001-of-00003.gguf"
+            )
+    model = GgufModel(headers)
+    wanted = model.metadata.get("split.tensors.count")
+    if len(paths) > 1 and wanted not in (None, len(model.tensors)):
+        raise ModelError(
+            f"{paths[0]}: its {len(paths)} parts hold {len(model.tensors)} tensors, and it says "
+            f"{wanted!r:.20}; download all parts again"
+        )
+    return model
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a split model, told by the name of one, or the path alone."""
+    match = _PART.fullmatch(path.name)
+    count = int(match[3]) if match else 1
+    if match is None or not 1 <= int(match[2]) <= count:
+        return [path]
+    return [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in range(1, count + 1)]
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """Return the first file of a folder's only GGUF model; None if there is none, or if it holds safetensors.
+
+    Raises:
+        ModelError: the folder holds several models.
+    """
+    names = [one.name for one in folder.iterdir()]
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return None
+    found = {
+        part_paths(folder / name)[0]
+        for name in names
+        if name.lower().endswith(".gguf") and _PROJECTOR not in name.lower()
+    }
+    if len(found) > 1:
+        listed = ", ".join(sorted(path.name for path in found)[:20])
+        raise ModelError(f"{folder} holds {len(found)} models as GGUF; name one of its files: {listed}")
+    return next(iter(found), None)

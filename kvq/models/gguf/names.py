@@ -1,0 +1,92 @@
+"""Names of a GGUF model's tensors in transformers, and what their values need to be those of transformers."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvq.errors import ModelError
+from kvq.models.gguf.architectures import Architecture, architecture_of
+from kvq.models.gguf.config import ROPE_TENSORS, Tensors
+from kvq.models.gguf.header import GgufTensor
+
+_WHOLE = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"
+}  # fmt: skip
+_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_OTHER = re.compile(r"(\w+)\.(weight|bias)")
+_ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in transformers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where the values of a tensor of transformers lie.
+
+    `heads`: if not None, row 2 j + p of each of so many heads is row j + p * dim / 2 in transformers.
+    `shift`: what GGUF has added to the values.
+    """
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]  # in transformers
+    begin: int  # in the file, in bytes
+    end: int
+    heads: int | None = None
+    shift: float = 0.0
+
+
+def find_sources(
+    metadata: Mapping[str, Any], tensors: Tensors, config: Mapping[str, Any]
+) -> dict[str, Source]:
+    """Return the sources of a model's tensors, by transformers' names; `config`: from `gguf_config`.
+
+    Raises:
+        ModelError: a tensor is none of its architecture's.
+    """
+    return {
+        name: source
+        for tensor in tensors.values()
+        if tensor.name not in ROPE_TENSORS
+        for name, source in _sources(architecture_of(metadata, str(tensor.path)), tensor, config)
+    }
+
+
+def _sources(
+    own: Architecture, tensor: GgufTensor, config: Mapping[str, Any]
+) -> Iterator[tuple[str, Source]]:
+    """Yield the tensors of transformers that a tensor of GGUF holds: one, or one for each expert."""
+    if match := _LAYER.fullmatch(tensor.name):
+        layer, part, kind = match.groups()
+        name = own.parts.get(part)
+        name = None if name is None else f"model.layers.{layer}.{name}.{kind}"
+    else:
+        match = _OTHER.fullmatch(tensor.name)
+        part, kind = match.groups() if match else ("", "")
+        name = f"{_WHOLE[part]}.{kind}" if part in _WHOLE else None
+    if name is None:
+        raise ModelError(
+            f"{tensor.path} holds tensor {tensor.name!r:.80}, for which {own.model_type} models have no "
+            f"place; take another copy, or the model as safetensors"
+        )
+    if len(tensor.shape) == 1 and not tensor.kind.is_float:
+        raise ModelError(
+            f"{tensor.path}: vector {tensor.name} is stored as {tensor.kind.name}; take another copy"
+        )
+    shape = (1, *tensor.shape) if part == _ROW_OF_ONE and len(tensor.shape) == 1 else tensor.shape
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
+    if "{}" in name:
+        size = (tensor.end - tensor.begin) // shape[0]
+        for i in range(shape[0]):
+            begin = tensor.begin + i * size
+            yield name.format(i), Source(tensor=tensor, shape=shape[1:], begin=begin, end=begin + size)
+        return
+    yield (
+        name,
+        Source(
+            tensor=tensor,
+            shape=shape,
+            begin=tensor.begin,
+            end=tensor.end,
+            heads=config[heads] if heads and own.is_permuted else None,
+            shift=own.norm_shift if part.endswith("norm") else 0.0,
+        ),
+    )

@@ -1,0 +1,63 @@
+"""Tensors of a GGUF model under transformers' names: values, or rows of blocks as they lie in the file."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ModelError, first_lines
+from kvq.formats.ggml import GgmlType
+from kvq.kernels.linear.ggml_reference import dequantize
+from kvq.models.gguf.files import GgufModel
+
+
+class GgufTensors(Mapping[str, Tensor]):
+    """Mapping from transformers' names to dequantized tensors; files are memory-mapped."""
+
+    def __init__(self, model: GgufModel) -> None:
+        self._sources = model.sources
+        self._mapped: dict[Path, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor's values: fp32, or those of F16 and BF16 as they are stored."""
+        source = self._sources[name]
+        values = dequantize(self.blocks(name), source.tensor.kind)
+        return (values - source.shift if source.shift else values).view(source.shape)
+
+    def kind(self, name: str) -> GgmlType:
+        """Return the type in which a tensor is stored."""
+        return self._sources[name].tensor.kind
+
+    def blocks(self, name: str) -> Tensor:
+        """Return a tensor's rows as they are stored, in transformers' order: uint8 [rows, row_bytes].
+
+        The rows of vectors are single values. Unless rows are in another order in GGUF, they share memory
+        with the mapped file, and must not be written.
+        """
+        source = self._sources[name]
+        rows = source.shape[0] if len(source.shape) == 2 or source.tensor.kind.is_float else 1
+        raw = self._file(source.tensor.path)[source.begin : source.end].view(rows, -1)
+        if source.heads is None:
+            return raw
+        order = torch.arange(rows).view(source.heads, -1, 2).transpose(1, 2)  # [heads, halves, dim / 2]
+        return raw[order.flatten()]
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that contains a tensor."""
+        return self._sources[name].tensor.path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def _file(self, path: Path) -> Tensor:
+        if path not in self._mapped:
+            try:
+                size = path.stat().st_size
+                self._mapped[path] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            except (OSError, RuntimeError) as error:
+                raise ModelError(f"can't read {path}: {first_lines(error)}") from error
+        return self._mapped[path]
