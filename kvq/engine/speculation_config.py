@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvq.errors import ConfigError, nearest
-from kvq.scheduler.depth import MOST_DRAFTS
+from kvq.scheduler.draft_depth import MOST_DRAFTS
 
 Method = Literal["ngram", "draft", "self", "heads"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from kvq.capacity.lengths import Demand, fixed
-from kvq.capacity.plan.engine import count_users
+from kvq.capacity.plan.memory import count_users
 from kvq.capacity.plan.target import find_model, make_target
 from kvq.engine.config import EngineConfig
 from kvq.engine.device.memory import planned_pools

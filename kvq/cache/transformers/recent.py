@@ -1,4 +1,7 @@
-"""Unquantized rows of every sequence's last tokens: recent tokens, and tokens of incomplete blocks."""
+"""Unquantized rows of every sequence's last tokens: recent tokens, and tokens of incomplete blocks.
+
+`BatchRows._write_filled` in rows.py quantizes a block once it is full and followed by enough recent tokens.
+"""
 
 import torch
 from torch import Tensor

@@ -140,7 +140,7 @@ class BatchRows:
         """
         own = self.layout.geometry.layers[layer]
         options = options.reaching(own.window, is_chunked=own.is_chunked)
-        batch, exact = self.batches[self.blocks.group_of[layer]], self._exact(layer, new)
+        batch, exact = self.batches[self.blocks.group_of[layer]], self._write_filled(layer, new)
         store = self.blocks.stores[layer]
         if exact is not None:
             return self._unpacked(store.attend_with(self._packed(q), exact, batch, options)[0])
@@ -156,7 +156,7 @@ class BatchRows:
         `new`: the step's own K and V, just written; the result has the same dtypes. The result is in
         `scratch`, and the next layer's result overwrites it. Rows must not have padding.
         """
-        exact = self._exact(layer, new)
+        exact = self._write_filled(layer, new)
         tables = self.batches[self.blocks.group_of[layer]].tables
         dtypes = (new[0].dtype, new[1].dtype)
         positions = range(start, self.length)
@@ -227,7 +227,7 @@ class BatchRows:
             if self.recent is not None:
                 self.recent.select(picked.clone())
 
-    def _exact(self, layer: int, new: Rows) -> Rows | None:
+    def _write_filled(self, layer: int, new: Rows) -> Rows | None:
         """Return the last rows unquantized, including the step's own, and store the blocks that they fill."""
         if self.recent is None:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import ConfigError, nearest
 from kvq.scheduler import Branch, Scheduler, StepPlan
-from kvq.scheduler.depth import MOST_DRAFTS, Depth, drafts_allowed
+from kvq.scheduler.draft_depth import MOST_DRAFTS, Depth, drafts_allowed
 
 _NAMES = ["k", "acceptance", "draft", "adapts"]
 _SPELLING = "k=4,acceptance=0.8,draft=0.1, where acceptance alone is needed, and adapts=false makes always k"

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from kvq.capacity.lengths import Demand
-from kvq.capacity.plan.engine import Engine, Room, Users, does_not_fit
+from kvq.capacity.plan.memory import Engine, Room, Users, does_not_fit
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError

@@ -101,7 +101,7 @@ def _plan(model: "PreparedModel", options: _SpeculationOptions) -> "SpeculationP
     from kvq.engine.speculation.make import check_speculation
     from kvq.engine.speculation_config import parse_speculation
     from kvq.evals.text import decoded, default_text
-    from kvq.scheduler.depth import MOST_DRAFTS
+    from kvq.scheduler.draft_depth import MOST_DRAFTS
 
     check_cache(model)
     how = parse_speculation(options.speculation)

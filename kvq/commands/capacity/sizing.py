@@ -26,7 +26,7 @@ from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.engine import Engine
+    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.gpus import Gpu, Prices
     from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
@@ -116,7 +116,7 @@ class SizingOptions:
 
         `sequences`: maximum number of concurrent sequences if --max-num-seqs is not given.
         """
-        from kvq.capacity.plan.engine import Engine
+        from kvq.capacity.plan.memory import Engine
 
         return Engine(
             step_tokens=step_tokens,

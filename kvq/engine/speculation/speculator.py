@@ -9,7 +9,7 @@ from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.drafter import Proposer
 from kvq.engine.speculation_config import Speculation
 from kvq.scheduler import Branch, Scheduler, StepPlan
-from kvq.scheduler.depth import Depth, drafts_allowed
+from kvq.scheduler.draft_depth import Depth, drafts_allowed
 
 _log = logging.getLogger("kvq")
 _MOST_FAILURES = 3  # consecutive failures of a proposer before it is no longer used

@@ -1,4 +1,5 @@
-// The variant of the kernels that this CPU can run. Compiled without any instruction-set flag.
+// The variant of the kernels that this CPU can run. Compiled without any instruction-set flag. library.py loads it.
+// AMX and bf16 instructions are no variants: amx.h asks for them while running.
 
 // D89: variants share nothing the linker could merge
 extern "C" const char* kvq_cpu_features() {

@@ -1,4 +1,4 @@
-"""Checks of whether a model is supported, from its config.json and transformers' code alone."""
+"""Checks of whether a model is supported, from its config.json and transformers' code alone; for refusals, see kvq.geometry.support."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`; its body is `ChatBody` in kvq.server.admission.bodies."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,7 +6,7 @@ import pytest
 
 import kvq
 from kvq.capacity.lengths import Demand, Length, fixed, lognormal, read_trace
-from kvq.capacity.plan.engine import count_users
+from kvq.capacity.plan.memory import count_users
 from kvq.capacity.plan.target import find_model
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry

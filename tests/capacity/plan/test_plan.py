@@ -8,7 +8,7 @@ import pytest
 
 import kvq
 from kvq.capacity.lengths import Demand, Length
-from kvq.capacity.plan.engine import Engine
+from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.gpus import (
     Gpu,
     Prices,

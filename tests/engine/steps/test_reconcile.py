@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import kvq
-from kvq.capacity.plan.engine import Engine
+from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.plan import CapacityPlan
 from kvq.engine import SamplingParams

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from kvq.scheduler import Branch, FixedCosts, MeasuredCosts, Priority, Request
-from kvq.scheduler.depth import Depth, _Seen, drafts_allowed
+from kvq.scheduler.draft_depth import Depth, _Seen, drafts_allowed
 from tests.scheduler.helpers import add, ask, make, step
 
 
