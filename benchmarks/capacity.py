@@ -38,8 +38,8 @@ from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.records import Slo, summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.lengths import Lengths
-from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import CapacityPlan, plan
 from kvq.capacity.plan.step_time import StepTime, efficiency, roofline
 from kvq.capacity.plan.target import make_target

@@ -91,7 +91,7 @@ def tune(
     default); alternatively `max_kl`, the limit of the mean KL divergence in nats. The search runs on `text`,
     and the result is measured on `held_out`; both default to CPython's help topics. `formats`: codes to
     choose from, such as "int8,int4"; by default, all formats with fast kernels on this machine. `recent` and
-    `sinks`: number of most recent and of first tokens per sequence that stay unquantized. The result's
+    `sinks`: how many of the most recent and of the first tokens per sequence stay unquantized. The result's
     `recipe` can be passed as `kv` everywhere; `recipe.save("kvq.json")` saves it.
 
     Raises:

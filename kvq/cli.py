@@ -115,8 +115,8 @@ class _Commands(click.Group):
 def root() -> None:
     """Quantized, block-managed KV caches for language models, and what they cost.
 
-    A MODEL is a folder, a name on the Hugging Face hub, or 'tiny', the embedded one. `kvq COMMAND --help` has
-    a command's options.
+    A MODEL is a folder, a name on the Hugging Face hub, or 'tiny', the embedded one. `kvq COMMAND --help`
+    lists a command's options.
     """
 
 

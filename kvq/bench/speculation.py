@@ -199,7 +199,7 @@ def offline_shares(
 
 
 def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:  # D263
-    """Return the ratio of accepted to verified drafts, if token i's draft is accepted with probability `[i]`.
+    """Return the ratio of accepted to verified drafts, given each draft's probability of acceptance.
 
     This is not the mean of all probabilities: the token after k correct drafts is not a draft, and tokens in
     runs of errors are verified more often than tokens after correct drafts. The first token of an output is

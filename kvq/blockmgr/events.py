@@ -14,7 +14,7 @@ from kvq.blockmgr.pool import BlockId, HostSlot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Copy all bytes of a block, before a write to a shared block or to reuse the block's first tokens."""
+    """Order: copy all bytes of a block, before a write to a shared block or to reuse its first tokens."""
 
     group: int
     source: BlockId
@@ -23,7 +23,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapOut:
-    """Move a block's bytes to a host slot."""
+    """Order: move a block's bytes to a host slot."""
 
     group: int
     block: BlockId
@@ -32,7 +32,7 @@ class SwapOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapIn:
-    """Move the bytes in a host slot back to a block. Fails if the bytes have changed in the meantime."""
+    """Order: move a host slot's bytes back to a block. Fails if the bytes have changed in the meantime."""
 
     group: int
     slot: HostSlot
@@ -41,7 +41,7 @@ class SwapIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scrub:
-    """Zero a failed request's block before another sequence gets it."""
+    """Order: zero a failed request's block before another sequence gets it."""
 
     group: int
     block: BlockId
@@ -55,7 +55,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A block entered the prefix index. `parent` is the digest of the preceding block, or of the root."""
+    """Event: a block entered the prefix index. `parent`: digest of the preceding block, or of the root."""
 
     group: int
     block: BlockId
@@ -65,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evicted:
-    """A cached block left the prefix index; its bytes may be overwritten."""
+    """Event: a cached block left the prefix index; its bytes may be overwritten."""
 
     group: int
     block: BlockId
@@ -74,7 +74,7 @@ class Evicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A new sequence found an indexed block and will use it."""
+    """Event: a new sequence found an indexed block and will use it."""
 
     group: int
     block: BlockId

@@ -1,7 +1,7 @@
 """Eviction policies: the order in which a pool evicts its cached blocks.
 
-`Blocks` uses `Segmented` for layer groups with a window and `LeastRecent` for the others. Of one sequence, the
-deepest blocks are evicted first (`Blocks.release`).
+`Blocks` uses `Segmented` for layer groups with a window and `LeastRecent` for the others. Of one sequence,
+the deepest blocks are evicted first (`Blocks.release`).
 """
 
 from abc import ABC, abstractmethod

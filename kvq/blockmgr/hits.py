@@ -186,7 +186,7 @@ class Prefixes:
             del self._computing[announced.pop()[1]]
 
     def leads(self, sequence: Sequence) -> bool:
-        """Return True if the sequence's next block will be new, because no indexed block begins alike."""
+        """Return True if the sequence's next block will be new: no indexed block begins with its tokens."""
         size, node = self._blocks.block_size, sequence.node
         if not sequence.indexing or (node.alive and not node.keys):
             return True

@@ -104,7 +104,7 @@ class States:  # D63: recurrent states are blocks of a group whose window is 2
         return sequence.holds(self.group, length // self.block_size - 1)
 
     def rewind(self, sequence: Sequence, length: int) -> None:
-        """Move the block back to its index before an append that was never run, if the block was moved."""
+        """Move the block back to where it was before an append that was never run, if the block was moved."""
         move, table, index = sequence.move, sequence.tables[self.group], (length - 1) // self.block_size
         if move is None or not length or move.start != length or table[index] != HOLE:
             return

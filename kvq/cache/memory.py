@@ -67,7 +67,7 @@ def allocate_bytes(nbytes: int, device: torch.device, *, purpose: str = "the KV 
     """
     check_room(nbytes, device, purpose=purpose)
     try:
-        with torch.inference_mode(False):  # else a pool enlarged in inference mode is read-only outside it
+        with torch.inference_mode(False):  # or a pool enlarged in inference mode is read-only outside it
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             if device.type == "cpu":
                 prefer_huge_pages(memory)  # the blocks of a sequence are scattered over the pool

@@ -203,7 +203,7 @@ def _scales(code: Code) -> tuple[str, ...]:
 def _of_widths(name: str) -> _KVName | None:
     """Return the format names for a pair such as k8v4, or None if `name` has another form."""
     pair = _PAIR.fullmatch(name)
-    codes = reversed(CODES.values())  # reversed: of equal widths, the first code counts
+    codes = reversed(CODES.values())  # reversed, so that of equal widths the first code counts
     grouped = {code.bits: code.name for code in codes if code.is_grouped}
     k, v = ((grouped | _OF_WIDTH).get(int(bits)) for bits in pair.groups()) if pair else (None, None)
     return _KVName(k, v) if k and v else None

@@ -11,7 +11,7 @@ from kvq.formats.codes import CODES, Code
 
 BLOCK_SIZE = 32  # tokens, by default
 MOST_PAIRED_BITS = 4  # widest grouped codes with per-channel scales that are stored in pairs
-_MEAN_GROUP = 64  # most elements of a block mean that share a scale
+_MEAN_GROUP = 64  # maximum number of elements of a block mean that share a scale
 Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whole blocks -> the same shape
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 GROUP = "gN"  # stands for g32, g64 ... among suffixes
-_ALIKE, _ALIKE_CODE = 0.5, 0.6  # least similarity, from 0 to 1, of a suffix and of a code
+_ALIKE, _ALIKE_CODE = 0.5, 0.6  # minimum similarity, from 0 to 1, of a suffix and of a code
 
 
 def respelled(name: str, codes: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, dict[str, str]]:

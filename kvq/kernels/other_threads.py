@@ -27,8 +27,8 @@ import torch
 _CHOSEN_BY_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _LOOK_S = 0.05
 _LOOKS = 4  # samples that are judged together: the system's own housekeeping takes a core for only 20 ms
-_LOOK_SHARE = 0.01  # most of the time that sampling takes, if a process has many threads
-_WORKS = 0.2  # least share of the time (ran + waited) of a thread that counts
+_LOOK_SHARE = 0.01  # maximum share of the time that sampling takes if a process has many threads
+_WORKS = 0.2  # minimum share of the time (ran + waited) for a thread to count
 # Waited / (ran + waited), and the time per wait. With one or two busy processes 0.45 and 4 ms; alone 0.04;
 # with a server's own HTTP process 0.25 and 0.8 ms, where spinning is still faster.
 _CROWDED, _SLICE_S = 0.3, 1e-3
@@ -108,7 +108,7 @@ class _Waiting:
         since_s = now_s - self._changed_s
         self._quiet_looks = self._quiet_looks + 1 if share < _QUIET else 0
         if not self.are_asleep and share >= _CROWDED and wait_s >= _SLICE_S:
-            is_again = since_s < _REST_S[0]  # spinning was tried in vain
+            is_again = since_s < _REST_S[0]  # spinning was tried and failed
             self._rest_s = min(2 * self._rest_s, _REST_S[1]) if is_again else _REST_S[0]
             self.are_asleep, self._changed_s, self._quiet_looks = True, now_s, 0
         elif self.are_asleep and (self._quiet_looks >= _QUIET_LOOKS or since_s >= self._rest_s):

@@ -29,8 +29,8 @@ class _Kept(dict[Hashable, Any]):
 class PagedRows:
     """K or V of one layer, in blocks.
 
-    Kernels take strides from the tensors, never from their shapes: blocks may be padded, and consecutive
-    blocks of a layer may be a block of all layers apart.
+    Kernels take strides from the tensors, never from their shapes: blocks may be padded, and a block
+    of all layers may lie between the starts of a layer's consecutive blocks.
     """
 
     codes: Tensor  # [num_blocks, kv_heads, block_size, row elements of the code dtype]

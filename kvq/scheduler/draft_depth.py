@@ -18,11 +18,11 @@ from kvq.scheduler.scheduler import Scheduler
 MOST_DRAFTS = 16  # per sequence and step
 _HOPED = 0.7  # assumed acceptance rate before any draft was checked
 _HOPE = 4.0  # number of drafts that this prior counts as
-_SHARED = 8.0  # drafts that the rate of all requests counts as, as the prior for one request
+_SHARED = 8.0  # drafts that the rate of all requests counts as when it is the prior for one request
 _MEMORY = 0.98  # weight of older counts, per step
 _GAIN = 1.02  # minimum relative gain in tokens per second
 _TRIALS = 2  # draft passes for a number of sequences before their cost is known
-_REST = 16  # steps of the same branches without a new choice after one in which no draft paid
+_REST = 16  # steps of the same branches without a new choice after a step in which no draft paid off
 
 
 def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:

@@ -25,7 +25,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._items: dict[str, deque[T]] = {}  # waiting items, with tenants in order of arrival
         self._used: dict[str, float] = {}  # seconds since a common start
-        self._now = 0.0  # least use of any waiting tenant, at the last `take`
+        self._now = 0.0  # lowest use of any waiting tenant, at the last `take`
         self._length = 0
 
     def __len__(self) -> int:

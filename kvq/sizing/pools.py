@@ -45,8 +45,8 @@ class PoolPlan:
     """Number of blocks, step size and concurrency of an engine."""
 
     num_blocks: list[int]  # per layer group
-    step_tokens: int  # most new tokens of a step
-    sequences: int  # most that run at once
+    step_tokens: int  # maximum number of new tokens per step
+    sequences: int  # maximum number that run at once
 
     @property
     def chunk(self) -> int:
@@ -98,7 +98,7 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
     least = sequence_alone(layout, longest, 1, step_tokens=step_tokens)
     least = _with_states(layout, least, budget_bytes, sequences=limits["sequences"], max_context=max_context)
     wanted = _at_least(wanted_blocks(layout, **limits, step_tokens=step_tokens), least)
-    if is_bounded:  # the rest is for other sequences; rounding would else lengthen the context
+    if is_bounded:  # the rest is for other sequences; rounding would otherwise lengthen the context
         blocks = share_blocks(layout, _merged(layout, sealed=least, staging=wanted), budget_bytes, least)
     else:
         fitted = _side_by_side(layout, budget_bytes, least, **limits, step_tokens=step_tokens)

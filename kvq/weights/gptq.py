@@ -76,7 +76,7 @@ def gptq(
     if options.order != "none":
         order = torch.argsort(gram.diagonal(), descending=True, stable=True)
     weight = weight.float().contiguous()
-    columns = weight.T.contiguous()  # [in, out]: a column is rounded at a time
+    columns = weight.T.contiguous()  # [in, out]: one column is rounded at a time
     if order is not None:
         columns, gram = columns[order], gram[order][:, order]
     factor, price = _factor(gram, options.damping, name), gram.diagonal()

@@ -40,7 +40,7 @@ def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Te
         return found.view(*x.shape[:-1], found.shape[1])
 
 
-def _apart(x: Tensor) -> Tensor:  # D173: separate rows: the sigmoid of a vector's remainder has other bits
+def _apart(x: Tensor) -> Tensor:  # D173: separate rows: the sigmoid of a vector's remainder differs
     """Return `x` [rows, n] with a gap between its rows, unless rows fill entire vectors."""
     if x.shape[1] % _WHOLE == 0:
         return x

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvq.cache.memory import available_bytes
 from kvq.cache.transformers.attention import PACKED_NAME, register_attention
 from kvq.capacity.lengths import Demand, fixed
-from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.gpus import find_gpu
+from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.plan.target import find_model, make_target
 from kvq.commands.capacity.plan_verify import _planned_pool

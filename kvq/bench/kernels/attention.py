@@ -124,7 +124,7 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
 
 
 def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """Return the contender that attends in one Triton kernel, since a captured batch gathers no rows."""
+    """Return the contender that attends in one Triton kernel: a batch marked as captured gathers no rows."""
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     captured = replace(batch, is_captured=True)
     return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])

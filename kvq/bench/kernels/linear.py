@@ -59,8 +59,8 @@ def bench_linear(
 ) -> tuple[Rows, float]:
     """Check every contender against fp64, then time them interleaved, rotating weights to prevent caching.
 
-    The limit is the time to read the weights or, if longer, to multiply at torch's rate on a GPU, doubled for
-    rounded inputs. Returns the rows and the memory read bandwidth in GB/s, measured in the same run.
+    The limit is the time to read the weights or, if longer, to multiply at torch's rate on a GPU, or at twice
+    that rate for rounded inputs. Returns the rows and the memory read bandwidth in GB/s from the same run.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.

@@ -69,7 +69,7 @@ _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def kind_of(workload: Workload) -> str:
-    """Return the kind of tiles, "decode" or "extend", for the workload's query rows per KV head."""
+    """Return the kind of tile, "decode" or "extend", for the workload's query rows per KV head."""
     height = workload.new * workload.q_heads // workload.kv_heads
     return "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
 

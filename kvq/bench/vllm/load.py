@@ -1,4 +1,4 @@
-"""Loads of `kvq bench vllm`, a burst of requests and decode steps at a depth, and the model."""
+"""Loads of `kvq bench vllm` (a burst of requests, and decode steps at a depth), and the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -24,7 +24,7 @@ from kvq.kernels.merge_partials.reference import merge_partials
 
 SCRATCH_BYTES = 64 << 20  # for the keys and values of one chunk
 _STEP = 256  # chunk sizes are multiples of this number of keys
-LEAST_NEW = 64  # fewest new tokens for which a sequence is expanded
+LEAST_NEW = 64  # minimum number of new tokens for which a sequence is expanded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

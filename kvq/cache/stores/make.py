@@ -17,7 +17,7 @@ from kvq.layout import STAGED_FORMAT, KVLayout, LayerLayout, Role
 def make_store(
     layout: KVLayout, layer: LayerLayout, group: int, views: Views, device: torch.device, backend: str
 ) -> PagedStore:
-    """Choose a layer's kernels and store. `group`: the layer group of its sealed blocks.
+    """Choose the kernels and the store of a layer. `group`: the layer group of its sealed blocks.
 
     Raises:
         ConfigError: the layer can't use the calibrated centers.

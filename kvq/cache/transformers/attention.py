@@ -110,7 +110,7 @@ def register_attention() -> None:
 
 
 def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
-    """Mask function of "kvq": return the 2-D padding mask unchanged, bool [batch, tokens so far].
+    """Return the 2-D padding mask unchanged, bool [batch, tokens so far], as the mask function of "kvq".
 
     If the model needs more than a causal mask (images, packed sequences), return a mask of invalid shape,
     which KvqCache refuses; kvq's sessions need no mask.

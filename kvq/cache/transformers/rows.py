@@ -67,7 +67,7 @@ class BatchRows:
         self.sequences = [self.manager.new_sequence() for _ in range(batch)]
         self.length = 0
         self.padding = [0] * batch
-        with torch.inference_mode(False):  # else it could not be written outside inference mode
+        with torch.inference_mode(False):  # otherwise, it could not be written outside inference mode
             self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
         self.batches: list[SequenceBatch] = []  # of the last step, by layer group
         self._place: Tensor | None = None  # places of its tokens in [batch * count]; None if unpadded

@@ -19,7 +19,7 @@ _PROBE = 64  # tokens of the sample used to prove folds
 def draw_samples(  # D174: the text matters more than the method
     tokenizer: Any, text: str, *, samples: int, context: int | None, max_context: int, seed: int
 ) -> list[list[int]]:
-    """Draw at most `samples` random windows of `context` tokens, in text order; `seed` sets the draw.
+    """Draw at most `samples` random windows of `context` tokens, in text order; `seed` determines the draw.
 
     If the text has fewer windows, all are used. `context` defaults to 2,048 tokens or the model's maximum, if
     smaller.

@@ -1,7 +1,7 @@
 """Capacity plan, made by `kvq.plan`: how a GPU's memory is used, and how many users fit.
 
-This module also computes plans at other context lengths and numbers of users, for plots. What a GPU holds besides
-the pool is in memory.py; `GPU_FRACTION` in kvq.sizing.pools limits the engine's share of free memory.
+This module also computes plans at other context lengths and numbers of users, for plots. What a GPU holds
+besides the pool is in memory.py; `GPU_FRACTION` in kvq.sizing.pools limits the engine's share of free memory.
 """
 
 from bisect import bisect_left
@@ -14,8 +14,8 @@ from typing import Any, TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.capacity.lengths import Demand, Length, fixed
-from kvq.capacity.plan.memory import Engine, Users
 from kvq.capacity.plan.gpus import Gpu, check_positive, find_gpu, usd_per_million
+from kvq.capacity.plan.memory import Engine, Users
 from kvq.capacity.plan.step_time import Efficiency, StepTime, roofline
 from kvq.capacity.plan.target import Target, make_target
 from kvq.capacity.plan.vllm import VllmEngine

@@ -4,7 +4,7 @@ A page is one layer's part of a block, as large as in kvq's own blocks. If all l
 the same window, they form one group. Otherwise, layers are sorted by kind, and each kind is split into groups
 of about equal numbers of layers. All groups allocate from one pool: a block is as large as the pages of the
 largest group, and a request needs blocks for every group. Pages are therefore made equally large, with more
-tokens per page if the sizes divide evenly, else by padding.
+tokens per page if the sizes divide evenly, otherwise with padding.
 
 Source: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, v1/kv_cache_interface.py and engine/arg_utils.py
 of vLLM 0.32; 0.33 counts the same.
@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from kvq.capacity.lengths import Demand
-from kvq.capacity.plan.memory import Engine, Room, Users, does_not_fit
 from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.memory import Engine, Room, Users, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.formats.names import FOREIGN_NAMES, VLLM_FILE_PREFIX, VLLM_PREFIX

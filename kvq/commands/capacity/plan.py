@@ -26,8 +26,8 @@ from kvq.sizing.pools import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from kvq.capacity.lengths import Demand, Length
-    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.gpus import Gpu
+    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.target import Target
 

@@ -19,8 +19,8 @@ from kvq.sizes import binary, decimal, dollars, parse_bytes
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.gpus import Gpu
+    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.vllm import VllmEngine
     from kvq.evals.report.page import Columns

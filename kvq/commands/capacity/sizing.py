@@ -26,8 +26,8 @@ from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.gpus import Gpu, Prices
+    from kvq.capacity.plan.memory import Engine
     from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
     from kvq.sizing.parameters import ModelShape

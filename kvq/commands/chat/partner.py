@@ -13,7 +13,7 @@ Show = Callable[[str], object]  # receives the text of the answer as it is gener
 
 
 class ContextFull(KVQError):
-    """Conversation leaves no room for an answer."""
+    """Error: the conversation leaves no room for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,7 +108,7 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _wanted(option: click.Option, value: Any) -> str | None:
-    """Describe the values that an option accepts; None if it accepts `value`. (click takes 80.5 as 80.)"""
+    """Return in words what an option accepts, or None if it accepts `value`. (click takes 80.5 as 80.)"""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
     kind = option.type

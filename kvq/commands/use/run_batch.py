@@ -27,7 +27,7 @@ _REASONS = 3  # maximum number of failure reasons shown
 
 
 class _Stopped(Exception):
-    """A signal ended the run early."""
+    """Error: a signal ended the run early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

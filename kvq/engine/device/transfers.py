@@ -11,7 +11,7 @@ from kvq.kernels.uploads import ring, send, upload, upload_all
 __all__ = ["Readback", "Readbacks", "send", "upload", "upload_all"]
 
 _LEAST_ROOM = 1 << 16  # bytes
-_ROOMS = 8  # of the least size: a step reads two or three times, and two steps are in flight
+_ROOMS = 8  # of the minimum size: a step reads two or three times, and two steps are in flight
 
 
 @dataclass(frozen=True, slots=True)

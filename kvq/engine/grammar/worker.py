@@ -79,7 +79,7 @@ def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
-    """Add to a refusal its place in a JSON schema and a remedy, or the list of supported languages."""
+    """Return a refusal with its place in a JSON schema and a remedy, or with the supported languages."""
     grammars = parts(text)
     schema = next(
         (part["json_schema"] for part in grammars if isinstance(part.get("json_schema"), dict)), None

@@ -39,7 +39,7 @@ class _Detokenizer:
     ) -> None:
         """`kept_ids`: special tokens to show even if other special tokens are skipped."""
         self._decode = _decoder(tokenizer, skip_special_tokens, frozenset(kept_ids))
-        self._anchor = self._tail(prompt_ids)  # with visible text; else tokens decode as a text's start
+        self._anchor = self._tail(prompt_ids)  # with visible text; otherwise, tokens decode as a text's start
         self._context = self._anchor  # the anchor, and the tokens that were completed last
         self._held: tuple[int, ...] = ()  # tokens since the text was last complete
         self._shown = self._text(self._context)  # already shown text of context and held tokens

@@ -261,7 +261,7 @@ def _find_bad(plan: StepPlan, flags: list[bool], errors: dict[Job, KVQError]) ->
         return
     at = 0
     for branch, count in zip(plan.branches, plan.counts, strict=True):
-        if any(flags[at : at + count]) and not branch.is_done:  # otherwise it was computed in vain
+        if any(flags[at : at + count]) and not branch.is_done:  # otherwise, it was computed for nothing
             errors.setdefault(as_job(branch.request), _not_finite("K or V"))
         at += count
 

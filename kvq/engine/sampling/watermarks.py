@@ -107,7 +107,7 @@ class Watermarks:
 
 
 def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
-    """Return the random words of tokens in their contexts: int64 [rows, width], bits as in `key.token_words`.
+    """Return tokens' random words in their contexts: int64 [rows, width], bit-identical to `key.token_words`.
 
     `seeds`: int64 [rows], the bits of the contexts' words; `tokens`: int64 [rows or 1, width].
     """

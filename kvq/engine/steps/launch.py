@@ -13,7 +13,7 @@ from kvq.errors import EngineError
 from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")
-# Steps to run without launching ahead after one found no free threads and delayed its tokens for nothing.
+# Steps to run without launching ahead after a step that found no free threads and only delayed its tokens.
 IN_TURNS = 64
 # D114: CPU steps run ahead unless they are long
 LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step, to save little Python time

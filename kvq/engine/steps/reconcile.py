@@ -1,7 +1,7 @@
 """Memory reconciliation: compares planned with allocated bytes, term by term.
 
-Allocated bytes are computed from the tensors and from the layouts that kernels store. The total of the
-process, as reported by the system or the driver, is also logged, to show memory that no plan includes.
+Allocated bytes are computed from the tensors and from the layouts that kernels store. The process's
+total memory, as reported by the system or the driver, is also logged, to show memory that no plan includes.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True)
 class _Reconciliation:
-    """All terms of the comparison, and the total of the process (on a GPU, of PyTorch)."""
+    """All terms of the comparison, and the total memory of the process (on a GPU, of PyTorch)."""
 
     lines: tuple[Line, ...]
     whole: Line

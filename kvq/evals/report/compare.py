@@ -83,7 +83,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 class _WrongField(Exception):
-    """A field has a value that kvq would not write."""
+    """Error: a field has a value that kvq would not write."""
 
 
 def _has_sizes(row: object) -> bool:

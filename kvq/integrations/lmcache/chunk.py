@@ -50,7 +50,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks, whose bytes are the pa
         head_dim: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`kv`: a format, a pair K/V, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim`, for
+        """`kv`: a format, a K/V pair, or a kvq.json, as in `--kv`. `channels`: KV heads times `head_dim`, for
         K and for V each. `head_dim` may be omitted if `kv` is a recipe.
 
         Raises:
@@ -145,7 +145,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks, whose bytes are the pa
         return self._cache.pool(0)[: count * self._block_bytes]
 
     def _check(self, chunk: Tensor) -> int:
-        """Return the number of tokens in a chunk. Raises ConfigError: the shape or dtype is wrong."""
+        """Return the number of tokens in a chunk; raise ConfigError if the shape or dtype is wrong."""
         layers, channels = self._shape
         if chunk.ndim != 4 or (chunk.shape[0], chunk.shape[1], chunk.shape[3]) != (2, layers, channels):
             raise ConfigError(
@@ -236,7 +236,7 @@ def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:
 
 
 def _parts(content: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return the header and blocks of an encoded chunk. Raises DamagedData: the header is invalid."""
+    """Return the header and blocks of an encoded chunk; raise DamagedData if the header is invalid."""
     raw = content[: _FRONT.size].numpy().tobytes()
     if len(raw) < _FRONT.size or not raw.startswith(_MAGIC):
         raise DamagedData(f"a stored chunk is cut short, damaged or none of kvq's; {_AGAIN}")

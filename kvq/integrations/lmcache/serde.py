@@ -2,7 +2,7 @@
 
     {"type": "fs", "base_path": "/cache", "serde": {"type": "kvq", "kv": "int4", "head_dim": 128}}
 
-`kv` accepts the same values as `--kv`: a format, a pair K/V, or a kvq.json, which includes `head_dim`.
+`kv` accepts the same values as `--kv`: a format, a K/V pair, or a kvq.json, which includes `head_dim`.
 """
 
 import threading

@@ -20,7 +20,7 @@ _KEY_TILE = 256  # D84: the same bits, however tokens are split into steps
 _MIN_ROWS = 4  # BLAS takes another path for a single row
 _ROW_TILE = 256  # query rows in one tile: bounds memory, and skips keys past the tile's last row
 _LARGEST = {Code.FP8: e4m3.LARGEST, Code.INT8: 127.0}  # largest codes to which queries are rounded
-_LEAST = 1e-30  # least value that is used for a row's largest element
+_LEAST = 1e-30  # minimum value that is used for a row's largest element
 
 
 def attend(  # D83: decode is an extend of one token

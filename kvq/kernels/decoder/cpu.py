@@ -38,7 +38,7 @@ def _products(parts: DecoderParts) -> tuple[Any, ...]:
 
 
 class CpuDecoder:
-    """The parts of a layer before and after attention, with the same bits as its separate operations."""
+    """The parts of a layer before and after attention, bit-identical to its separate operations."""
 
     def __init__(self, parts: DecoderParts) -> None:
         """Prepare a layer from its parts.

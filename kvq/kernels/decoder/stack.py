@@ -19,7 +19,7 @@ from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.seal.cpu import moves_of
 
 _MOST_PARTS = 3  # sealed, recent, sinks
-KEPT_BYTES = 64 << 20  # most memory of a step that is kept for the next
+KEPT_BYTES = 64 << 20  # maximum memory of a step that is kept for the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class _StackStep:
 
 
 class CpuStack:  # D112: all layers in one call
-    """A stack of layers run in one call, with the same bits as separate calls of their parts."""
+    """A stack of layers run in one call, bit-identical to separate calls of their parts."""
 
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         """Prepare a stack of layers, whose blocks must be the same tensors in every call.
@@ -131,7 +131,7 @@ class CpuStack:  # D112: all layers in one call
     ) -> tuple[Tensor, float]:
         """Return the output [rows, hidden], and the seconds spent on writing K and V and on attention.
 
-        x: [rows, hidden]; angles: cos and sin [rows, dim] for each kind of angles; batches: one for each
+        x: [rows, hidden]; angles: cos and sin [rows, dim] for each kind of angle; batches: one for each
         layer group, with `rows` new tokens each; bad: bool [rows], set to True where K or V was not finite.
 
         Raises:

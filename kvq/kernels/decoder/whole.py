@@ -77,7 +77,7 @@ class ReadyPass:
 
 
 class CpuPass:  # D113: from token ids to logits in one call
-    """Builder of a model's steps, whose results have the same bits as separate operations.
+    """Builder of a model's steps, whose results are bit-identical to those of separate operations.
 
     Steps of one stack share the buffers between operations, so only one may run at a time.
     """

@@ -41,7 +41,7 @@ MAX_VOCAB = (1 << 20) - 1
 
 
 def masses(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """Return the tokens' masses, int64, in the shape of `logits`: fp32, [rows, width].
+    """Return the tokens' masses, int64, in the shape of `logits`, which is fp32, [rows, width].
 
     `peaks`: each row's highest logit, [rows]; `temperature`: [rows], positive; None means 1.
     """
@@ -82,7 +82,7 @@ class Settings:
 
     uniform: Tensor  # fp64, in [0, 1)
     temperature: Tensor  # fp32, above 0
-    min_p: Tensor | None  # fp64, as all filters
+    min_p: Tensor | None  # fp64, like all filters
     top_k: Tensor | None
     top_p: Tensor | None
 
@@ -148,7 +148,7 @@ def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:
 
 
 def _nucleus(sums: Tensor, top_p: Tensor) -> Tensor:
-    """Return each row's first running sum that reaches top_p of the row's last one, [rows]."""
+    """Return each row's first running sum that reaches the share top_p of the row's last one, [rows]."""
     totals = sums[:, -1]
     needed = (top_p * totals.double()).ceil().to(torch.int64)
     needed = torch.minimum(needed, totals).clamp_(min=1)  # rounding up may pass the total

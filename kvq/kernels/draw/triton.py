@@ -1,12 +1,12 @@
 """Sampling in Triton: no row is sorted, and the number of launches doesn't depend on rows or vocabulary size.
 
     peaks      each span's likeliest token                      every row
-    brackets   masses and counts by 4 brackets                      rows that sample
-    open       which of them to split                           rows that rank tokens, and below
-    bins       masses and counts by 2,048 bins, in those
-    plan       which bins to search
-    gather     their tokens
-    choose     searches in them; every row's token              every row
+    brackets   masses and counts of 4 brackets                  rows that sample
+    open       which brackets to split                          rows that rank tokens, down to `gather`
+    bins       masses and counts of the bins of those brackets
+    plan       which of the 2,048 bins to search
+    gather     the tokens of those bins
+    choose     searches in those bins; every row's token        every row
 
 All sums are integers, so the order in which programs add to them doesn't matter.
 """

@@ -19,7 +19,7 @@ SPAN = tl.constexpr(4096)  # tokens that a program reads
 BINS = tl.constexpr(2048)
 BRACKETS = tl.constexpr(4)
 WIDE = tl.constexpr(BINS.value // BRACKETS.value)  # adjacent bins of a bracket
-ROOM = tl.constexpr(4096)  # most candidates that are gathered; a row with more is searched in place
+ROOM = tl.constexpr(4096)  # maximum number of candidates gathered; a row with more is searched in place
 MASS = tl.constexpr(MASS_OF_LIKELIEST)  # of the likeliest token
 # Scores this far below the likeliest have no mass: exp(-30.5) * 2**43 < 1. They share the last bin.
 REACH = tl.constexpr(30.5)
@@ -130,7 +130,7 @@ def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
 
 @triton.jit
 def masses_and_bins(logits, peak, temperature, bar, steps):
-    """Return masses floor(2**43 * exp((logit - peak) / temperature)), 0 if below the threshold, and bins."""
+    """Return masses, floor(2**43 * exp((logit - peak) / temperature)) or 0 below the threshold, and bins."""
     scores = tl.div_rn(logits - peak, temperature)
     mass = (tl.exp(scores) * MASS).to(tl.int64)
     bins = tl.minimum(-scores * steps, BINS - 1.0).to(tl.int32)
@@ -161,7 +161,7 @@ def peaks_kernel(
 def brackets_kernel(
     logits_ptr, params_ptr, scratch_ptr, vocab, row_stride, scratch_stride, SPANS_PAD: tl.constexpr
 ):
-    """Store a span's masses and counts per bracket or, without ranking, its total mass as the first."""
+    """Store a span's masses and counts per bracket or, without ranking, its total mass as the first mass."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride

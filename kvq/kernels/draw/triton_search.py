@@ -1,5 +1,5 @@
-"""Search plan of a row (the bins in which its searches can end, from per-bin sums), and the searches; in
-Triton, with one program per row.
+"""Search plan of a row (the bins in which its searches can end, computed from per-bin sums) and the searches
+themselves, in Triton, with one program per row.
 
 There are three successive searches. The search for top_k ends at a count and keeps a mass; the search for the
 nucleus ends at a share of that mass; the search for the sampled token ends at a share of the nucleus's mass.
@@ -98,7 +98,7 @@ def _bounds(mass, counts, bins, params):
     low = tl.maximum(_before(mass, bins, first), needed(least, top_p))
     high = tl.minimum(_before(mass, bins, last + 1), most)
     drawn, drawn_last = _first(through, goal(low, uniform)), _first(through, goal(high, uniform))
-    first = tl.where(top_p < 1, first, -1)  # else the nucleus is what top_k keeps
+    first = tl.where(top_p < 1, first, -1)  # otherwise, the nucleus is what top_k keeps
     last = tl.where(top_p < 1, last, -1)
     return tl.where(known, -1, cut), most, first, last, drawn, drawn_last
 
@@ -236,7 +236,7 @@ def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def _up_to(source, measured, first, last, middle):
-    """Return count, mass and minimum of the keys >= `middle` in some bins, and the highest key below it.
+    """Return the count, mass and minimum of the keys >= `middle` in some bins, and the highest key below it.
 
     If `middle` is below all keys, the last result is the highest of all keys.
     """

@@ -14,7 +14,7 @@ from kvq.kernels.native.library import run
 
 
 class CpuExperts:
-    """Routed experts as in the reference, with the same bits as `CpuLinear` for every expert.
+    """Routed experts as in the reference, bit-identical to using `CpuLinear` for every expert.
 
     A row's result is bit-identical regardless of the other rows, their experts, and the number of threads.
     """

@@ -20,7 +20,7 @@ def gather_dense(
     unrotate: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does, with the same bits; see reference.py.
+    """Do what the reference does, bit for bit; see reference.py.
 
     Raises:
         IndexError: a table names a block outside the pool.

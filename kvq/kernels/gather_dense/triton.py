@@ -22,7 +22,7 @@ def gather_dense(
     unrotate: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the reference does, with the same bits; see reference.py. Tables are not checked."""
+    """Do what the reference does, bit for bit; see reference.py. Tables are not checked."""
     out = kv.dense(len(tables), end - start) if out is None else out
     sequences, kv_heads, length, _ = out[0].shape
     if not out[0].numel():

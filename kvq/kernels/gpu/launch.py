@@ -164,7 +164,7 @@ class Rows(NamedTuple):
     kind: Any  # constants from here on
     bits: Any
     dim: Any
-    pad: Any  # the least power of two not below `dim`
+    pad: Any  # the smallest power of two not below `dim`
     group: Any
     rotated: Any  # elements of a rotated block; 1: not rotated
     mean_group: Any  # 0 without means

@@ -277,7 +277,7 @@ def _signs(MASK: tl.constexpr):
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate as `rotate` does, up to fp32 rounding, with products of 16 columns (each three of TF32 on GPUs).
+    """Rotate as `rotate` does, up to fp32 rounding, by products of 16 columns (on GPUs, three in TF32 each).
 
     After attention products, the compiler would give butterflies a layout with all columns in each thread.
     """

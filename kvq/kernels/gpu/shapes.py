@@ -18,7 +18,7 @@ from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
 
 # D132: decode and extend differ in rows of a tile
-DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that tensor cores take
+DECODE_ROWS = 16  # query rows of a tile of a short sequence: the minimum for tensor cores
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")  # D133: tiles as timed on an H200, also elsewhere
 _MOST_BLOCK = 64  # tokens: larger blocks are treated like these
@@ -41,7 +41,7 @@ class TileShape:
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # most of a thread; None: as many as the compiler takes
+    registers: int | None = None  # maximum per thread; None: as many as the compiler takes
 
     def options(self) -> dict[str, int]:
         """Return the launch options."""
@@ -72,7 +72,7 @@ def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D13
 
 
 def least_split(shape: TileShape) -> int:
-    """Return the fewest keys worth a program, in complete tiles; storing a part then costs little."""
+    """Return the minimum number of keys worth a program, in whole tiles; storing a part then costs little."""
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
@@ -264,7 +264,7 @@ def format_name(formats: LayerFormats) -> str:
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
-    """Return the fewest bytes with one scale in K's or V's rows; 0 if rows aren't read as words."""
+    """Return the fewest bytes that share a scale in K's or V's rows; 0 if rows aren't read as words."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
@@ -277,7 +277,7 @@ def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
 
 
 def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
-    """Return the number of bytes of a row, or of its first plane, that have one scale in every part."""
+    """Return the number of bytes of a row, or of its first plane, that share one scale in every part."""
     row = dim * fmt.code.planes[0] // 8
     return min(fmt.scale.group_size, row) if isinstance(fmt.scale, Grouped) else row
 

@@ -38,7 +38,7 @@ def lazy(module: str, operation: str) -> Callable[..., Any]:
 
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        blocks: Any = getattr(first, "recent", first)  # of PagedKV all of a layer's, of StagedKV some
+        blocks: Any = getattr(first, "recent", first)  # all blocks of a PagedKV, some of a StagedKV
         tensor = first if isinstance(first, Tensor) else blocks.k.codes
         with current(tensor.device):
             return imported()(*args, **options)
@@ -47,7 +47,7 @@ def lazy(module: str, operation: str) -> Callable[..., Any]:
 
 
 def supports(spec: KernelSpec, device: Device, most_dim: int = MOST_DIM) -> Support:
-    """Return yes for all formats on NVIDIA GPUs since SM80 and GPUs in `AMD`, if Triton is installed."""
+    """Return yes for all formats on NVIDIA GPUs from SM80 on and GPUs in `AMD`, if Triton is installed."""
     runs, fmt = supports_linear(spec, device), spec.formats
     parts = (fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim)
     if runs.yes and any((x.mean or x.is_per_channel) and dim % 4 for x, dim in parts):

@@ -110,7 +110,7 @@ class CpuLinear:
 
 
 class CpuLinears:
-    """y[:, i] = x[:, i] W[i]^T, each with its own weight in panels, and with the same bits as `CpuLinear`."""
+    """y[:, i] = x[:, i] W[i]^T, each with its own weight in panels; bit-identical to `CpuLinear`."""
 
     def __init__(self, values: Tensor) -> None:
         """Pack weights. `values`: [count, out, in]; fp32 values are stored in 16 bits where that is exact."""
@@ -147,7 +147,7 @@ def _each_of(x: Tensor) -> tuple[int, int, int]:
 
 
 class CpuMLP:
-    """y = down(activation(gate(x)) * up(x)) in one call, with the same bits as three separate calls."""
+    """y = down(activation(gate(x)) * up(x)) in one call, bit-identical to three separate calls."""
 
     def __init__(self, gate_up: CpuLinear, down: CpuLinear, activation: Activation) -> None:
         """Combine the weights of an MLP. `gate_up`: gate and up fused, in this order.

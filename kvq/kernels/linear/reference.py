@@ -10,7 +10,7 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
-def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:  # D179: amax / 127, as vLLM
+def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:  # D179: amax / 127, as in vLLM
     """Return codes as fp32 integers (or E4M3 values), and scales fp32 [rows, 1]; x: fp32 [rows, in].
 
     The scale is the row's largest magnitude divided by the largest code; the scale of a row of zeros is 1.

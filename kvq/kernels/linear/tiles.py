@@ -7,7 +7,7 @@ import torch
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear.triton_pack import OUTPUTS, Kind, PackedWeight
 
-ROW_CLASSES = (16, 32, 64)  # most rows; such steps are one tile high and split their inputs
+ROW_CLASSES = (16, 32, 64)  # maximum numbers of rows; such steps are one tile high and split their inputs
 MANY_ROWS = 128  # name of the class of larger steps
 _LEAST_SPLIT = 512  # inputs of one part
 _LARGE_SHARED = ("sm80", "sm90", "sm100", "sm103")  # more than 99 KB of shared memory for one program

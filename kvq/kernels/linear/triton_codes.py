@@ -31,7 +31,7 @@ and.b32 $1, $2, 0xf0f0f0f0;
 
 @triton.jit
 def nibble_integers(packed):
-    """Return 16 times the low and the high codes in bytes of two 4-bit codes in two's complement, int8."""
+    """Return the low and high codes times 16, int8; each byte of `packed` has two in two's complement."""
     if not takes_ptx():
         low = (packed << 4).to(tl.int8, bitcast=True)
         high = (packed & 0xF0).to(tl.int8, bitcast=True)
@@ -46,7 +46,7 @@ def nibble_integers(packed):
 def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
     """Return the output index of each column of a tile, [BN]; the tile starts at output `first`.
 
-    A thread's 16 bytes have RUNS parts for outputs 8 apart; other warps' columns lie between them.
+    A thread's 16 bytes have RUNS parts, for outputs that are 8 apart; between them lie other warps' columns.
     """
     column = tl.arange(0, BN)
     if RUNS > 1:
@@ -87,7 +87,7 @@ def weight_tile(
     With nibbles, the first tensor has the codes of the block's first half, and the second those of the other
     half; with bytes, both are the same.
     """
-    if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte a code
+    if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte per code
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
         at = row[:, None] * w_rows + (tl.cast(block, tl.int64) * WIDTH + tl.arange(0, WIDTH))[None, :]
         first = tl.trans(tl.load(w_ptr + at))

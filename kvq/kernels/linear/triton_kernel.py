@@ -154,7 +154,7 @@ def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, x_row, inputs,
     FP8: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Quantize inputs with the bits of linear/reference.py. Grid: rows. FP8: E4M3, as bytes or values."""
+    """Quantize inputs, bit-identical to linear/reference.py. Grid: rows. FP8: E4M3, as bytes or values."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
     largest = tl.zeros((WIDTH,), tl.float32)

@@ -42,7 +42,7 @@ def load() -> Library | str:
 
 @lru_cache(maxsize=1)
 def variants() -> list[Library] | str:
-    """Return every variant that was built and runs on this CPU, best first, or the reason for none."""
+    """Return every variant that was built and runs on this CPU, best first, or why there is none."""
     path = _path()
     if path is None:
         note = Path(__file__).with_name("not_built.txt")  # of setup.py

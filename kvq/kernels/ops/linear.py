@@ -24,7 +24,7 @@ _packed: Any = WeakTensorKeyDictionary()  # codes -> (what it was packed for, ke
 
 
 def keep(kernel: Callable[[Tensor], Tensor]) -> int:
-    """Return a number with which `packed_linear` finds the kernel for as long as references to it exist."""
+    """Return a number by which `packed_linear` finds the kernel as long as references to the kernel exist."""
     number = next(_numbers)
     _kept[number] = kernel
     return number
@@ -99,7 +99,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """Return the number of writes to a tensor; 0 if made in inference mode, which doesn't count them."""
+    """Return a tensor's number of writes; 0 if it was made in inference mode, which doesn't count them."""
     return 0 if x.is_inference() else x._version
 
 

@@ -37,7 +37,7 @@ class AddNorm:
             check_add_norm(x, residual, norm, post)
             launch = self._bound(dim, adds=residual is not None)
             self._launches[dim, x.dtype, residual is None] = launch
-        added = x if residual is None else residual  # a pointer that is not read, as the weights below
+        added = x if residual is None else residual  # a pointer that is not read, like the weights below
         out = added if norm is None else torch.empty_like(x)
         before = x if post is None else post.weight
         after = x if norm is None else norm.weight

@@ -18,7 +18,7 @@ Angles = tuple[Tensor, Tensor]  # cos, sin: [rows, columns], of the heads' dtype
 class Pairs(IntEnum):  # D145: three rules of pairs; one bool would misread GLM
     """Rules for the pairs of a head's elements that RoPE rotates, and for the columns of their angles."""
 
-    HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama and most, GPT-OSS
+    HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama, GPT-OSS and most others
     NEIGHBOURS = 1  # 2 i and 2 i + 1, by column i: GLM
     NEIGHBOURS_TWICE = 2  # 2 i and 2 i + 1, by column 2 i, since every angle is stored twice: Cohere
 

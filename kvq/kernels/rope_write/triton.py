@@ -34,7 +34,7 @@ class _Norm(NamedTuple):
 def rope_write(  # D144: keys turned on the way; `write_kv` stays
     heads: Tensor, angles: Angles | None, kv: PagedKV, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
-    """Do what the reference does, with the same bytes except for the last bits of norms; see reference.py.
+    """Do what the reference does, byte for byte except for the last bits of norms; see reference.py.
 
     Runs on the current device. Slots are not checked. Steps of up to 64 tokens may round a norm differently
     from longer steps; otherwise, a token's results don't depend on the other tokens of a step.

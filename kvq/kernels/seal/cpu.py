@@ -13,7 +13,7 @@ from kvq.kernels.paged import StagedBatch, StagedKV
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Do what the reference does, with the same bytes; see reference.py.
+    """Do what the reference does, byte for byte; see reference.py.
 
     Raises:
         IndexError: a table is too short or names a block outside its pool; nothing was written.
@@ -33,7 +33,7 @@ def moves_of(kv: StagedKV, batch: StagedBatch) -> tuple[Any, int]:
     """
     kept, name = batch.recent.kept, (seal, kv.exact)  # all layers of a group seal the same blocks
     if name not in kept:
-        moves = {move[1:]: move for move in _moves(kv, batch)}  # a shared block once
+        moves = {move[1:]: move for move in _moves(kv, batch)}  # each shared block once
         numbers = [number for move in moves.values() for number in move]
         kept[name] = (c_int64 * len(numbers))(*numbers), len(moves)
     found: tuple[Any, int] = kept[name]

@@ -27,7 +27,7 @@ _ROUNDED_UP = tl.constexpr(narrow.ROUNDED_UP)
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Do what the reference does, with the same bytes; see reference.py. Tables are not checked.
+    """Do what the reference does, byte for byte; see reference.py. Tables are not checked.
 
     The blocks are determined from the lengths on the device, so that a graph may contain the launch; if the
     host knows that there are no such blocks, nothing is launched.

@@ -10,7 +10,7 @@ from kvq.kernels.paged import PagedKV
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
-    """Do what the reference does, with the same bytes; see reference.py.
+    """Do what the reference does, byte for byte; see reference.py.
 
     Raises:
         IndexError: a slot lies outside the pool; nothing was written.

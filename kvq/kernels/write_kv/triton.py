@@ -12,7 +12,7 @@ from kvq.kernels.paged import PagedKV
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
-    """Do what the reference does, with the same bytes; see reference.py. Slots are not checked."""
+    """Do what the reference does, byte for byte; see reference.py. Slots are not checked."""
     tokens, heads = k.shape[:2]
     bad = torch.empty(tokens, dtype=torch.bool, device=k.device)
     if not tokens:

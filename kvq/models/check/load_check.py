@@ -1,9 +1,9 @@
 """Load check: a test of whether an unmeasured KV format breaks a model, before the model is served.
 
 The model runs over a short text with unquantized KV. Every layer also attends over the same K and V stored in
-the format and in other formats of about its size. If no layer's attention has an error of `CLEAR_ERROR` or
-more, the format is harmless. Otherwise the model runs again with KV in the format, and `verdict` judges the
-logits.
+the format and in other formats of about the same size. If no layer's attention has an error of `CLEAR_ERROR`
+or more, the format is harmless. Otherwise the model runs again with KV in the format, and `verdict` judges
+the logits.
 """
 
 import logging

@@ -124,7 +124,7 @@ Build = Callable[[Mapping[str, Any]], nn.Module]  # a config.json's dict -> a mo
 def check_headers(
     folder: Path, config: Mapping[str, Any], geometry: ModelGeometry, entries: Iterable[TensorEntry]
 ) -> None:
-    """Check, without building a module, the number of layers and that a tensor is large enough for the heads.
+    """Check the number of layers, and whether a tensor is large enough for the heads, building no module.
 
     Raises:
         ModelError: config.json contradicts the weights.

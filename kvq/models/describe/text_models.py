@@ -35,7 +35,7 @@ def know_text_model(model_type: str) -> None:
     config = type(AutoConfig.for_model(model_type))
     if config not in AutoModelForCausalLM._model_mapping:
         made = _with_head(config, AutoModel._model_mapping[config])
-        AutoModelForCausalLM.register(config, made, exist_ok=True)  # else refused, as it is not remote code
+        AutoModelForCausalLM.register(config, made, exist_ok=True)  # otherwise refused: it is not remote code
         _convert_alike(made.__name__, model_type)
 
 

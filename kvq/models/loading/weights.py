@@ -141,7 +141,7 @@ def adapt(model: Any, prepared: PreparedModel) -> Any:
     return model
 
 
-@cache  # once a process
+@cache  # once per process
 def _say_unverified(source: ModelSource) -> None:
     """Warn that a flipped bit in the codes would go unnoticed."""
     remedy = f"`kvq manifest {source.folder}` writes one"

@@ -27,7 +27,7 @@ from kvq.models.observe.tiny_copy import build_tiny_copy
 
 _log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
-_CHUNKED = "chunked_attention"  # a kind of layers
+_CHUNKED = "chunked_attention"  # a kind of layer
 # D194: indexers are refused by name; small models see all keys
 _SELECTS = "Indexer"  # part of the class names of modules that select keys
 _TOKENS = 7

@@ -1,4 +1,7 @@
-"""Checks of whether a model is supported, from its config.json and transformers' code alone; for refusals, see kvq.geometry.support."""
+"""Checks of whether a model is supported, from its config.json and transformers' code alone.
+
+Reasons for refusals are in kvq.geometry.support.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Latent attention: replacement of the Linear layers that expand latents with kvq's own."""
+"""Latent attention: kvq's own layers in place of the Linear layers that expand latents."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from kvq.weights.linear import PackedLinear, PlainLinear
 def attach_expansions(
     model: nn.Module, geometry: ModelGeometry, dtype: torch.dtype, *, packed: bool = False
 ) -> None:
-    """Replace the Linear layer that expands latents with a `LatentExpansion` in each layer with latents.
+    """Put a `LatentExpansion` in place of the Linear layer that expands latents, in each layer with latents.
 
     Quantized weights are dequantized. `dtype`: computation dtype. `packed`: use kvq's kernels on a CPU.
 

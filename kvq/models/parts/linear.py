@@ -2,7 +2,7 @@
 
 kvq's own products sum a row in the same order in any batch. oneDNN's products, used where kvq has none, may
 sum few rows in a different order than many, and one differing bit can flip a code of the KV cache. The number
-of rows from which on the order stays the same is measured when a model is first run.
+of rows from which the order stays the same is measured when a model is first run.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from kvq.weights import (
 from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gains
-_MANY = 48  # rows that are summed in the same order as any larger number
+_MANY = 48  # number of rows that are summed in the same order as any larger number of rows
 _VALUES = 1 << 16  # results to compare in 16 bits, where another order of summation rarely shows
 _MAX_TIMES = 256
 _OWN = ("auto", "cpu", "cpu-fp32")  # backends with kvq's own products

@@ -30,7 +30,7 @@ _SHALLOW = 2  # layers of a tiny copy, or more to cover all kinds
 # D191: eight layers: code may depend on a layer's number
 _DEEP = 8  # layers of a second copy: code may depend on their numbers if the config lists no kinds
 _OF_DEPTH = 1e-3  # the same measure: rounding errors grow with depth; real differences are far larger
-_SHOWS = 1e-2  # the same measure: the least change of the last logits if early tokens are dropped
+_SHOWS = 1e-2  # the same measure: the minimum change in the last logits if early tokens are dropped
 # Tokens of two sequences in every step: chunks that end within blocks and windows, and single tokens.
 # The total exceeds 64, the chunk size of recurrences.
 _STEPS = ((WINDOW - 3, 1), (1, 1), (5 * WINDOW + 5, 2 * WINDOW), (1, 1), (1, 1), (WINDOW + 9, 1), (1, 1))

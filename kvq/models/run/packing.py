@@ -83,7 +83,7 @@ def _laid_out(
 def kept_hidden(model: nn.Module, step: PackedStep) -> Iterator[None]:
     """Make a causal model's pass fill in `step.hidden` if the step needs it; otherwise do nothing.
 
-    Speculation by heads drafts from the hidden states after the final norm.
+    Draft heads draft from the hidden states after the final norm.
     """
     if not step.keeps_hidden:
         yield

@@ -25,13 +25,13 @@ class TooLong(RequestError):
 
 
 class TemplateFails(RequestError):  # D291: only raise_exception refuses; all else is a failure
-    """Raised if a chat template fails unintentionally, because of its own error or the conversation's."""
+    """Raised if a chat template fails unintentionally, because of an error in itself or the conversation."""
 
 
 class PromptEncoder:
     """Encoder of prompts for one transformers tokenizer.
 
-    Texts of users, tools and documents in a conversation are encoded as plain text, whatever they spell.
+    Text from users, tools and documents in a conversation is encoded as plain text, whatever it spells.
     Control tokens are recognized only in the template itself and in system and assistant messages.
     """
 

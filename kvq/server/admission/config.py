@@ -47,7 +47,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"  # "auto": detected from the chat template or tokenizer; "none"; or a name
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
     generation_config: str = "auto"  # source of defaults for sampling; see `read_defaults`
-    # True if control tokens in clients' texts take effect; in chats, in texts of users, tools and documents
+    # True if control tokens in clients' texts take effect; in chats, in text from users, tools and documents
     trusts_chats: bool = False
     trusts_completions: bool = True
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`

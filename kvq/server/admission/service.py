@@ -110,7 +110,7 @@ class Service:
         return names
 
     def check_arrival(self, tenant: str) -> None:
-        """Raise Problem if a tenant's request can't be accepted whatever its body."""
+        """Raise Problem if a tenant's request can't be accepted, regardless of its body."""
         with self._counting_refusals():
             self.check_ready()
             self.admission.check(tenant)
@@ -205,7 +205,7 @@ class Service:
                 await messages.aclose()
 
     def _info(self) -> Ready:
-        """Return the engine's description. Raises Problem: no engine is running."""
+        """Return the engine's description; raise Problem if no engine is running."""
         self.check_ready()
         assert self.remote.info is not None, "a ready engine said what it is"
         return self.remote.info

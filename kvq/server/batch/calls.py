@@ -87,7 +87,7 @@ class Calls:
                 raise problem from error
 
     async def _body(self, line: Line) -> Body:
-        """Return the request body of a line. Raises Problem: the body is invalid, or has a refused field."""
+        """Return the request body of a line; raise Problem if the body is invalid or has a refused field."""
         given = dict(line.body)
         if given.pop("stream", False):
             raise Problem(400, "a batch has no streams; leave stream out", param="stream")

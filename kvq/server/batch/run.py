@@ -134,7 +134,7 @@ class _Batch:
 
     async def _run(self) -> None:
         lines = self._unfinished()
-        for first in lines:  # checked first, to start no engine in vain
+        for first in lines:  # checked first, so that no engine is started for nothing
             if first is not None:
                 break
             await asyncio.sleep(0)

@@ -19,7 +19,7 @@ _END_S = 0.4  # time for the process to exit by itself; it has nothing to save
 def start_module(name: str, end: socket.socket, *, is_quiet: bool = False) -> subprocess.Popen[bytes]:
     """Start a module of this library in a new process, and pass it one end of a socket pair.
 
-    `is_quiet`: discard output, since a crash could quote a prompt. Raises OSError: no memory or descriptor.
+    `is_quiet`: discard output: a crash could quote a prompt. Raises OSError if memory or descriptors run out.
     """
     output = subprocess.DEVNULL if is_quiet else None
     return subprocess.Popen(

@@ -76,7 +76,7 @@ class Guard:
         count: Callable[[str, Problem], object] = lambda path, problem: None,
     ) -> None:
         """`credentials`: the valid keys; default: keys in `access`. `check(path, tenant)` raises Problem if a
-        request can't be served whatever its body. `charge(tenant)` is called for each invalid request,
+        request can't be served, whatever its body is. `charge(tenant)` is called for each invalid request,
         and `count(path, problem)` for each POST that the guard refuses.
         """
         self._app = app

@@ -31,7 +31,7 @@ class Incoming:
         return _RequestBody(self)
 
     def take(self, tenant: str, count: int) -> None:  # D303: one key may use three quarters
-        """Count `count` more bytes for a tenant. Raises Problem: a limit would be exceeded."""
+        """Count `count` more bytes for a tenant; raise Problem if a limit would be exceeded."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
         if self._of[tenant] + count > self._most * 3 // 4:

@@ -54,7 +54,7 @@ class LoopBudget:
             self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
-        """Run an iterator: immediately up to its first yield, then in turn with other steps.
+        """Run an iterator: immediately up to its first yield, then taking turns with other steps.
 
         If many callers do this at the same time, most have to wait for their turn from the start. Raise the
         iterator's exception, or EngineError if `close` is called before the iterator ends.

@@ -53,8 +53,8 @@ class _Flow(FlowControl):
 class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small write buffer
     """uvicorn's connection with limited parsing, and with refusals as error objects.
 
-    The first slice of data is parsed immediately, the rest in turn with other connections. The rate of small
-    reads that complete nothing is also limited, because such reads cost as much as large ones.
+    The first slice of data is parsed immediately; the rest takes turns with other connections. The rate of
+    small reads that complete nothing is also limited, because such reads cost as much as large ones.
     """
 
     flow: _Flow
@@ -132,7 +132,7 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
             self.cycle.message_event.set()
 
     def shutdown(self) -> None:
-        """For shutdown, finish a response in progress or refuse an incomplete request."""
+        """Finish a response in progress or refuse an incomplete request, at shutdown."""
         is_asking = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
         if is_asking and self.cycle is not None:
             self._refuse(unavailable("the server is shutting down"))

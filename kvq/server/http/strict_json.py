@@ -122,7 +122,7 @@ class _JsonRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Return the decoded body. Raises HTTPException: the body is not strict JSON, or is too large."""
+        """Return the decoded body; raise HTTPException if the body is not strict JSON or is too large."""
         body, decoded = await self.body(), []
 
         def read() -> Iterator[Again]:

@@ -31,11 +31,11 @@ class Call(ABC):
 
     @abstractmethod
     async def answer(self) -> dict[str, Any]:
-        """Return the complete response. Raises Problem: the request can't be served, or failed."""
+        """Return the complete response; raise Problem if the request can't be served or failed."""
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield chunks as they are generated. Raises Problem: the request can't be served, or failed."""
+        """Yield chunks as they are generated; raise Problem if the request can't be served or failed."""
 
 
 def tenant_of(request: Request) -> str:

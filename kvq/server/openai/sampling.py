@@ -44,7 +44,7 @@ def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> Sampl
 
 
 def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Return a chat's parameters. Raises Problem: the engine does not accept a parameter."""
+    """Return a chat's parameters; raise Problem if the engine does not accept a parameter."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others = {

@@ -46,7 +46,7 @@ class Job(Message, frozen=True):
     most_told: int = 1 << 20  # maximum number of token ids in a result
 
     def do(self, encoder: PromptEncoder) -> JobResult:
-        """Run the job and return its result. Raises RequestError: the job is refused."""
+        """Run the job and return its result; raise RequestError if the job is refused."""
         if self.forms is not None:
             encoder.forms = self.forms
         if self.task == "forms":

@@ -187,5 +187,5 @@ def _none(error: OSError) -> EngineError:
 
 
 async def _number(sock: socket.socket) -> int:
-    """Receive a process id or a status from the host. Raises OSError or EOFError: the host has ended."""
+    """Receive a process id or a status from the host; raise OSError or EOFError if the host has ended."""
     return int.from_bytes(await receive(sock, ID_BYTES), "little", signed=True)

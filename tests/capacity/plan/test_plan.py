@@ -8,7 +8,6 @@ import pytest
 
 import kvq
 from kvq.capacity.lengths import Demand, Length
-from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.gpus import (
     Gpu,
     Prices,
@@ -18,6 +17,7 @@ from kvq.capacity.plan.gpus import (
     requests_a_month,
     usd_per_million,
 )
+from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import at_rate, closed_loop, make_plan
 from kvq.capacity.plan.step_time import Efficiency, expert_share
 from kvq.capacity.plan.target import make_target

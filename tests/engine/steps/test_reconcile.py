@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import kvq
-from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import CapacityPlan
 from kvq.engine import SamplingParams
 from kvq.engine.steps.reconcile import Line, _Reconciliation

@@ -128,7 +128,7 @@ def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if a tile has a single mean, read in its rows' runs with two narrow scales at once."""
+    """Return True if a tile has a single mean, which is read in its rows' runs, two narrow scales at once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"

@@ -29,7 +29,7 @@ from kvq.kernels.gpu.launch import opened
 from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
-# For numbers that change from step to step, Triton would else compile variants: 1, multiples of 16, others.
+# For numbers that change between steps, Triton would otherwise compile variants: 1, multiples of 16, others.
 VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]  # D129
 
 
@@ -51,9 +51,9 @@ def attend_kernel(
     An item with a part of a tile's keys stores partial results, still rotated, to `parts_ptr`, fp32 [parts,
     KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores final results.
 
-    APART: means are added before and after the loop over keys, through `room_ptr`, fp32 [tokens, query heads,
-    1 + tiles of a block, table_stride], with the scores of all blocks' means, then the sums of all tiles'
-    weights. Rows past the end of a tile read those of the first row and store nothing.
+    APART: means are added before and after the loop over keys. `room_ptr`, fp32 [tokens, query heads, 1 +
+    tiles of a block, table_stride], has the scores of all blocks' means, then the sums of all tiles' weights.
+    Rows past the end of a tile read the numbers of the first row and store nothing.
     """
     if INTERPRETED:
         k, v = opened(k), opened(v)

@@ -26,7 +26,7 @@ MEANS_TOGETHER = tl.constexpr(32)  # means per tile
 
 @triton.jit
 def means_at(table, first, last, m_block):
-    """Return blocks from `first` on (`MEANS_TOGETHER`), a mask of those before `last`, and means' offsets."""
+    """Return MEANS_TOGETHER blocks from `first` on, a mask of those before `last`, and means' offsets."""
     block = first + tl.arange(0, MEANS_TOGETHER)
     inside = block < last
     return block, inside, tl.load(table + block, mask=inside, other=0).to(tl.int64) * m_block

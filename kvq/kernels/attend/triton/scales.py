@@ -165,8 +165,8 @@ def group_words(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
     per word.
     SPREAD: as for `row_scales`.
 
-    A few words are read as one tile; more would take too many registers, as would, with Triton 3.7.1, words
-    that are read before the product of the minimums.
+    A few words are read as one tile; more would take too many registers, and so would words that are read
+    before the product of the minimums, with Triton 3.7.1.
     """
     parts = ()
     WORDS: tl.constexpr = GROUPS // 2 if scales.dtype.element_ty == tl.uint32 else GROUPS

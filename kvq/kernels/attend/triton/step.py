@@ -40,7 +40,7 @@ class Plan:
     options: AttentionOptions
     share: int  # query heads of a KV head
     kv_heads: int
-    most_decode: int  # most query rows of a sequence and KV head in decode tiles
+    most_decode: int  # maximum number of query rows of a sequence and KV head in decode tiles
     may_gather: bool
     v_dim: int
     v_pad: int
@@ -235,7 +235,7 @@ def _launch(
 ) -> None:
     (out, lse), tables = results, batch.tables
     parts, lses, items = work.parts, work.lses, work.items
-    read = lse if sinks is None else sinks  # else a pointer that is not read
+    read = lse if sinks is None else sinks  # otherwise a pointer that is not read
     tensors: tuple[Tensor, ...] = q, out, lse, parts, lses, items.items, tables, read
     if plan.room is not None:
         room = _room(batch, lse.numel() * plan.room) if plan.room and not work.is_extend else lse

@@ -37,13 +37,13 @@ from kvq.kernels.gpu.words import (
 
 LEAST_COLUMNS = tl.constexpr(8)  # of a product
 LEAST_KEYS = tl.constexpr(16)  # that a product sums over
-_LEAST = tl.constexpr(1e-30)  # least value used for a row's largest element: its inverse must be finite
+_LEAST = tl.constexpr(1e-30)  # minimum value used for a row's largest element: its inverse must be finite
 _TO_WHOLE = tl.constexpr(12582912.0)  # added to a small number, leaves it rounded to even in the low bits
 
 
 @triton.jit
 def folded(x, FOLDED: tl.constexpr):
-    """Sum x, fp32 [rows, keys], over every FOLDED-th key, each thread its own keys: fp32 [rows, FOLDED]."""
+    """Sum x, fp32 [rows, keys], over every FOLDED-th key: fp32 [rows, FOLDED]. A thread sums its own keys."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // FOLDED, FOLDED)), axis=1)
 
 

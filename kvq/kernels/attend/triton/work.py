@@ -3,8 +3,8 @@
 The host knows the number of new tokens in a step, but not the lengths of contexts: a captured graph repeats
 the same launches while they grow. The grid therefore depends only on the numbers of tiles and
 multiprocessors, and one small kernel splits the keys into pieces of about equal size, largest first. Programs
-past the end of the list return at once. `pieces` and `least_split` in kvq.kernels.gpu.shapes choose the number
-of pieces.
+past the end of the list return at once. `pieces` and `least_split` in kvq.kernels.gpu.shapes choose the
+number of pieces.
 """
 
 from collections import Counter
