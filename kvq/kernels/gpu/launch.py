@@ -238,6 +238,15 @@ def written_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
     return rows._replace(codes=bits, scales=bits if rows.scales is rows.codes else rows.scales)
 
 
+def written_argument(part: Literal["k", "v"], kv: PagedKV) -> Rows:
+    """Return `written_rows` as a kernel argument, cached for the lifetime of `kv`."""
+    name = f"written {part}"
+    if name not in kv.kept:
+        kv.kept[name] = written_rows(part, kv).argument()
+    kept: Rows = kv.kept[name]
+    return kept
+
+
 def dense_strides(name: str, x: Tensor) -> dict[str, int]:
     """Return the strides of [tokens, heads, dim], in elements, keyed by argument name."""
     return dict(zip((f"{name}_token", f"{name}_head", f"{name}_dim"), x.stride(), strict=True))

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.gpu.encode import finite_rows, write_token
-from kvq.kernels.gpu.launch import dense_strides, opened, written_rows
+from kvq.kernels.gpu.launch import dense_strides, opened, written_argument
 from kvq.kernels.gpu.rows import INTERPRETED
 from kvq.kernels.paged import PagedKV
 
@@ -24,8 +24,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
         bad.view(torch.int8),
         **dense_strides("k", k),
         **dense_strides("v", v),
-        k_rows=written_rows("k", kv).argument(),
-        v_rows=written_rows("v", kv).argument(),
+        k_rows=written_argument("k", kv),
+        v_rows=written_argument("v", kv),
         BLOCK_SIZE=kv.block_size,
         HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads),
