@@ -7,6 +7,8 @@ and the GGUF specification.
 
 from dataclasses import dataclass
 
+from kvq.formats.weights import Inputs
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgmlType:
@@ -59,3 +61,16 @@ UNREAD_TYPES = {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
     40: "NVFP4",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFormat:
+    """Blocks of a Linear layer's weight, and the rounding of the layer's inputs."""
+
+    kind: GgmlType
+    inputs: Inputs = Inputs.GROUPS
+
+    @property
+    def name(self) -> str:
+        """Name of the type as in GGUF files."""
+        return self.kind.name

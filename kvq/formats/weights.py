@@ -36,6 +36,7 @@ class Inputs(Enum):
     FULL = "full"  # no rounding
     INT8 = "int8"  # symmetric, [-127, 127]
     FP8 = "fp8"  # E4M3FN
+    GROUPS = "groups"  # as INT8, with a scale for each group of inputs whose weights share one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +85,7 @@ class WeightFormat:
         return in_features // self.group_size
 
 
-_SUFFIXES = {Inputs.FULL: "", Inputs.INT8: "_a8", Inputs.FP8: "_a8"}
+_SUFFIXES = {Inputs.FULL: "", Inputs.INT8: "_a8", Inputs.FP8: "_a8", Inputs.GROUPS: ""}
 _GROUPED = (WeightCode.INT4, WeightCode.INT3)  # in groups of 128 inputs, unless the name says otherwise
 _NAME = re.compile(r"(int8|int4|int3|fp8)(?:_g(\d+)|(_channel))?(_asym)?(_a8)?")
 _ALIASES = {"w8a8": "int8_a8", "w4a8": "int4_a8", "q8_0": "int8_g32", "q4_0": "int4_g32"}

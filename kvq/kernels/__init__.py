@@ -4,11 +4,12 @@ from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.registry import BACKENDS, check_backend, register, registered, select
 from kvq.kernels.spec import Device, Kernel, KernelSpec, LinearSpec, Support
-from kvq.kernels.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.weight import BlockWeight, PlainWeight, QuantizedWeight, Weight
 
 __all__ = [
     "BACKENDS",
     "AttentionOptions",
+    "BlockWeight",
     "Device",
     "Kernel",
     "KernelSpec",
@@ -21,6 +22,7 @@ __all__ = [
     "StagedBatch",
     "StagedKV",
     "Support",
+    "Weight",
     "check_backend",
     "register",
     "registered",

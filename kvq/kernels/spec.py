@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from kvq.formats import Code, LayerFormats
+from kvq.formats.ggml import BlockFormat
 from kvq.formats.weights import WeightCode, WeightFormat
 
-LINEAR_OPERATIONS = ("linear_w4", "linear_w8")
+LINEAR_OPERATIONS = ("linear_w4", "linear_w8", "linear_blocks")
 # Codes that compiled kernels read and write, in addition to grouped codes of every width.
 _COMPILED = (Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8)
 
@@ -41,13 +42,15 @@ class KernelSpec:
 class LinearSpec:
     """Shape of one quantized Linear layer."""
 
-    fmt: WeightFormat
+    fmt: WeightFormat | BlockFormat
     in_features: int
     out_features: int
 
     @property
     def operation(self) -> str:
         """Name of the operation that runs the layer."""
+        if isinstance(self.fmt, BlockFormat):
+            return "linear_blocks"
         return "linear_w4" if self.fmt.code in (WeightCode.INT4, WeightCode.INT3) else "linear_w8"
 
     def __str__(self) -> str:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from kvq.formats.ggml import BlockFormat
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.codec import e4m3
+from kvq.kernels.codec.ggml import dequantize as dequantize_blocks
 
 _NIBBLE_OFFSET = 8
 _ROWS = 256  # compared at a time
@@ -107,6 +109,37 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockWeight:
+    """A weight as a GGUF file stores it: uint8 [out, bytes of a row]."""
+
+    fmt: BlockFormat
+    rows: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """Number of output rows."""
+        return self.rows.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Number of inputs."""
+        return self.rows.shape[1] // self.fmt.kind.nbytes * self.fmt.kind.values
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.rows.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight [out, in] in `dtype`, by default fp32."""
+        return dequantize_blocks(self.rows, self.fmt.kind).to(dtype or torch.float32)
+
+    def to(self, device: torch.device) -> "BlockWeight":
+        """Return the weight on another device."""
+        return replace(self, rows=self.rows.to(device))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlainWeight:
     """An unquantized weight: fp32, bf16 or fp16 [out, in], multiplied in fp32."""
 
@@ -130,6 +163,14 @@ class PlainWeight:
     def in_features(self) -> int:
         """Number of inputs."""
         return self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.values.nbytes
+
+
+Weight = QuantizedWeight | BlockWeight | PlainWeight
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

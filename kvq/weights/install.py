@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.kernels import Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight, select
+from kvq.kernels import BlockWeight, Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight, Weight, select
 from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.ops import keep, packed_linear
@@ -56,7 +56,7 @@ class _Joined:
     products.
     """
 
-    def __init__(self, weights: Sequence[QuantizedWeight | PlainWeight], kernel: Any) -> None:
+    def __init__(self, weights: Sequence[Weight], kernel: Any) -> None:
         """`kernel`: kernel that multiplies by the concatenated weights."""
         self.kernel = kernel
         ends = [sum(weight.out_features for weight in weights[: i + 1]) for i in range(len(weights))]
@@ -112,7 +112,6 @@ class JoinedPart:
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b| of a row
 
-Weight = QuantizedWeight | PlainWeight
 Weights = Mapping[str, Callable[[], Weight]]  # keyed by layer name; created when needed
 
 
@@ -173,7 +172,7 @@ def _layer(
     return QuantizedLinear(weight, bias, chosen.run(weight.to(device)), chosen.backend)
 
 
-def _kernel_for(weight: QuantizedWeight, device: torch.device, backend: str) -> Kernel:
+def _kernel_for(weight: QuantizedWeight | BlockWeight, device: torch.device, backend: str) -> Kernel:
     """Return the best kernel for the device, or the named backend's kernel."""
     spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
     return select(spec.operation, spec, Device.of(device), backend)
@@ -183,8 +182,10 @@ def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
     """Return a kernel that multiplies by several weights at once, or None if they can't be fused."""
     if len({weight.in_features for weight in group}) > 1:
         return None
-    if all(isinstance(weight, PlainWeight) for weight in group):
-        return CpuLinear(*group)
+    if not any(isinstance(weight, QuantizedWeight) for weight in group):
+        blocks = [weight for weight in group if isinstance(weight, BlockWeight)]
+        runs = not blocks or _kernel_for(blocks[0], device, backend).backend == "cpu"
+        return CpuLinear(*group) if runs else None
     coded = [weight for weight in group if isinstance(weight, QuantizedWeight) and weight.order is None]
     if len(coded) < len(group) or len({weight.fmt for weight in coded}) > 1:
         return None

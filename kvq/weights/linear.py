@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from kvq.formats.ggml import BlockFormat
 from kvq.formats.weights import WeightFormat
-from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.kernels import BlockWeight, PlainWeight, QuantizedWeight, Weight
 from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.ops import keep, looked_up_rows, packed_linear
@@ -30,7 +31,7 @@ class Packed(nn.Module):
     """Inference module whose weights are stored by a kernel in its own layout."""
 
     kernel: Any
-    fmt: WeightFormat | None = None  # the weights' format; None for floats
+    fmt: WeightFormat | BlockFormat | None = None  # the weights' format; None for floats
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +48,7 @@ class PackedLinear(Packed):
     """Linear layer whose weight is stored by a kernel."""
 
     def __init__(
-        self, weight: QuantizedWeight | PlainWeight, bias: Tensor | None, kernel: Kernel, backend: str
+        self, weight: Weight, bias: Tensor | None, kernel: Kernel, backend: str
     ) -> None:
         """`kernel` contains the weight and belongs to `backend`."""
         super().__init__()
@@ -96,9 +97,11 @@ class PlainLinear(PackedLinear):
 class QuantizedLinear(PackedLinear):
     """Packed Linear layer with a quantized weight."""
 
-    fmt: WeightFormat
+    fmt: WeightFormat | BlockFormat
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: Kernel, backend: str) -> None:
+    def __init__(
+        self, weight: QuantizedWeight | BlockWeight, bias: Tensor | None, kernel: Kernel, backend: str
+    ) -> None:
         super().__init__(weight, bias, kernel, backend)
         self.fmt = weight.fmt
 
@@ -250,7 +253,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-def weight_formats(model: nn.Module) -> set[WeightFormat]:
+def weight_formats(model: nn.Module) -> set[WeightFormat | BlockFormat]:
     """Return the formats of all quantized weights."""
     packed = (module for module in model.modules() if isinstance(module, Packed))
     return {module.fmt for module in packed if module.fmt is not None}

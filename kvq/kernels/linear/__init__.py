@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights of 4 or 8 bits."""
+"""Linear layers with quantized weights: in codes of 4 or 8 bits, or in blocks of GGUF files."""
 
 from importlib import import_module
 
@@ -19,4 +19,5 @@ KERNELS = [
     Kernel(operation=operation, backend=backend, run=run, supports=supports)
     for operation in LINEAR_OPERATIONS
     for backend, (run, supports) in _backends.items()
+    if operation != "linear_blocks" or backend != "triton"
 ]

@@ -1,22 +1,28 @@
 """`linear_w4` and `linear_w8` in C++ for CPUs, products with unquantized weights, and gated MLPs."""
 
 import ctypes
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats.weights import WeightCode
+from kvq.formats.ggml import BlockFormat
+from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.gated.reference import Activation, check_activation
-from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
+from kvq.kernels.linear.pack import Panels, pack_blocks, pack_panels, pack_plain, unpack_plain
 from kvq.kernels.native.abi import DTYPES, NUMBERS, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.weight import BlockWeight, PlainWeight, QuantizedWeight, Weight
 
 
-def _code_of(code: WeightCode) -> int:
-    """Return the KvqCode number of a code; 3-bit codes are stored in 4 bits."""
-    return NUMBERS["KVQ_INT4" if code is WeightCode.INT3 else f"KVQ_{code.name}"]
+def _code_of(fmt: WeightFormat | BlockFormat) -> int:
+    """Return the KvqCode number of a format's codes; 3-bit codes are stored in 4 bits."""
+    if isinstance(fmt, BlockFormat):
+        return NUMBERS["KVQ_BLOCKS"]
+    return NUMBERS["KVQ_INT4" if fmt.code is WeightCode.INT3 else f"KVQ_{fmt.code.name}"]
 
 
 def best_products() -> int:
@@ -24,6 +30,51 @@ def best_products() -> int:
     found = ctypes.c_int(0)
     run("linear_products", ctypes.addressof(found))
     return found.value
+
+
+def _runs(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """Divide weights into runs of one format; integer codes are one run, whose packing checks their formats.
+
+    Raises:
+        ConfigError: integer codes are among others, or inputs differ.
+    """
+    codes = [weight.fmt.name for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len(codes) == len(weights):
+        return [list(weights)]
+    if codes:
+        raise ConfigError(f"weights in {codes[0]} and in floats or blocks can't be joined")
+    if len(inputs := {weight.in_features for weight in weights}) > 1:
+        raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
+    return [list(own) for _, own in groupby(weights, key=lambda weight: getattr(weight, "fmt", None))]
+
+
+def _packed(weights: Sequence[Any]) -> Panels:
+    """Pack adjacent weights of one format."""
+    kinds = {PlainWeight: pack_plain, BlockWeight: pack_blocks, QuantizedWeight: pack_panels}
+    return kinds[type(weights[0])](weights)
+
+
+def _struct_of(panels: Panels, weights: Sequence[Weight]) -> Any:
+    """Return the KvqLinear of adjacent weights of one format."""
+    fmt = getattr(weights[0], "fmt", None)
+    scales, zeros, order = panels.scales, panels.zeros, panels.order
+    is_blocks = isinstance(fmt, BlockFormat)
+    groups = 1 if scales is None else scales.shape[1]
+    return struct("KvqLinear")(
+        codes=panels.codes.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(),
+        order=None if order is None else order.data_ptr(),
+        in_features=weights[0].in_features,
+        out_features=sum(weight.out_features for weight in weights),
+        k=panels.columns,
+        groups=panels.columns // fmt.kind.group if is_blocks else groups,
+        code=DTYPES[panels.codes.dtype] if fmt is None else _code_of(fmt),
+        scale_code=0 if scales is None else DTYPES[scales.dtype],
+        inputs=NUMBERS[f"KVQ_INPUTS_{'FULL' if fmt is None else fmt.inputs.name}"],
+        products=best_products(),
+        blocks=NUMBERS[f"KVQ_{fmt.kind.name}"] if is_blocks else 0,
+    )
 
 
 class CpuLinear:
@@ -38,55 +89,43 @@ class CpuLinear:
     is NaN; with float weights, it may also be the value that floating-point products yield.
     """
 
-    def __init__(self, *weights: QuantizedWeight | PlainWeight) -> None:
+    def __init__(self, *weights: Weight) -> None:
         """Pack one weight, or several for the same inputs, with their outputs concatenated.
 
         Raises:
-            ConfigError: formats, inputs or their order differ.
+            ConfigError: formats, inputs or their order differ; formats of blocks and floats may.
         """
-        plain = [weight for weight in weights if isinstance(weight, PlainWeight)]
-        codes = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-        if plain and codes:
-            raise ConfigError(f"weights in {codes[0].fmt.name} and in floats can't be joined")
-        self._panels = panels = pack_plain(plain) if plain else pack_panels(codes)
         self.in_features = weights[0].in_features
         self.out_features = sum(weight.out_features for weight in weights)
-        self.nbytes = panels.nbytes
-        self.code_bytes = panels.codes.nbytes
-        scales, zeros, order = panels.scales, panels.zeros, panels.order
-        self.struct = struct("KvqLinear")(
-            codes=panels.codes.data_ptr(),
-            scales=None if scales is None else scales.data_ptr(),
-            zeros=None if zeros is None else zeros.data_ptr(),
-            order=None if order is None else order.data_ptr(),
-            in_features=self.in_features,
-            out_features=self.out_features,
-            k=panels.columns,
-            groups=1 if scales is None else scales.shape[1],
-            code=DTYPES[panels.codes.dtype] if plain else _code_of(codes[0].fmt.code),
-            scale_code=0 if scales is None else DTYPES[scales.dtype],
-            inputs=NUMBERS[f"KVQ_INPUTS_{'FULL' if plain else codes[0].fmt.inputs.name}"],
-            products=best_products(),
-        )
+        runs = _runs(weights)
+        self._panels = [_packed(run) for run in runs]
+        structs = [_struct_of(*each) for each in zip(self._panels, runs, strict=True)]
+        for after, before in pairwise(reversed(structs)):
+            before.next = ctypes.addressof(after)
+            before.out_features += after.out_features
+        self.struct, self._others = structs[0], structs[1:]
+        self.nbytes = sum(panels.nbytes for panels in self._panels)
+        self.code_bytes = sum(panels.codes.nbytes for panels in self._panels)
 
     def values(self) -> Tensor:
-        """Return a copy of a float weight, [out, in].
+        """Return a copy of a weight in floats, or of the values of blocks in fp32: [out, in].
 
         Raises:
-            ConfigError: the weight is quantized.
+            ConfigError: the weight is in integer codes.
         """
-        self._check_floats()
-        return unpack_plain(self._panels, self.out_features, self.in_features)
+        if len(self._panels) == 1 and self.struct.code in DTYPES.values():
+            return unpack_plain(self._panels[0], self.out_features, self.in_features)
+        return self.look_up(torch.arange(self.out_features), torch.float32)
 
     def _check_floats(self) -> None:
-        if self._panels.scales is not None:
+        if any(panels.scales is not None for panels in self._panels):
             raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
 
     def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Look up rows of a float weight: int64 [...] -> [..., in] in `dtype`.
+        """Look up rows of a weight in floats or blocks: int64 [...] -> [..., in] in `dtype`.
 
         Raises:
-            ConfigError: the weight is quantized, `rows` is not int64, or `dtype` is not supported.
+            ConfigError: the weight is in integer codes, `rows` is not int64, or `dtype` is not supported.
             IndexError: a row number is too large.
         """
         self._check_floats()

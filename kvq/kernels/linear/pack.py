@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.errors import ConfigError
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightCode
-from kvq.kernels.native.abi import DTYPES, struct
+from kvq.kernels.native.abi import DTYPES, NUMBERS, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.native.pages import empty
-from kvq.kernels.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.weight import BlockWeight, PlainWeight, QuantizedWeight
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # the number of columns is padded to a multiple
@@ -23,13 +24,13 @@ _Matrix = struct("KvqMatrix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Panels:
+class Panels:
     """Memory to which a KvqLinear points.
 
     `codes`: uint8 [panels, bytes], with q + 128 for INT8, q + 8 for INT4 and INT3, or E4M3FN bytes; for
     unquantized weights, fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`:
     fp32, bf16 or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the same shape, None
-    if symmetric. `order`: int32 [in], None if inputs keep their order.
+    if symmetric. `order`: int32 [in], None if inputs keep their order. Blocks contain their scales.
     """
 
     codes: Tensor
@@ -44,7 +45,7 @@ class _Panels:
         return sum(x.nbytes for x in (self.codes, self.scales, self.zeros, self.order) if x is not None)
 
 
-def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
+def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     """Concatenate the outputs of one or more weights for the same inputs, and pack them.
 
     Raises:
@@ -64,7 +65,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
     if first.fmt.code is WeightCode.FP8:  # a NaN code makes its whole output NaN
         broken = ((bytes_ & _E4M3_NAN) == _E4M3_NAN).any(1, keepdim=True)
         scale = scale.masked_fill(broken, float("nan"))
-    return _Panels(
+    return Panels(
         codes=_blocked(_padded(bytes_), first.fmt.code),
         scales=_by_panel(scale if scale.dtype.itemsize <= 4 else scale.float()),
         zeros=None if whole.zero is None else _by_panel(whole.zero),
@@ -73,7 +74,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
     )
 
 
-def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
+def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that is exact for all.
 
     Raises:
@@ -93,10 +94,45 @@ def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
     matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
     given = (_Matrix * len(parts))(*matrices), len(parts), weights[0].in_features, DTYPES[dtype]
     run("pack_plain", *given, panels.data_ptr(), columns, torch.get_num_threads())
-    return _Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
+    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
 
 
-def unpack_plain(panels: _Panels, out_features: int, in_features: int) -> Tensor:
+def pack_blocks(weights: Sequence[BlockWeight]) -> Panels:
+    """Pack weights in blocks of one format, whose outputs are concatenated; see blocks.h.
+
+    Raises:
+        ConfigError: formats or inputs differ, or a row is not a number of whole blocks.
+    """
+    first, kind = weights[0], weights[0].fmt.kind
+    for weight in weights:
+        if weight.fmt != first.fmt or weight.in_features != first.in_features:
+            raise ConfigError(
+                f"only weights of one format and input can be joined, got {first.fmt.name} over "
+                f"{first.in_features} inputs and {weight.fmt.name} over {weight.in_features}"
+            )
+        if weight.rows.dtype is not torch.uint8 or weight.rows.shape[1] % kind.nbytes:
+            raise ConfigError(
+                f"rows of {kind.name} are uint8 in blocks of {kind.nbytes}, got {list(weight.rows.shape)}"
+            )
+    parts = [weight.rows if weight.rows.stride(1) == 1 else weight.rows.contiguous() for weight in weights]
+    count = -(-sum(map(len, parts)) // OUTPUTS)
+    groups = first.in_features // kind.values * OUTPUTS * _panel_block_bytes(kind)
+    panels = empty((count, groups), torch.uint8)
+    matrices = (_Matrix * len(parts))(*(_Matrix(p.data_ptr(), len(p), p.stride(0)) for p in parts))
+    given = matrices, len(parts), first.in_features, NUMBERS[f"KVQ_{kind.name}"]
+    run("pack_blocks", *given, panels.data_ptr(), torch.get_num_threads())
+    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=first.in_features)
+
+
+def _panel_block_bytes(kind: GgmlType) -> int:
+    """Return the bytes of a block in a panel, per output; small scales of 6 bits take 8."""
+    small = kind.values // kind.group if kind.values > kind.group else 0
+    per_group = 2 if kind.name in ("Q4_K", "Q5_K") else 1
+    exponent = 1 if kind.name == "MXFP4" else 2 * (1 + kind.has_minimum)
+    return exponent + small * per_group + kind.values * kind.bits // 8
+
+
+def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:
     """Return the weight [out, in] that `pack_plain` packed into `panels`, in the panels' dtype."""
     return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 

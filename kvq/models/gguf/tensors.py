@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.errors import ModelError, first_lines
 from kvq.formats.ggml import GgmlType
-from kvq.kernels.linear.ggml_reference import dequantize
+from kvq.kernels.codec.ggml import dequantize
 from kvq.models.gguf.files import GgufModel
 
 

@@ -2,14 +2,19 @@
 
 import torch
 
-from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.formats.ggml import BlockFormat
+from kvq.kernels import PlainWeight, Weight
+from kvq.kernels.weight import BlockWeight
 from kvq.models.gguf.tensors import GgufTensors
 
 
-def gguf_weight(stored: GgufTensors, name: str, dtype: torch.dtype) -> QuantizedWeight | PlainWeight:
+def gguf_weight(stored: GgufTensors, name: str, dtype: torch.dtype) -> Weight:
     """Return the weight of the Linear layer whose tensor is `name`; `dtype`: the model's computation dtype.
 
-    Blocks are dequantized: exactly for computation in fp32.
+    Blocks stay as they are; other types are converted to `dtype`, or to 16 bits if that is exact.
     """
+    kind = stored.kind(name)
+    if not kind.is_float:
+        return BlockWeight(fmt=BlockFormat(kind=kind), rows=stored.blocks(name))
     values = stored[name]
     return PlainWeight.narrowest(values if dtype is torch.float32 else values.to(dtype))

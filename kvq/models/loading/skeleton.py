@@ -17,7 +17,7 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
-from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.kernels import PlainWeight, Weight
 from kvq.models.describe.checkpoint import config_place
 from kvq.models.describe.config_values import check_shapes
 from kvq.models.describe.modules import build_on_meta, load_config, load_module_from, unquantized
@@ -189,7 +189,7 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
             yield from ((holder, name, tensor) for name, tensor in holder.items() if tensor is not None)
 
 
-def _weight(stored: ModelTensors, name: str, dtype: torch.dtype) -> QuantizedWeight | PlainWeight:
+def _weight(stored: ModelTensors, name: str, dtype: torch.dtype) -> Weight:
     if isinstance(stored, GgufTensors):
         return gguf_weight(stored, name, dtype)
     values = stored[name]
