@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError
+from kvq.formats.ggml import GgmlType
 from kvq.models.gguf.config import gguf_config
 from kvq.models.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from kvq.models.gguf.names import Source, find_sources
@@ -52,6 +53,12 @@ class GgufModel:
             ModelError: as for `find_sources`.
         """
         return find_sources(self.metadata, self.tensors, self.config)
+
+    @property
+    def types(self) -> dict[str, GgmlType]:
+        """Types in which matrices are stored, by the names of transformers' layers."""
+        found = self.sources.items()
+        return {name.removesuffix(".weight"): one.tensor.kind for name, one in found if len(one.shape) > 1}
 
 
 def read_gguf(path: Path) -> GgufModel:
