@@ -62,8 +62,8 @@ def make_target(
 ) -> Target:
     """Return the target for a model name, folder or GGUF file.
 
-    `weights`: format of linear layers, or as they are stored.
-    `shape`: model shape, if config.json does not determine it. `max_context`: engine's maximum.
+    `weights`: format of linear layers; "auto": as they are stored. `shape`: model shape, if config.json does
+    not determine it. `max_context`: engine's maximum.
 
     Raises:
         ConfigError: the model is unknown, or its weights can't be counted.

@@ -70,9 +70,7 @@ def read_gguf(path: Path) -> GgufModel:
     paths = part_paths(path)
     for part in paths:
         if not part.is_file():
-            raise ModelError(
-                f"{path} is one of {len(paths)} parts, and {part.name} is not beside it; download it"
-            )
+            raise ModelError(f"{path} is one of {len(paths)} parts, but {part.name} is not there; download it")
     try:
         stats = [part.stat() for part in paths]
     except OSError as error:

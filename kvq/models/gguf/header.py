@@ -147,7 +147,6 @@ class _Reader:
             raise self.damaged(at, f"the name {raw[:80]!r} is not UTF-8") from error
 
     def _strings(self, count: int) -> list[bytes]:
-        self._check_count(count, _LEAST_BYTES[_STRING], "strings")
         found: list[bytes] = []
         data, at, end = self._data, self._at, len(self._data)
         length_at, append = _U64.unpack_from, found.append
