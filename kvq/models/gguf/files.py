@@ -70,7 +70,9 @@ def read_gguf(path: Path) -> GgufModel:
     paths = part_paths(path)
     for part in paths:
         if not part.is_file():
-            raise ModelError(f"{path} is one of {len(paths)} parts, but {part.name} is not there; download it")
+            raise ModelError(
+                f"{path} is one of {len(paths)} parts, but {part.name} is not there; download it"
+            )
     try:
         stats = [part.stat() for part in paths]
     except OSError as error:

@@ -50,7 +50,8 @@ def test_ends_of_texts_and_turns(tmp_path):
         tmp_path,
         {
             "tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 1,
-            "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.tokens": ["a", "b", "<|im_end|>", "d", "<end_of_turn>"],
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.tokens": ["a", "b", "<|im_end|>", "d", "<end_of_turn>"],
             "tokenizer.ggml.token_type": [1, 1, 3, 3, 1],
         },
     )  # fmt: skip
