@@ -33,6 +33,8 @@ _CONTROL = 3  # a token's type
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling; all models have these
 _ORIGINS = tuple(1 << n for n in range(10, 21))  # context lengths before scaling
 _CLOSE = 1e-4
+_MOST_LAYERS = 10_000
+_MOST_DIMS = 1 << 16  # of RoPE
 
 
 def gguf_config(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Any]:
@@ -57,6 +59,8 @@ class _Config:
         heads, hidden, layers = (
             sizes[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
         )
+        if layers > _MOST_LAYERS:
+            raise self.unfit("block_count", f"may be up to {_MOST_LAYERS}, got {layers}")
         head_dim = self.count("attention.key_length", hidden // heads)
         self._check_understood(head_dim)
         config = {
@@ -217,7 +221,7 @@ class _Config:
     def _floats(self, name: str, dims: int) -> list[float]:
         """Return the values of a small tensor, one for each pair of rotated dimensions."""
         tensor = self._tensor(name)
-        if tensor.kind.name != "F32" or tensor.shape != (dims // 2,):
+        if tensor.kind.name != "F32" or tensor.shape != (dims // 2,) or dims > _MOST_DIMS:
             raise ModelError(
                 f"{self.where}: {name} must be F32 of shape [{dims // 2}], got {tensor.kind.name} of "
                 f"{list(tensor.shape)}; take another copy"

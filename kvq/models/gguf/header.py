@@ -16,7 +16,7 @@ from kvq.formats.ggml import TYPES_BY_NUMBER, UNREAD_TYPES, GgmlType
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_HEADER_BYTES = 100 << 20  # files of 262,144 tokens have 15 MB
+_MAX_HEADER_BYTES = 64 << 20  # files of 262,144 tokens have 15 MB
 _ALIGNMENT = 32  # bytes, unless the metadata say otherwise
 _LARGEST = 1 << 63  # bytes or values of a tensor
 _MAX_DIMS = 4

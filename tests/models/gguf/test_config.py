@@ -148,3 +148,12 @@ def test_parts_have_the_names_that_gguf_gives_them():
                 assert found == f"blk.1.{part}", (name, part)
                 mapped += 1
         assert mapped > 7
+
+
+def test_sizes_that_no_model_has_are_refused_at_once(tmp_path):
+    with pytest.raises(ModelError, match="block_count' may be up to 10000, got 4294967295"):
+        config(tmp_path, {"llama.block_count": (1 << 32) - 1})
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must be F32 of shape \[4096\]"):
+        config(
+            tmp_path, {"llama.attention.key_length": 8192}, {"rope_freqs.weight": Stored(0, (8,), bytes(32))}
+        )

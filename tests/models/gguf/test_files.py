@@ -263,3 +263,11 @@ def test_digests_and_a_recipe_beside(tmp_path, folder):
     assert find_scales(model, None) is None
     KVRecipe.uniform("int8", model.geometry.head_dims).save(model.recipe_beside)
     assert find_scales(model, None) is None  # read: it has no scales
+
+
+@pytest.mark.parametrize("options", [{"backend": "reference"}, {"dtype": "bf16"}, {"dtype": "fp16"}])
+def test_other_ways_to_load(tmp_path, folder, options):
+    """Without kvq's own Linear layers, a skeleton is filled with what transformers' layers multiply by."""
+    path = convert(folder, tmp_path / "a.gguf")
+    wanted, found = (load_fp32(one, **options) for one in (folder, path))
+    assert torch.equal(found.logits(IDS), wanted.logits(IDS))
