@@ -56,9 +56,17 @@ class GgufModel:
 
     @property
     def types(self) -> dict[str, GgmlType]:
-        """Types in which matrices are stored, by the names of transformers' layers."""
+        """Types in which matrices are stored, by the names of layers in modules of transformers."""
         found = self.sources.items()
-        return {name.removesuffix(".weight"): one.tensor.kind for name, one in found if len(one.shape) > 1}
+        return {_in_module(name): one.tensor.kind for name, one in found if len(one.shape) > 1}
+
+
+def _in_module(name: str) -> str:
+    """Return a layer's name in a module; only Mixtral's checkpoints use others."""
+    name = name.removesuffix(".weight").replace(".block_sparse_moe.", ".mlp.")
+    for own, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        name = re.sub(rf"\.{own}$", f".{theirs}", name)
+    return name
 
 
 def read_gguf(path: Path) -> GgufModel:

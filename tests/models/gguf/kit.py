@@ -191,13 +191,14 @@ def tensors_of(
     return found
 
 
-def convert(folder: Path, path: Path, *, kind: str = "F32") -> Path:
-    """Write a folder's model as one GGUF file, without a tokenizer."""
+def convert(folder: Path, path: Path, *, kind: str = "F32", has_tokenizer: bool = False) -> Path:
+    """Write a folder's model as one GGUF file."""
     config = json.loads((folder / "config.json").read_text())
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
-    path.write_bytes(pack(metadata_of(config), tensors_of(config, weights, kind)))
+    metadata = metadata_of(config) | (tokenizer_metadata(folder) if has_tokenizer else {})
+    path.write_bytes(pack(metadata, tensors_of(config, weights, kind)))
     return path
 
 
@@ -206,3 +207,22 @@ def values_of(stored: Stored) -> Tensor:
     own = next(kind for kind in GGML_TYPES.values() if kind.number == stored.kind)
     raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8)
     return dequantize(raw.view(stored.shape[0], -1), own)
+
+
+def tokenizer_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata of a byte-level tokenizer that splits as GPT-2's does."""
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tokens = sorted(tree["model"]["vocab"], key=tree["model"]["vocab"].__getitem__)
+    special = {one["content"]: one["id"] for one in tree["added_tokens"]}
+    merges = [one if isinstance(one, str) else " ".join(one) for one in tree["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": special["<|endoftext|>"],
+        "tokenizer.ggml.bos_token_id": special["<|endoftext|>"],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
+    }
