@@ -84,8 +84,10 @@ def test_scaling_of_llama_3_from_its_factors(tmp_path, factor, original):
 
 def test_factors_of_no_known_scaling(tmp_path):
     rope = {"rope_freqs.weight": Stored(0, (8,), struct.pack("<8f", *range(1, 9)))}
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight scales RoPE in a way"):
-        config(tmp_path, {}, rope)
+    infinite = {"rope_freqs.weight": Stored(0, (8,), struct.pack("<8f", *[math.inf] * 8))}
+    for one in (rope, infinite):
+        with pytest.raises(ModelError, match=r"rope_freqs\.weight scales RoPE in a way"):
+            config(tmp_path, {}, one)
     ones = {"rope_freqs.weight": Stored(0, (8,), struct.pack("<8f", *[1.0] * 8))}
     assert config(tmp_path, {}, ones)["rope_parameters"]["rope_type"] == "default"
 
@@ -113,7 +115,10 @@ def test_linear_and_yarn(tmp_path):
         ({"llama.block_count": "2"}, "whole number above 0, .* got '2'"),
         ({"llama.rope.freq_base": "x"}, "must be a number, got 'x'"),
         ({"llama.rope.freq_base": math.inf}, "must be a number, got inf"),
+        ({"llama.rope.freq_base": -1.0}, "must be above 0, got -1.0"),
         ({"llama.rope.dimension_count": 8}, "is 8, and heads have 16 numbers"),
+        ({"llama.rope.dimension_count": 32}, "is 32, and heads have 16 numbers"),
+        ({"tokenizer.ggml.eos_token_id": [1, 2]}, r"eos_token_id' must be a token's id, got \[1, 2\]"),
         ({"llama.rope.scaling.type": "ntk"}, "must be none, linear, yarn or longrope, got 'ntk'"),
         ({"llama.rope.scaling.type": "linear"}, "factor' must be a number, got None"),
         ({"llama.attention.value_length": 8}, "must be attention.key_length, 16"),
