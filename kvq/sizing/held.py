@@ -1,5 +1,6 @@
 """Forms in which an engine stores a model's weights."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from kvq.errors import ConfigError, ModelError, nearest
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.scheme import IN_BLOCKS, Rule, first_of
 from kvq.formats.checkpoints.stored import NF4, Stored, stored_layers
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import parse_weight_format
 from kvq.sizing.parameters import Parameters
 
@@ -60,6 +62,24 @@ class HeldAs:
 def everywhere(form: Stored) -> tuple[Rule[Stored]]:
     """Return a rule that assigns the same form to all layers in blocks."""
     return ((IN_BLOCKS, form),)
+
+
+def held_in_blocks(types: Mapping[str, GgmlType], other: Stored) -> HeldAs:
+    """Return the forms of weights that are kept as GGUF stores them; `types`: of matrices, by layer name.
+
+    An embedding that does not serve as the head has the form `other`.
+    """
+    named: dict[Stored, list[str]] = {}
+    for name, kind in types.items():
+        named.setdefault(_in_blocks(kind), []).append(re.escape(name))
+    rules = [(re.compile(rf"(?:{'|'.join(names)})\Z"), form) for form, names in named.items()]
+    head = types.get("lm_head", types.get("model.embed_tokens"))
+    form = None if head is None else _in_blocks(head)
+    return HeldAs(rules=rules, other=other, head=form, shares_head=True, has_packed_experts=True)
+
+
+def _in_blocks(kind: GgmlType) -> Stored:
+    return Stored(kind.name.lower(), kind.bits_per_value / 8)
 
 
 def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:

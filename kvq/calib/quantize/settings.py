@@ -173,6 +173,8 @@ class Quantizing:
             revision=self.revision,
             token=self.token,
         )
+        if model.is_gguf:
+            raise ModelError(f"{model.folder} is a GGUF file; take the model's safetensors, unquantized")
         if model.is_quantized:
             raise ModelError(f"{model.folder} is quantized already; take an unquantized copy")
         return model

@@ -1,6 +1,6 @@
 """Model to plan for: its shape, its weight size, and its split over GPUs.
 
-The shape is read from a model folder or from the catalogue.
+The shape is read from a model folder, a GGUF file or the catalogue.
 """
 
 import json
@@ -16,7 +16,8 @@ from kvq.formats.checkpoints import with_modelopt_config
 from kvq.formats.checkpoints.stored import NF4
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.geometry.support import text_config, why_refused
-from kvq.sizing.held import AUTO, PLAIN, HeldAs, held_as
+from kvq.models.gguf.files import read_gguf
+from kvq.sizing.held import AUTO, PLAIN, HeldAs, held_as, held_in_blocks
 from kvq.sizing.memory import Split, Term, on_one_gpu, weight_terms
 from kvq.sizing.parameters import ModelShape, Parameters, count_parameters
 
@@ -59,15 +60,18 @@ def make_target(
     shape: ModelShape | None = None,
     max_context: int | None = None,
 ) -> Target:
-    """Return the target for a model name or folder. `weights`: format of linear layers, or the config's.
+    """Return the target for a model name, folder or GGUF file.
 
-    `shape`: model shape, if config.json does not determine it. `max_context`: engine's maximum.
+    `weights`: format of linear layers; "auto": as they are stored. `shape`: model shape, if config.json does
+    not determine it. `max_context`: engine's maximum.
 
     Raises:
         ConfigError: the model is unknown, or its weights can't be counted.
     """
     found = shape or _shape(model, counted=weight_bytes is None)
     held = held_as(found.config, weights)
+    if weights == AUTO and Path(model).is_file():
+        held = held_in_blocks(read_gguf(Path(model)).types, held.other)
     if held.unknown is not None and weight_bytes is None:
         _log.warning(
             "what quant_method %r makes of weights is not known: they are counted in %s; --weights names the "
@@ -90,9 +94,9 @@ def make_target(
 
 
 def _shape(model: str | Path, *, counted: bool) -> ModelShape:
-    """Return the shape of a model folder (a Path or a str) or of a model in the catalogue."""
+    """Return the shape of a model folder or file (a Path or a str) or of a model in the catalogue."""
     if isinstance(model, str) and (
-        model.lower() in known_models() or not Path(model, "config.json").is_file()
+        model.lower() in known_models() or not (Path(model, "config.json").is_file() or Path(model).is_file())
     ):
         found = find_model(model)
         if Path(model).is_dir():
@@ -115,9 +119,14 @@ def _shape(model: str | Path, *, counted: bool) -> ModelShape:
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Read a folder's config.json, including ModelOpt's quantization; for multimodal models, the text part.
 
+    `folder` may also be a GGUF file.
+
     Raises:
         ConfigError: the file can't be read.
+        ModelError: the GGUF file is damaged, or kvq doesn't read its architecture.
     """
+    if folder.is_file():
+        return read_gguf(folder).config
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf8"))

@@ -141,7 +141,7 @@ def target_options(command: _Command) -> _Command:
     command = click.option(
         "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
     )(command)
-    what = "A name of `kvq models`, a folder, or a hub name; the same as MODEL."
+    what = "A name of `kvq models`, a folder, a GGUF file, or a hub name; the same as MODEL."
     return model_argument(None, what, kind=PLANNED_MODEL)(command)
 
 

@@ -1,5 +1,6 @@
 """`kvq inspect`: a model's layers by kind, the bytes per token of every format, and the block layout."""
 
+from collections import Counter
 from typing import Any
 
 import click
@@ -29,13 +30,14 @@ _FORMATS = (
 def command(
     model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
 ) -> None:
-    """Show a model's layers by kind and the bytes per token of every format. Only config.json is read."""
+    """Show a model's layers by kind and the bytes per token of every format. No weights are read."""
     from kvq.errors import ConfigError, KVQError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
+    from kvq.models.describe.checkpoint import is_gguf
     from kvq.models.describe.modules import build_on_meta, unquantized
     from kvq.models.describe.resolve import resolve_model
-    from kvq.models.describe.text_part import read_config
+    from kvq.models.describe.text_part import read_config, read_entries
     from kvq.models.loading.quantized import check_scheme
     from kvq.models.observe.support import check_supported, is_listed
 
@@ -65,6 +67,7 @@ def command(
         "q_heads": geometry.q_heads,
         "block_size": block_size,
         "layout_version": VERSION,
+        "weights": _weights(read_entries(source.folder)) if is_gguf(source.folder) else None,
         "layers": [_layer_row(layer) for layer in geometry.layers],
         "layer_kinds": layer_kinds(geometry),
         "state_bytes": geometry.state_bytes(COMPUTE_BYTES),
@@ -78,6 +81,14 @@ def command(
         except KVQError as error:  # only a warning, because bytes of KV don't depend on weights
             warn(str(error))
     write_rows([result], json_path)
+
+
+def _weights(entries: Any) -> dict[str, int]:
+    """Return the bytes of tensors, by the type in which they are stored."""
+    found = Counter[str]()
+    for entry in entries:
+        found[entry.dtype] += entry.end - entry.begin
+    return dict(found.most_common())
 
 
 def _layer_row(layer: Any) -> dict[str, Any]:
@@ -116,6 +127,7 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 def _print(result: dict[str, Any], chosen: str) -> None:
     from kvq.evals.report.page import SIZES, Columns
+    from kvq.sizes import decimal
 
     out = console()
     out.print(
@@ -123,6 +135,10 @@ def _print(result: dict[str, Any], chosen: str) -> None:
         f"{result['q_heads']} query heads, context {result['max_context']:,}"
     )
     out.print()
+    if result["weights"]:
+        parts = ", ".join(f"{name} {decimal(nbytes)}" for name, nbytes in result["weights"].items())
+        out.print(f"weights: {decimal(sum(result['weights'].values()))}: {parts}")
+        out.print()
     print_kinds(result["layer_kinds"])
     if result["state_bytes"]:
         out.print(f"states: {result['state_bytes']:,} B a sequence, whatever its length")

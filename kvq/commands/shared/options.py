@@ -208,7 +208,7 @@ class WindowOptions:
 
 def model_argument(  # D354: MODEL is an argument; a single argument is the prompt
     default: str | None = "tiny",
-    help: str = "Folder, hub name, or 'tiny', the embedded model; the same as MODEL.",
+    help: str = "Folder, GGUF file, hub name, or 'tiny', the embedded model; the same as MODEL.",
     *,
     kind: ShellNames = MODEL,
 ) -> Callable[[_Command], _Command]:

@@ -117,7 +117,7 @@ class ShellNames(StringParamType):
         separators: str = "",
         paths: str = "",
         halves: Callable[[], Iterable[str]] = tuple,
-        missing: str = "a MODEL is needed: a folder, a hub name, or 'tiny'.",
+        missing: str = "a MODEL is needed: a folder, a GGUF file, a hub name, or 'tiny'.",
     ) -> None:
         self._find = find
         self._halves = halves

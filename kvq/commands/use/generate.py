@@ -111,8 +111,10 @@ def command(
     from kvq.models.run.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
-    if isfile(join(prompt, "config.json")):
-        raise ConfigError(f"{prompt} is a model's folder and no prompt: kvq generate {prompt} PROMPT")
+    is_file = prompt.endswith(".gguf") and isfile(prompt)
+    if is_file or isfile(join(prompt, "config.json")):
+        what = "file" if is_file else "folder"
+        raise ConfigError(f"{prompt} is a model's {what} and no prompt: kvq generate {prompt} PROMPT")
     params, marks = sampling.params(), watermark.engine_options()
     if params.structured is not None:
         check_structured(params.structured)

@@ -16,7 +16,7 @@ from torch import nn
 from kvq.errors import ModelError
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import ModelGeometry, field_name
-from kvq.models.describe.checkpoint import TensorEntry, config_place, read_json
+from kvq.models.describe.checkpoint import TensorEntry, config_place, is_gguf, read_json
 
 _LARGEST = 1 << 53  # exact in all JSON readers; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # since a module is built for each
@@ -26,7 +26,6 @@ _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # suffixes; logits woul
 _MAY_BE_ZERO = "loss"  # part of the names of fields that only training reads
 _MAY_BE_INFINITE = "_limit"  # suffix
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
-_APART = "config.json and weights belong to different models, or config.json was edited"
 _PACKED = 32  # maximum number of values in one element of a packed tensor
 _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 
@@ -121,6 +120,12 @@ Shape = tuple[int, ...]
 Build = Callable[[Mapping[str, Any]], nn.Module]  # a config.json's dict -> a module on the meta device
 
 
+def _apart(folder: Path) -> str:
+    if is_gguf(folder):
+        return "metadata and weights don't belong together; take another copy"
+    return "config.json and weights belong to different models, or config.json was edited"
+
+
 def check_headers(
     folder: Path, config: Mapping[str, Any], geometry: ModelGeometry, entries: Iterable[TensorEntry]
 ) -> None:
@@ -141,7 +146,7 @@ def check_headers(
         says = f"says {name}" if name in config else f"leaves {name} at"
         raise ModelError(
             f"{config_place(folder)} {says} {said}, but the weights hold layers {min(found)} to "
-            f"{max(found)}; {_APART}"
+            f"{max(found)}; {_apart(folder)}"
         )
     longest = max((max(entry.shape, default=0) for entry in entries), default=0)
     for layer in geometry.layers:
@@ -149,7 +154,7 @@ def check_headers(
             raise ModelError(
                 f"{config_place(folder)} says {layer.kv_heads} KV heads of {layer.k_head_dim} and "
                 f"{layer.v_head_dim} numbers, {width} in all, but no tensor has more than {longest} rows; "
-                f"{_APART}"
+                f"{_apart(folder)}"
             )
 
 
@@ -176,7 +181,7 @@ def check_shapes(
     if unnamed > _PACKED * stored_bytes:
         raise ModelError(
             f"{config_place(folder)} describes a model of {unnamed:,} numbers and more, but the weights are "
-            f"{stored_bytes:,} bytes; {_APART}"
+            f"{stored_bytes:,} bytes; {_apart(folder)}"
         )
 
 
@@ -187,15 +192,15 @@ def _explained(
     axis = next((i for i, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b), None)
     if axis is None or len(stored) != len(wanted):
         shapes = f"the shape {list(wanted)}, the weights {list(stored)}"
-        return f"{config_place(folder)} gives {name} {shapes}; {_APART}"
+        return f"{config_place(folder)} gives {name} {shapes}; {_apart(folder)}"
     fields = _fields_behind(config, build, name, axis)
     what = ("numbers" if len(stored) == 1 else ("rows", "columns", "layers")[axis]) if axis < 3 else "parts"
     has = f"{name} has {stored[axis]} {what}"
     if not fields:
-        return f"{config_place(folder)} leads to {wanted[axis]} {what}, but {has}; {_APART}"
+        return f"{config_place(folder)} leads to {wanted[axis]} {what}, but {has}; {_apart(folder)}"
     said = " and ".join(f"{field} {config[field]}" for field in fields)
     rest = "" if [config[field] for field in fields] == [wanted[axis]] else f", not {wanted[axis]}"
-    return f"{config_place(folder)} says {said}, but {has}{rest}; {_APART}"
+    return f"{config_place(folder)} says {said}, but {has}{rest}; {_apart(folder)}"
 
 
 def _fields_behind(config: Mapping[str, Any], build: Build, name: str, axis: int) -> list[str]:  # D211

@@ -102,7 +102,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 def _local(name: str) -> ModelSource | None:
     if not name.strip():
-        raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
+        raise ModelError("the model's name is empty; give a folder, a GGUF file, a hub name or 'tiny'")
     try:
         path = Path(name).expanduser()
         last = path.name if path.name not in ("", "..") else path.resolve().name  # resolve names made of dots

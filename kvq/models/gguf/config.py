@@ -29,10 +29,13 @@ _ENDS = (  # control tokens that end a text or a turn, whatever `eos_token_id` s
     "<|END_OF_TURN_TOKEN|>", "[|endofturn|]",
 )  # fmt: skip
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ORIGINAL = "rope.scaling.original_context_length"
 _CONTROL = 3  # a token's type
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling; all models have these
 _ORIGINS = tuple(1 << n for n in range(10, 21))  # context lengths before scaling
 _CLOSE = 1e-4
+_MOST_LAYERS = 10_000
+_MOST_DIMS = 1 << 16  # of RoPE
 
 
 def gguf_config(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Any]:
@@ -57,19 +60,21 @@ class _Config:
         heads, hidden, layers = (
             sizes[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
         )
-        head_dim = self.count("attention.key_length", hidden // heads)
+        if layers > _MOST_LAYERS:
+            raise self.unfit("block_count", f"may be up to {_MOST_LAYERS}, got {layers}")
+        head_dim = self.count("attention.key_length", max(1, hidden // heads))
         self._check_understood(head_dim)
+        is_fp32 = all(tensor.kind.name == "F32" for tensor in self.tensors.values())
         config = {
             "model_type": own.model_type,
             **sizes,
-            "intermediate_size": self.count("feed_forward_length", 0) or self._width(),
+            "intermediate_size": self.count("feed_forward_length", 0)
+            or self.count("expert_feed_forward_length"),
             "num_key_value_heads": self.count("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "vocab_size": self._tensor("token_embd.weight").shape[0],
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "dtype": "float32"
-            if all(one.kind.name == "F32" for one in self.tensors.values())
-            else "bfloat16",
+            "dtype": "float32" if is_fp32 else "bfloat16",
             **{field: self.number(key) for key, field in own.keys.items() if self.get(key) is not None},
             **{field: f"blk.0.{part}.bias" in self.tensors for part, field in own.biases.items()},
             **own.fixed,
@@ -117,10 +122,6 @@ class _Config:
             raise ModelError(f"{self.where} lacks tensor {name}; download it again, or take another copy")
         return self.tensors[name]
 
-    def _width(self) -> int:
-        """Return the width of experts, for files that state no other."""
-        return self.count("expert_feed_forward_length")
-
     def _check_understood(self, head_dim: int) -> None:
         """Raise ModelError if a key asks for something that the family's code would not do."""
         for key, neutral in _NEUTRAL.items():
@@ -156,7 +157,7 @@ class _Config:
 
     def _tokens(self) -> dict[str, Any]:
         """Return the ids of tokens that begin, end and pad texts."""
-        ids = {key: self.metadata.get(f"tokenizer.ggml.{key}") for key in (*_END_KEYS, "bos_token_id")}
+        ids = {key: self._token(key) for key in (*_END_KEYS, "bos_token_id", "padding_token_id")}
         tokens = self.metadata.get("tokenizer.ggml.tokens") or []
         types = self.metadata.get("tokenizer.ggml.token_type") or []
         ends = [ids[key] for key in _END_KEYS if ids[key] is not None]
@@ -166,21 +167,29 @@ class _Config:
         return {
             "bos_token_id": ids["bos_token_id"],
             "eos_token_id": list(dict.fromkeys(ends)) or None,
-            "pad_token_id": self.metadata.get("tokenizer.ggml.padding_token_id"),
+            "pad_token_id": ids["padding_token_id"],
         }
+
+    def _token(self, key: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is not None and type(value) is not int:
+            raise ModelError(f"{self.where}: 'tokenizer.ggml.{key}' must be a token's id, got {value!r:.80}")
+        return value
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         """Return the fields about rotary positions."""
         dims = self.count("rope.dimension_count", head_dim)
         theta = self.number("rope.freq_base") if self.get("rope.freq_base") is not None else _THETA
+        if theta <= 0:
+            raise self.unfit("rope.freq_base", f"must be above 0, got {theta}")
+        if dims > head_dim or (dims < head_dim and not self.own.is_partly_rotated):
+            raise self.unfit("rope.dimension_count", f"is {dims}, and heads have {head_dim} numbers")
         rope: dict[str, Any] = {"rope_theta": theta, **self._scaling(theta, dims)}
         if self.own.is_partly_rotated:
             rope["partial_rotary_factor"] = dims / head_dim
-        elif dims != head_dim:
-            raise self.unfit("rope.dimension_count", f"is {dims}, and heads have {head_dim} numbers")
         fields: dict[str, Any] = {"rope_parameters": rope}
-        if (original := self.get("rope.scaling.original_context_length")) and self.own.model_type == "phi3":
-            fields["original_max_position_embeddings"] = original
+        if self.own.model_type == "phi3" and self.get(_ORIGINAL) is not None:
+            fields["original_max_position_embeddings"] = self.count(_ORIGINAL)
         if self.own.model_type in ("gemma3_text", "olmo3"):  # windows have their own, unscaled
             local = self.get("rope.freq_base_swa") or self.own.local_theta or theta
             sliding = {"rope_type": "default", "rope_theta": local}
@@ -204,7 +213,7 @@ class _Config:
             raise self.unfit("rope.scaling.factor", f"must be a number, got {factor!r:.80}")
         scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self.count("rope.scaling.original_context_length")
+            scaling["original_max_position_embeddings"] = self.count(_ORIGINAL)
             for key, field in (
                 ("attn_factor", "attention_factor"),
                 *((f"yarn_{name}", name) for name in ("beta_fast", "beta_slow")),
@@ -217,7 +226,7 @@ class _Config:
     def _floats(self, name: str, dims: int) -> list[float]:
         """Return the values of a small tensor, one for each pair of rotated dimensions."""
         tensor = self._tensor(name)
-        if tensor.kind.name != "F32" or tensor.shape != (dims // 2,):
+        if tensor.kind.name != "F32" or tensor.shape != (dims // 2,) or dims > _MOST_DIMS:
             raise ModelError(
                 f"{self.where}: {name} must be F32 of shape [{dims // 2}], got {tensor.kind.name} of "
                 f"{list(tensor.shape)}; take another copy"
@@ -232,7 +241,7 @@ class _Config:
             return {"rope_type": "default"}
         waves = [2 * math.pi * theta ** (2 * i / dims) for i in range(dims // 2)]
         factor = round(max(factors), 4)
-        for original in _ORIGINS:
+        for original in _ORIGINS if 1 <= factor < math.inf else ():
             made = (_llama3_factor(wave, factor, original) for wave in waves)
             if all(abs(one - own) <= _CLOSE * own for one, own in zip(made, factors, strict=True)):
                 return {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError
+from kvq.formats.ggml import GgmlType
 from kvq.models.gguf.config import gguf_config
 from kvq.models.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from kvq.models.gguf.names import Source, find_sources
@@ -53,6 +54,20 @@ class GgufModel:
         """
         return find_sources(self.metadata, self.tensors, self.config)
 
+    @property
+    def types(self) -> dict[str, GgmlType]:
+        """Types in which matrices are stored, by the names of layers in modules of transformers."""
+        found = self.sources.items()
+        return {_in_module(name): one.tensor.kind for name, one in found if len(one.shape) > 1}
+
+
+def _in_module(name: str) -> str:
+    """Return a layer's name in a module; only Mixtral's checkpoints use others."""
+    name = name.removesuffix(".weight").replace(".block_sparse_moe.", ".mlp.")
+    for own, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        name = re.sub(rf"\.{own}$", f".{theirs}", name)
+    return name
+
 
 def read_gguf(path: Path) -> GgufModel:
     """Return the description of the model that a GGUF file, or any part of a split one, belongs to.
@@ -64,7 +79,7 @@ def read_gguf(path: Path) -> GgufModel:
     for part in paths:
         if not part.is_file():
             raise ModelError(
-                f"{path} is one of {len(paths)} parts, and {part.name} is not beside it; download it"
+                f"{path} is one of {len(paths)} parts, but {part.name} is not there; download it"
             )
     try:
         stats = [part.stat() for part in paths]

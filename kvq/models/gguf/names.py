@@ -15,6 +15,7 @@ _WHOLE = {
 }  # fmt: skip
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
+_MOST_EXPERTS = 10_000
 _ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in transformers
 
 
@@ -62,7 +63,7 @@ def _sources(
         match = _OTHER.fullmatch(tensor.name)
         part, kind = match.groups() if match else ("", "")
         name = f"{_WHOLE[part]}.{kind}" if part in _WHOLE else None
-    if name is None:
+    if name is None or ("{}" in name and tensor.shape[0] > _MOST_EXPERTS):
         raise ModelError(
             f"{tensor.path} holds tensor {tensor.name!r:.80}, for which {own.model_type} models have no "
             f"place; take another copy, or the model as safetensors"

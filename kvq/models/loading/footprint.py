@@ -60,7 +60,7 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     is_exact = is_own and model.dtype is torch.float32
     plain = PLAIN[_narrowest(model)] if is_exact else other
-    if not model.is_quantized:
+    if not model.is_quantized or model.is_gguf:
         packs = is_exact and _knows_experts(model)
         return HeldAs(other=other, kept=plain, shares_head=is_own, has_packed_experts=packs)
     said = model.config["quantization_config"]
@@ -96,6 +96,8 @@ def _scale_bytes(model: PreparedModel) -> int:
 
 def _narrowest(model: PreparedModel) -> str:
     """Return the smallest dtype that stores all Linear weights exactly; fp32 is often a widened copy."""
+    if model.is_gguf and model.is_quantized:  # dequantized
+        return "fp32"
     matrices = Counter[str]()
     for entry in _matrices(model):
         if entry.dtype in _STORED:

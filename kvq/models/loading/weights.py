@@ -165,10 +165,6 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     """
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
-    if prepared.is_gguf:
-        raise ModelError(
-            f"{prepared.folder} is a GGUF file, whose weights can't be changed; take safetensors"
-        )
     if is_whole(prepared.folder):
         raise ModelError(
             f"{prepared.folder} reads images or sound too; weights of text models can be changed"

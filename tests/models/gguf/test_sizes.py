@@ -1,0 +1,42 @@
+"""Commands that read the header alone: plans and inspections tell the bytes of the stored types."""
+
+import contextlib
+import json
+
+from kvq.capacity.plan.target import make_target
+from kvq.cli import main
+from kvq.models.gguf.files import read_gguf
+from tests.helpers_models import save_model
+from tests.models.gguf.kit import convert
+from tests.models.gguf.test_files import save_in_blocks
+
+
+def test_a_plan_counts_blocks_as_they_are_stored(tmp_path):
+    path = save_in_blocks(tmp_path, "Q4_K")[1]
+    stored = [one for one in read_gguf(path).tensors.values() if len(one.shape) == 2]
+    linear, rest = make_target(path).terms()
+    wanted = {one.name: one.end - one.begin for one in stored}
+    head, embedding = wanted.pop("output.weight"), wanted.pop("token_embd.weight")
+    assert linear.nbytes == sum(wanted.values())
+    assert "x 0.5625 B (q4_k)" in linear.formula
+    values = embedding // 144 * 256 + 5 * 256  # looked up in 16 bits, with the norms
+    assert rest.nbytes == head + 2 * values
+    assert make_target(str(path), weights="int4").held.rules != make_target(path).held.rules
+
+
+def test_experts_are_counted_in_their_types(tmp_path):
+    folder = save_model(tmp_path / "folder", "mixtral", sliding_window=None)
+    path = convert(folder, tmp_path / "a.gguf", kind="F16")
+    experts = next(term for term in make_target(path).terms() if term.name == "expert weights")
+    found = [one for one in read_gguf(path).tensors.values() if "_exps" in one.name]
+    assert experts.nbytes == sum(one.end - one.begin for one in found)
+    assert "(f16)" in experts.formula
+
+
+def test_inspect_tells_the_stored_types(tmp_path, capsys):
+    path, out = save_in_blocks(tmp_path, "Q4_K")[1], tmp_path / "out.json"
+    with contextlib.suppress(SystemExit):
+        main(["inspect", str(path), "--json", str(out)])
+    weights = json.loads(out.read_text())["rows"][0]["weights"]
+    assert list(weights) == ["Q4_K", "F32"]
+    assert ": Q4_K " in capsys.readouterr().out
