@@ -7,15 +7,16 @@ from typing import Any
 from kvq.errors import ModelError, first_lines, nearest
 from kvq.lazy import import_whole
 from kvq.models.gguf.merges import scored_merges
-from kvq.models.gguf.splits import SPLITS, Split
+from kvq.models.gguf.splits import SPLITS, WHOLE
 from kvq.models.gguf.vocabulary import NORMAL, UNDEFINED, UNUSED, Vocabulary
 
 _log = logging.getLogger("kvq")
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's control tokens that keep what follows
 _MERGED = (UNDEFINED, NORMAL, UNUSED)  # kinds of tokens that merges may make
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # control tokens of Phi-3 that keep what follows
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def load_gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> Any:
@@ -39,7 +40,7 @@ def load_gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> Any:
         tokenizer_object=backend,
         chat_template=_chat_template(metadata, name),
         clean_up_tokenization_spaces=False,
-        **_special(vocabulary, adds_bos=split is None or split.adds_bos),
+        **_special(vocabulary, adds_bos=split is None or split in WHOLE),
     )
     del backend.__deepcopy__
     return tokenizer
@@ -60,16 +61,16 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
         fuse_unk=True,
         byte_fallback=True,
     )
-    has_prefix = vocabulary.get("add_space_prefix", bool, True)
-    prefix, strip = normalizers.Prepend(_SPACE), decoders.Strip(" ", 1, 0)
-    spaces = normalizers.Replace(" ", _SPACE)
+    prefix, strip = [normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]
+    if not vocabulary.get("add_space_prefix", bool, True):
+        prefix, strip = [], []
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.normalizer = normalizers.Sequence([prefix, spaces] if has_prefix else [spaces])
-    backend.decoder = decoders.Sequence([*steps, strip] if has_prefix else steps)
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence([*steps, *strip])
     return backend
 
 
-def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
+def _byte_level(vocabulary: Vocabulary, split: str) -> Any:
     """Return a tokenizer that splits texts and merges their bytes in the file's order."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
@@ -78,11 +79,11 @@ def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
     backend = _bpe(
         vocabulary,
         "merges",
-        vocab=dict(token for token, kind in used if kind != UNUSED),
+        vocab=dict(item for item, kind in used if kind != UNUSED),
         merges=[tuple(line.split(" ", 1)) for line in lines],
-        ignore_merges=split.has_whole_words,
+        ignore_merges=split in WHOLE,
     )
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[split]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     backend.decoder = decoders.ByteLevel()
@@ -98,27 +99,22 @@ def _bpe(vocabulary: Vocabulary, key: str, **given: Any) -> Any:
         raise vocabulary.wrong(key, f"doesn't fit the tokens: {first_lines(error)}") from error
 
 
-def _split(vocabulary: Vocabulary) -> Split:
-    name = vocabulary.get("pre", str)
+def _split(vocabulary: Vocabulary) -> str:
+    name: str | None = vocabulary.get("pre", str)
     if name is None:
         _log.warning(
-            "%s doesn't say how texts are split (tokenizer.ggml.pre), so they are split as by default; if "
-            "answers are poor, take a newer file",
-            vocabulary.name,
+            "%s doesn't say how to split texts (tokenizer.ggml.pre): taking default", vocabulary.name
         )
-        return SPLITS["default"]
-    if name not in SPLITS:
+    elif name not in SPLITS:
         hint = nearest(name, [*SPLITS]) or ";"
-        known = ", ".join(SPLITS)
-        raise vocabulary.wrong("pre", f"is {name!r:.80}, which kvq can't split{hint} known: {known}")
-    return SPLITS[name]
+        raise vocabulary.wrong("pre", f"is {name!r:.80}, which is unknown{hint} known: {', '.join(SPLITS)}")
+    return name or "default"
 
 
 def _added(vocabulary: Vocabulary, model: str) -> list[Any]:
     from tokenizers import AddedToken
 
-    # Not said in the file: Phi-3 takes no space after a control token
-    strips = vocabulary.is_sentencepiece and "phi-3" in model.lower()
+    strips = vocabulary.is_sentencepiece and "phi-3" in model.lower()  # what follows: the file doesn't say it
     marked = [(vocabulary.tokens[number], is_control) for number, is_control in vocabulary.marked.items()]
     return [
         AddedToken(text, special=is_control, normalized=False, rstrip=strips and text not in _UNSTRIPPED)
@@ -128,27 +124,25 @@ def _added(vocabulary: Vocabulary, model: str) -> list[Any]:
 
 def _special(vocabulary: Vocabulary, *, adds_bos: bool) -> dict[str, Any]:
     """Return the options of transformers about special tokens."""
-    texts = {role: vocabulary.tokens[number] for role, number in vocabulary.special.items()}
-    added = {"bos": vocabulary.get("add_bos_token", bool, adds_bos)}
-    added["eos"] = vocabulary.get("add_eos_token", bool, False)
-    for role, is_added in added.items():
-        if is_added and role not in texts:
-            raise vocabulary.wrong(f"{role}_token_id", f"is missing, and {role} is added to texts")
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    tokens = {name: texts[role] for role, name in names.items() if role in texts}
-    return tokens | {f"add_{role}_token": is_added for role, is_added in added.items()}
+    named = vocabulary.special.items()
+    found: dict[str, Any] = {_NAMES[role]: vocabulary.tokens[i] for role, i in named if role in _NAMES}
+    for role, default in (("bos", adds_bos), ("eos", False)):
+        found[f"add_{role}_token"] = vocabulary.get(f"add_{role}_token", bool, default)
+        if found[f"add_{role}_token"] and role not in vocabulary.special:
+            raise vocabulary.wrong(f"{role}_token_id", "is missing, and the token is added to texts")
+    return found
 
 
 def _chat_template(metadata: Mapping[str, Any], name: str) -> str | dict[str, str] | None:
     """Return the template, or templates keyed by name if there are several, or None."""
     found = {}
     for key, text in metadata.items():
-        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+        if f"{key}.".startswith(f"{_TEMPLATE}."):
             try:
                 text.encode()
             except (AttributeError, UnicodeEncodeError) as error:
                 raise ModelError(
                     f"{name}: {key} must be UTF-8, got {text!r:.80}; convert it again"
                 ) from error
-            found[key.removeprefix(_TEMPLATE).lstrip(".") or "default"] = text
+            found[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = text
     return found["default"] if [*found] == ["default"] else found or None

@@ -12,42 +12,27 @@ _PREFIX = "tokenizer.ggml."
 _MARKED = (CONTROL, UNKNOWN, USER_DEFINED)  # kinds that are found in a text before it is split
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of SentencePiece, for files that don't say
 _TURNS = ("bos", "eos", "eot", "eom")
-_ENDS = (  # control tokens, even if a file takes them for ordinary ones
-    *(
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eom_id|>",
-    ),
-)
+_ENDS = (  # control tokens, whatever a file takes them for
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"
+)  # fmt: skip
 
 
 class Vocabulary:
     """Tokens of a GGUF file by id, and what its metadata say about them below tokenizer.ggml."""
 
-    tokens: Sequence[str] = ()
-
     def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
-        """`metadata`: the file's keys and values, arrays as lists. `name`: of the file, for messages.
-
-        Raises:
-            ModelError: the tokens or their kinds are missing, damaged, or don't fit each other.
-        """
+        """ModelError if the tokens or their kinds are missing, damaged, or don't fit each other."""
         self._metadata, self.name = metadata, name
-        kind = self.get("model", str)
-        if kind not in ("llama", "gpt2"):
-            said = "is missing" if kind is None else f"is {kind!r:.80}"
-            raise self.wrong("model", f"{said}; kvq reads llama (SentencePiece) and gpt2 (byte-level BPE)")
-        self.is_sentencepiece = kind == "llama"  # False: bytes with a list of merges
-        self.tokens = _with_texts(self.values("tokens", str))
+        model = self.get("model", str)
+        if model not in ("llama", "gpt2"):
+            raise self.wrong("model", f"is {model!r:.80}; kvq reads llama (SentencePiece) and gpt2 (bytes)")
+        self.is_sentencepiece = model == "llama"  # False: bytes with a list of merges
+        self.tokens: Sequence[str] = _with_texts(self.values("tokens", str))
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             first, text = next((i, token) for i, token in enumerate(self.tokens) if self.ids[token] != i)
             raise self.wrong("tokens", f"has {text!r:.80} at {first} and at {self.ids[text]}")
-        self.kinds = self._per_token("token_type", int)
+        self.kinds = self.values("token_type", int, len(self.tokens))
         if not set(self.kinds) <= set(range(BYTE + 1)):
             raise self.wrong("token_type", f"must be 0 to {BYTE}, got {max(self.kinds, key=abs)}")
 
@@ -58,23 +43,25 @@ class Vocabulary:
             raise self.wrong(key, f"must be of type {kind.__name__}, got {value!r:.80}")
         return default if value is None else value
 
-    def wrong(self, key: str, why: str, remedy: str = "download or convert the model again") -> ModelError:
+    def wrong(self, key: str, why: str) -> ModelError:
         """Return the error of a key."""
-        return ModelError(f"{self.name}: {_PREFIX}{key} {why}; {remedy}")
+        return ModelError(f"{self.name}: {_PREFIX}{key} {why}; download or convert the model again")
 
-    def values(self, key: str, kind: type) -> list[Any]:
-        """Return the list of a key; ModelError if it is missing, empty, or has values of other types."""
+    def values(self, key: str, kind: type, count: int | None = None) -> list[Any]:
+        """Return the list of a key; ModelError if it is missing, empty, or of another type or count."""
         values: list[Any] = self.get(key, list)
         if not values:
             raise self.wrong(key, "is missing" if values is None else "is empty")
         if others := set(map(type, values)) - {kind}:
             raise self.wrong(key, f"must be a list of {kind.__name__}, got {others.pop().__name__} in it")
+        if count not in (None, len(values)):
+            raise self.wrong(key, f"has {len(values)} values for {count} tokens")
         return values
 
     @cached_property
     def scores(self) -> list[float]:
         """Scores by token: of two possible merges, the one that makes the higher score comes first."""
-        scores = self._per_token("scores", float)
+        scores = self.values("scores", float, len(self.tokens))
         if any(map(isnan, scores)):
             raise self.wrong("scores", "must be numbers, got NaN")
         return scores
@@ -87,13 +74,14 @@ class Vocabulary:
         """
         found = {}
         for role in (*_TURNS, "unknown", "padding"):
-            number = self.get(f"{role}_token_id", int)
-            is_default = number is None and self.is_sentencepiece
-            number = _DEFAULT_IDS.get(role) if is_default else number
-            is_known = number is not None and 0 <= number < len(self.tokens)
-            if is_known and (self.kinds[number] in _MARKED or (role in _TURNS and not is_default)):
-                found[role] = number
-            elif number is not None and not is_known and not is_default and role != "padding":
+            number: int = self.get(f"{role}_token_id", int, -1)
+            is_said = number != -1
+            if not is_said and self.is_sentencepiece:
+                number = _DEFAULT_IDS.get(role, -1)
+            if 0 <= number < len(self.tokens):
+                if self.kinds[number] in _MARKED or (is_said and role in _TURNS):
+                    found[role] = number
+            elif is_said and role != "padding":  # some have a padding beyond the tokens; nothing is padded
                 raise self.wrong(f"{role}_token_id", f"is {number}, and there are {len(self.tokens)} tokens")
         return found
 
@@ -104,12 +92,6 @@ class Vocabulary:
         control = [self.special[role] for role in _TURNS if role in self.special]
         control += [self.ids[text] for text in _ENDS if text in self.ids]
         return dict(sorted((marked | dict.fromkeys(control, True)).items()))
-
-    def _per_token(self, key: str, kind: type) -> list[Any]:
-        values = self.values(key, kind)
-        if len(values) != len(self.tokens):
-            raise self.wrong(key, f"has {len(values)} values for {len(self.tokens)} tokens")
-        return values
 
 
 def _with_texts(tokens: list[str]) -> list[str]:
