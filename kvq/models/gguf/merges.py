@@ -145,5 +145,4 @@ class _Origins:
 
 def _alone(values: Array) -> Any:
     """Return which values differ from both neighbours: bool like `values`."""
-    differs = np.concatenate([[True], values[1:] != values[:-1], [True]])
-    return differs[1:] & differs[:-1]
+    return (np.diff(values, prepend=-1) != 0) & (np.diff(values, append=-1) != 0)
