@@ -47,9 +47,7 @@ class Packed(nn.Module):
 class PackedLinear(Packed):
     """Linear layer whose weight is stored by a kernel."""
 
-    def __init__(
-        self, weight: Weight, bias: Tensor | None, kernel: Kernel, backend: str
-    ) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, kernel: Kernel, backend: str) -> None:
         """`kernel` contains the weight and belongs to `backend`."""
         super().__init__()
         self.in_features = weight.in_features

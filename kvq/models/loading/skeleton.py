@@ -18,6 +18,7 @@ from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
 from kvq.kernels import PlainWeight, Weight
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.describe.checkpoint import config_place
 from kvq.models.describe.config_values import check_shapes
 from kvq.models.describe.modules import build_on_meta, load_config, load_module_from, unquantized
@@ -38,6 +39,7 @@ from kvq.models.observe.support import is_listed
 from kvq.models.parts.linear import install_own, own_linears
 from kvq.weights.files import stored_shape
 from kvq.weights.files.tensors import FLOATS
+from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 
 _log = logging.getLogger("kvq")
 
@@ -169,6 +171,8 @@ def fill(  # D214: straight from the file into panels
     }
     packed = {id(linear._parameters) for linear in linears.values()}
     packed |= {id(one._parameters) for embeddings in lookups.values() for one in embeddings.values()}
+    if packs:
+        packed |= {id(holder) for holder in _pack_embeddings(model, stored, names, packed, prepared.dtype)}
     made: dict[int, Tensor] = {}  # tied tensors stay tied
     for holder, name, tensor in places:
         if id(holder) in packed and name == "weight":
@@ -180,6 +184,27 @@ def fill(  # D214: straight from the file into panels
         holder[name] = made[id(tensor)]
     install_own(model, weights, lookups, prepared.dtype)
     return model
+
+
+def _pack_embeddings(
+    model: nn.Module, stored: ModelTensors, names: Mapping[int, str], packed: set[int], dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """Replace embeddings whose rows lie in blocks and that share no head's weight; return their parameters.
+
+    `names`: stored names, by the ids of the skeleton's tensors; `packed`: ids of parameters packed elsewhere.
+    """
+    replaced = []
+    for place, module in list(model.named_modules()):
+        if not isinstance(module, nn.Embedding) or id(module._parameters) in packed:
+            continue
+        name = names.get(id(module.weight))
+        if name is None or not isinstance(stored, GgufTensors) or stored.kind(name).is_float:
+            continue
+        if is_plain_lookup(module):
+            kernel = CpuLinear(gguf_weight(stored, name, dtype))
+            replace_linear(model, place, PackedEmbedding(kernel, dtype, scale_of(module)))
+            replaced.append(module._parameters)
+    return replaced
 
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
