@@ -25,7 +25,8 @@ class HeldAs:
 
     `rules`: forms of Linear layers by name pattern; the first match applies, and None stands for `kept`, by
     default `other`. `head`: form of an untied head, by default that of the Linear layer `lm_head`; a form
-    with scales also applies to a tied head, which is then stored separately from the embedding.
+    with scales also applies to a tied head, which is then stored separately from the embedding. `embedding`:
+    form of an embedding that does not serve as the head, by default `other`.
     `shares_head`: whether an embedding that serves as the head has the head's form, not `other`.
     `has_packed_experts`: whether stacked experts have the forms of Linear layers, not `other`. `unknown`:
     name of a quant_method of unknown size. `unread`: reason why kvq can't load the stored weights.
@@ -35,6 +36,7 @@ class HeldAs:
     other: Stored = PLAIN["fp16"]
     kept: Stored | None = None
     head: Stored | None = None
+    embedding: Stored | None = None
     shares_head: bool = False
     has_packed_experts: bool = False
     unknown: str | None = None
@@ -64,22 +66,27 @@ def everywhere(form: Stored) -> tuple[Rule[Stored]]:
     return ((IN_BLOCKS, form),)
 
 
-def held_in_blocks(types: Mapping[str, GgmlType], other: Stored) -> HeldAs:
+def held_in_blocks(types: Mapping[str, GgmlType], other: Stored, *, packed: bool = False) -> HeldAs:
     """Return the forms of weights that are kept as GGUF stores them; `types`: of matrices, by layer name.
 
-    An embedding that does not serve as the head has the form `other`.
+    `packed`: as the panels of CPU kernels, whose blocks may be larger.
     """
+    forms = {
+        name: Stored(kind.name.lower(), (kind.panel_bytes if packed else kind.nbytes) / kind.values)
+        for name, kind in types.items()
+    }
     named: dict[Stored, list[str]] = {}
-    for name, kind in types.items():
-        named.setdefault(_in_blocks(kind), []).append(re.escape(name))
-    rules = [(re.compile(rf"(?:{'|'.join(names)})\Z"), form) for form, names in named.items()]
-    head = types.get("lm_head", types.get("model.embed_tokens"))
-    form = None if head is None else _in_blocks(head)
-    return HeldAs(rules=rules, other=other, head=form, shares_head=True, has_packed_experts=True)
-
-
-def _in_blocks(kind: GgmlType) -> Stored:
-    return Stored(kind.name.lower(), kind.bits_per_value / 8)
+    for name, form in forms.items():
+        named.setdefault(form, []).append(re.escape(name))
+    embedding = forms.get("model.embed_tokens")
+    return HeldAs(
+        rules=[(re.compile(rf"(?:{'|'.join(names)})\Z"), form) for form, names in named.items()],
+        other=other,
+        head=forms.get("lm_head", embedding),
+        embedding=embedding,
+        shares_head=True,
+        has_packed_experts=True,
+    )
 
 
 def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:

@@ -52,11 +52,11 @@ class Split:
 
 def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
     """Return the weight components of the complete model, in the forms in which an engine stores them."""
-    kept = parameters.tables + parameters.other
+    rest = Counter({held.other: parameters.tables + parameters.other})
     if not held.is_shared(parameters):
-        kept += parameters.embedding
+        rest[held.embedding or held.other] += parameters.embedding
+    kept = _sum(KEPT_TERM, [(n, one.weight_bytes, f" ({one.name})") for one, n in rest.items()])
     head, form = held.held_head(parameters)
-    rest = f"{kept:,} x {held.other.weight_bytes:g} B ({held.other.name})"
     linear, experts, scales = Counter[Stored](), Counter[Stored](), Counter[float]()
     for name, count, rows in parameters.each:
         is_expert = ".experts." in name
@@ -67,10 +67,10 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
         _sum(LINEAR_TERM, [(n, one.weight_bytes, f" ({one.name})") for one, n in linear.items()]),
         _sum(SCALES_TERM, [(n, each, "") for each, n in scales.items()]),
         _sum(EXPERTS_TERM, [(n, one.weight_bytes, f" ({one.name})") for one, n in experts.items()]),
-        Term(
-            name=KEPT_TERM,
-            nbytes=round(kept * held.other.weight_bytes) + head,
-            formula=rest + (f" + {head:,} B (head, {form})" if head else ""),
+        replace(
+            kept,
+            nbytes=kept.nbytes + head,
+            formula=kept.formula + (f" + {head:,} B (head, {form})" if head else ""),
         ),
     ]
     return tuple(term for term in terms if term.nbytes)

@@ -233,7 +233,15 @@ def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
 def weight_bytes(model: nn.Module) -> int:
     """Return the size in bytes of all parameters, with packed weights as stored by their kernels."""
     others = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return others + sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
+    return others + packed + sum(embedding.kernel.nbytes for embedding in own_embeddings(model))
+
+
+def own_embeddings(model: nn.Module) -> "list[PackedEmbedding]":
+    """Return a model's packed embeddings that share no head's weight."""
+    heads = {id(module.kernel) for module in model.modules() if isinstance(module, Packed)}
+    embeddings = (module for module in model.modules() if isinstance(module, PackedEmbedding))
+    return [embedding for embedding in embeddings if id(embedding.kernel) not in heads]
 
 
 def weight_count(model: nn.Module) -> int:

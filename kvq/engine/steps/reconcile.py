@@ -22,6 +22,7 @@ from kvq.sizes import decimal
 from kvq.sizing.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
 from kvq.sizing.needs import bytes_of
 from kvq.weights import ROUTERS, PackedExperts, PackedLinear
+from kvq.weights.linear import own_embeddings
 
 _log = logging.getLogger("kvq")
 # D271: each term separately: 1% above 1 MB
@@ -99,6 +100,7 @@ def found_weights(model: nn.Module) -> dict[str, int]:
     """Return the bytes of all weights, grouped by the terms of a plan."""
     found = dict.fromkeys((LINEAR_TERM, SCALES_TERM, EXPERTS_TERM, KEPT_TERM), 0)
     head = model.get_output_embeddings()  # type: ignore[operator]
+    found[KEPT_TERM] += sum(embedding.kernel.nbytes for embedding in own_embeddings(model))
     seen: set[int] = set()  # addresses of counted tensors
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):

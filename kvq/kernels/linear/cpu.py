@@ -50,30 +50,32 @@ def _runs(weights: Sequence[Weight]) -> list[list[Weight]]:
 
 def _packed(weights: Sequence[Any]) -> Panels:
     """Pack adjacent weights of one format."""
-    kinds = {PlainWeight: pack_plain, BlockWeight: pack_blocks, QuantizedWeight: pack_panels}
-    return kinds[type(weights[0])](weights)
+    if isinstance(weights[0], PlainWeight):
+        return pack_plain(weights)
+    return pack_blocks(weights) if isinstance(weights[0], BlockWeight) else pack_panels(weights)
 
 
 def _struct_of(panels: Panels, weights: Sequence[Weight]) -> Any:
     """Return the KvqLinear of adjacent weights of one format."""
-    fmt = getattr(weights[0], "fmt", None)
-    scales, zeros, order = panels.scales, panels.zeros, panels.order
-    is_blocks = isinstance(fmt, BlockFormat)
-    groups = 1 if scales is None else scales.shape[1]
+    first, scales, zeros, order = weights[0], panels.scales, panels.zeros, panels.order
+    numbers = {"groups": 1 if scales is None else scales.shape[1], "inputs": NUMBERS["KVQ_INPUTS_FULL"]}
+    if isinstance(first, BlockWeight):
+        kind = first.fmt.kind
+        numbers |= {"groups": first.in_features // kind.group, "blocks": NUMBERS[f"KVQ_{kind.name}"]}
+    if not isinstance(first, PlainWeight):
+        numbers["inputs"] = NUMBERS[f"KVQ_INPUTS_{first.fmt.inputs.name}"]
     return struct("KvqLinear")(
         codes=panels.codes.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         zeros=None if zeros is None else zeros.data_ptr(),
         order=None if order is None else order.data_ptr(),
-        in_features=weights[0].in_features,
+        in_features=first.in_features,
         out_features=sum(weight.out_features for weight in weights),
         k=panels.columns,
-        groups=panels.columns // fmt.kind.group if is_blocks else groups,
-        code=DTYPES[panels.codes.dtype] if fmt is None else _code_of(fmt),
+        code=DTYPES[panels.codes.dtype] if isinstance(first, PlainWeight) else _code_of(first.fmt),
         scale_code=0 if scales is None else DTYPES[scales.dtype],
-        inputs=NUMBERS[f"KVQ_INPUTS_{'FULL' if fmt is None else fmt.inputs.name}"],
         products=best_products(),
-        blocks=NUMBERS[f"KVQ_{fmt.kind.name}"] if is_blocks else 0,
+        **numbers,
     )
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.errors import ConfigError
-from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightCode
 from kvq.kernels.native.abi import DTYPES, NUMBERS, struct
 from kvq.kernels.native.library import run
@@ -116,20 +115,11 @@ def pack_blocks(weights: Sequence[BlockWeight]) -> Panels:
             )
     parts = [weight.rows if weight.rows.stride(1) == 1 else weight.rows.contiguous() for weight in weights]
     count = -(-sum(map(len, parts)) // OUTPUTS)
-    groups = first.in_features // kind.values * OUTPUTS * _panel_block_bytes(kind)
-    panels = empty((count, groups), torch.uint8)
+    panels = empty((count, first.in_features // kind.values * OUTPUTS * kind.panel_bytes), torch.uint8)
     matrices = (_Matrix * len(parts))(*(_Matrix(p.data_ptr(), len(p), p.stride(0)) for p in parts))
     given = matrices, len(parts), first.in_features, NUMBERS[f"KVQ_{kind.name}"]
     run("pack_blocks", *given, panels.data_ptr(), torch.get_num_threads())
     return Panels(codes=panels, scales=None, zeros=None, order=None, columns=first.in_features)
-
-
-def _panel_block_bytes(kind: GgmlType) -> int:
-    """Return the bytes of a block in a panel, per output; small scales of 6 bits take 8."""
-    small = kind.values // kind.group if kind.values > kind.group else 0
-    per_group = 2 if kind.name in ("Q4_K", "Q5_K") else 1
-    exponent = 1 if kind.name == "MXFP4" else 2 * (1 + kind.has_minimum)
-    return exponent + small * per_group + kind.values * kind.bits // 8
 
 
 def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:

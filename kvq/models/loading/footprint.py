@@ -14,11 +14,12 @@ from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.models.describe.checkpoint import TensorEntry
 from kvq.models.describe.modules import build_on_meta, unquantized
 from kvq.models.describe.text_part import read_tensors
+from kvq.models.gguf.files import read_gguf
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import runs_experts
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.linear import has_own_products
-from kvq.sizing.held import PLAIN, HeldAs, everywhere
+from kvq.sizing.held import PLAIN, HeldAs, everywhere, held_in_blocks
 from kvq.sizing.memory import Split, Term, activation_term, weight_terms
 from kvq.sizing.parameters import count_parameters
 from kvq.weights import is_expert_code, stacked_experts
@@ -60,6 +61,8 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     is_exact = is_own and model.dtype is torch.float32
     plain = PLAIN[_narrowest(model)] if is_exact else other
+    if model.is_gguf and model.is_quantized and is_own:
+        return held_in_blocks(read_gguf(model.folder).types, other, packed=True)
     if not model.is_quantized or model.is_gguf:
         packs = is_exact and _knows_experts(model)
         return HeldAs(other=other, kept=plain, shares_head=is_own, has_packed_experts=packs)
