@@ -1,5 +1,6 @@
 """Tensors of a GGUF model under transformers' names: values, or rows of blocks as they lie in the file."""
 
+import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,11 +14,10 @@ from kvq.models.gguf.files import GgufModel
 
 
 class GgufTensors(Mapping[str, Tensor]):
-    """Mapping from transformers' names to dequantized tensors; files are memory-mapped."""
+    """Mapping from transformers' names to dequantized tensors; each tensor is memory-mapped on access."""
 
     def __init__(self, model: GgufModel) -> None:
         self._sources = model.sources
-        self._mapped: dict[Path, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor's values: fp32, or those of F16 and BF16 as they are stored."""
@@ -37,7 +37,7 @@ class GgufTensors(Mapping[str, Tensor]):
         """
         source = self._sources[name]
         rows = source.shape[0] if len(source.shape) == 2 or source.tensor.kind.is_float else 1
-        raw = self._file(source.tensor.path)[source.begin : source.end].view(rows, -1)
+        raw = _mapped(source.tensor.path, source.begin, source.end).view(rows, -1)
         if source.heads is None:
             return raw
         order = torch.arange(rows).view(source.heads, -1, 2).transpose(1, 2)  # [heads, halves, dim / 2]
@@ -53,11 +53,13 @@ class GgufTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._sources)
 
-    def _file(self, path: Path) -> Tensor:
-        if path not in self._mapped:
-            try:
-                size = path.stat().st_size
-                self._mapped[path] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-            except (OSError, RuntimeError) as error:
-                raise ModelError(f"can't read {path}: {first_lines(error)}") from error
-        return self._mapped[path]
+
+def _mapped(path: Path, begin: int, end: int) -> Tensor:
+    """Return bytes of a file, uint8 [end - begin], which are unmapped with the tensor."""
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        with path.open("rb") as file:  # a private mapping, since torch has no tensors that can't be written
+            mapped = mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {first_lines(error)}") from error
+    return torch.frombuffer(mapped, dtype=torch.uint8)[begin - first :]
