@@ -13,12 +13,6 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on CPU tensors, before anything imports Triton
 
-QUICKER = str(Path(__file__).parent / "quicker")  # what Python processes that tests start find first
-if QUICKER not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    kept = tempfile.TemporaryDirectory(prefix="kvq-tests-")  # for all processes of these tests, until the end
-    os.environ["KVQ_TEST_NAMES"] = str(Path(kept.name) / "names")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICKER, os.environ.get("PYTHONPATH")]))
-
 import torch  # noqa: F401 - first: a command that runs no model in this process would hide it from transformers
 
 with contextlib.suppress(ImportError):  # Triton is not everywhere
@@ -28,6 +22,12 @@ with contextlib.suppress(ImportError):  # Triton is not everywhere
 
     if knobs.runtime.interpret:  # what is compiled goes through the same functions
         make_quicker()
+
+QUICKER = str(Path(__file__).parent / "quicker")  # what Python processes that tests start find first
+if QUICKER not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    kept = tempfile.TemporaryDirectory(prefix="kvq-tests-")  # for all processes of these tests, until the end
+    os.environ["KVQ_TEST_NAMES"] = str(Path(kept.name) / "names")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICKER, os.environ.get("PYTHONPATH")]))
 
 if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ kernels: `make sanitize`
     from kvq.kernels.native import library

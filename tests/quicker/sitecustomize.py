@@ -1,4 +1,4 @@
-"""Found first by Python processes that tests start: transformers' list of its models is read once, not in each.
+"""Found first by Python processes that tests start: transformers' list of its models is made once.
 
 transformers reads its 1,100 folders of models for the names that they define whenever a process imports it.
 """
