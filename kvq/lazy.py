@@ -1,5 +1,6 @@
 """Lazy imports: a package imports the module that defines a name when the name is first used."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,8 +33,20 @@ def import_whole(library: str) -> None:
     Without this function, if one thread imports a name while another is importing the library for the first
     time, the first thread can find the old module, which lacks the name.
     """
-    with _importing:
+    with _importing, uncollected():
         import_module(library)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause garbage collection within the block: what a large library's import makes stays in use."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -21,6 +22,12 @@ with contextlib.suppress(ImportError):  # Triton is not everywhere
 
     if knobs.runtime.interpret:  # what is compiled goes through the same functions
         make_quicker()
+
+QUICKER = str(Path(__file__).parent / "quicker")  # what Python processes that tests start find first
+if QUICKER not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    kept = tempfile.TemporaryDirectory(prefix="kvq-tests-")  # for all processes of these tests, until the end
+    os.environ["KVQ_TEST_NAMES"] = str(Path(kept.name) / "names")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICKER, os.environ.get("PYTHONPATH")]))
 
 if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ kernels: `make sanitize`
     from kvq.kernels.native import library

@@ -37,7 +37,7 @@ def test_the_example_of_an_engine_answers_as_kvqs_own_and_shares_prefixes(tiny, 
         engine.manager.check_integrity()
     assert sorted(map(id, done)) == sorted(map(id, requests))
     assert most == 2
-    with kvq.LLM(known) as llm:
+    with kvq.LLM(known, num_blocks=64) as llm:
         outs = llm.generate(prompts, kvq.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     assert [one.ids[-12:] for one in requests] == [list(out.outputs[0].token_ids) for out in outs]
     assert [one.reused >= 32 for one in requests] == [False, False, True, True]

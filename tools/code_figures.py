@@ -26,6 +26,7 @@ LIMITS = ROOT / "tests" / "code_figures.json"
 FOREIGN_WORDS = ROOT / "tests" / "foreign_words.json"  # each with the field's word for it
 MOST_LINES, MOST_PARAMETERS, HARD_LIMIT, LONG, MOST_FILES = 400, 6, 10, 60, 15
 MOST_TOLD = 12  # places of one gauge in a message
+MOST_OF_KERNELS = 30  # parameters of a Triton function
 _MUTABLE_CALLS = {
     *("dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"),
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local"),
@@ -51,6 +52,7 @@ class Figures:
     folders: Counter[str] = field(default_factory=Counter)  # of Python files that lie right in them
     lengths: list[tuple[int, str]] = field(default_factory=list)
     parameters: list[tuple[int, str]] = field(default_factory=list)
+    kernel_parameters: list[tuple[int, str]] = field(default_factory=list)  # of Triton functions
     untyped: list[str] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
@@ -105,9 +107,10 @@ def dotted(place: str) -> str:
 
 def _count_module(tree: ast.Module, place: str, figures: Figures) -> None:
     for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
-        if _has_decorator(function, {"jit"}):
-            continue
         where = f"{place}:{function.lineno} {function.name}"
+        if _has_decorator(function, {"jit"}):
+            figures.kernel_parameters.append((_num_parameters(function.args), where))
+            continue
         figures.lengths.append(((function.end_lineno or 0) - function.lineno + 1, where))
         figures.parameters.append((_num_parameters(function.args), where))
         if _has_untyped_options(function.args):
@@ -196,7 +199,8 @@ def _has_untyped_options(args: ast.arguments) -> bool:
     if args.kwarg is None:
         return False
     annotation = args.kwarg.annotation
-    return annotation is None or (isinstance(annotation, ast.Name) and annotation.id in ("Any", "object"))
+    said = "" if annotation is None else ast.unparse(annotation).strip("'\"").removeprefix("typing.")
+    return said in ("", "Any", "object")
 
 
 def _has_decorator(function: Function, names: set[str]) -> bool:
@@ -237,6 +241,9 @@ def gauges(figures: Figures) -> list[Gauge]:
         f"functions above {LONG} lines": _above(LONG, figures.lengths),
         f"functions with more than {MOST_PARAMETERS} parameters": _above(MOST_PARAMETERS, figures.parameters),
         f"functions with more than {HARD_LIMIT} parameters": _above(HARD_LIMIT, figures.parameters),
+        f"kernels with more than {MOST_OF_KERNELS} parameters": _above(
+            MOST_OF_KERNELS, figures.kernel_parameters
+        ),
         "signatures with untyped **options": figures.untyped,
         "state and caches of modules": figures.state,
         f"folders with more than {MOST_FILES} Python files": folders,
@@ -249,9 +256,15 @@ def gauges(figures: Figures) -> list[Gauge]:
         Gauge("lines of a function, median", round(median(lengths)), []),
         Gauge("lines of a function, 95th percentile", round(quantiles(lengths, n=20)[-1]), []),
         *(Gauge(name, len(places), places, _DEPTHS.get(name)) for name, places in found.items()),
+        Gauge("parameters of the largest kernel", *_largest(figures.kernel_parameters)),
         Gauge("Python files in the largest folder", longest, flat),
         Gauge("public classes", len(figures.classes), figures.classes, depth=2),
     ]
+
+
+def _largest(counted: list[tuple[int, str]]) -> tuple[int, list[str]]:
+    most = max((number for number, _ in counted), default=0)
+    return most, [f"{where}: {number}" for number, where in counted if number == most]
 
 
 def _above(limit: int, counted: list[tuple[int, str]]) -> list[str]:

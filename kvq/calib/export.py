@@ -26,7 +26,7 @@ def check_export_path(path: str | Path) -> None:
 
 
 def write_fp8_scales(path: str | Path, observations: Observations, geometry: ModelGeometry) -> None:
-    """Write per-tensor FP8 scales, value = code * scale.
+    """Write per-tensor FP8 scales, where value = code * scale.
 
     `.safetensors`: `model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1], named as in
     compressed-tensors checkpoints with a static kv_cache_scheme. `.json`: the schema of KV-cache

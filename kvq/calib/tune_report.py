@@ -1,4 +1,4 @@
-"""Tuning report: JSON rows, a plot of the front, and a self-contained page."""
+"""Tuning report: JSON rows, a plot of the Pareto front, and a self-contained page."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

@@ -29,9 +29,7 @@ class _Watchdog:
         """`on_stuck`: called in the watchdog's thread with the seconds that the step has taken so far."""
         self.deadline_s = deadline_s
         self._on_stuck = on_stuck
-        self.began: float | None = (
-            None  # start of the current step, by `monotonic`; set by the code that runs it
-        )
+        self.began: float | None = None  # of the current step, by `monotonic`; set by the code that runs it
         self._wake = threading.Event()  # set to end the thread
         self._thread = threading.Thread(target=self._watch, name="kvq-watchdog", daemon=True)
         self._thread.start()
@@ -58,7 +56,7 @@ class _Watchdog:
                 if self._on_stuck is not None:
                     self._on_stuck(taken)
             except Exception:  # noqa: BLE001 - a callback must not end the watch
-                _log.exception("who was told of a stuck step failed")
+                _log.exception("the callback for stuck steps failed")
 
 
 _GRAMMAR_POLL_S = 0.002

@@ -47,7 +47,7 @@ def test_the_share_along_texts_is_that_of_drafts_played_through(k):
 
 @pytest.mark.parametrize("how", ["ngram", "draft,model=tiny-draft", "self"])
 def test_every_depth_is_measured_and_counted(tmp_path, how):
-    longer = ("--requests", "6", "--output-len", "64")
+    longer = ("--requests", "4", "--output-len", "48")
     path, plot = tmp_path / "found.json", tmp_path / "found.svg"
     done = run(*longer, "--kv", "fp32", "--speculation", how, "--json", str(path), "--plot", str(plot))
     assert done.exit_code == 0, done.output

@@ -3,6 +3,7 @@
 import pytest
 
 from kvq.cli import main
+from tests.long_texts import long_texts  # noqa: F401
 
 
 @pytest.fixture

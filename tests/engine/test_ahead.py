@@ -88,8 +88,8 @@ def logprobs(outputs):
 def test_requests_of_all_kinds_get_the_same(family, kv, options, num_threads, begun):
     model = pair(family)[0].with_kv(kv)
     options = {"max_context": 256} | options
-    params = [ALL_KINDS[i % len(ALL_KINDS)] for i in range(24)]
-    prompts = mixed_prompts(24, seed=21)
+    params = 2 * ALL_KINDS
+    prompts = mixed_prompts(len(params), seed=21)
     wanted = engine(model, **options).generate(prompts, params)
     llm = watched(engine(model, async_scheduling=True, **options))
     got = llm.generate(prompts, params)

@@ -419,7 +419,7 @@ def test_a_watchdog_goes_on_when_whom_it_tells_fails(caplog):
             watchdog.began = time.monotonic()
             wait_for(lambda number=number: len(told) == number, "the report of a step")
     watchdog.close()
-    assert len(told) == caplog.messages.count("who was told of a stuck step failed") == 2
+    assert len(told) == caplog.messages.count("the callback for stuck steps failed") == 2
 
 
 def test_streams_begin_while_others_run_and_everybody_gets_on(model):

@@ -265,8 +265,8 @@ def test_states_damaged_in_host_memory_are_computed_again():
 
 
 @pytest.mark.parametrize("options", [{}, {"swap_memory": "8MiB"}])
-def test_300_requests_of_all_kinds_with_random_cancels_leak_nothing(options):
-    check_random_life(hybrid("lfm2")[0], 300, seed=8, snapshot_every=32, **options)
+def test_150_requests_of_all_kinds_with_random_cancels_leak_nothing(options):
+    check_random_life(hybrid("lfm2")[0], 150, seed=8, snapshot_every=32, **options)
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def test_a_quantized_copy_gets_the_tokenizer():
 
 
 def test_its_tokens_are_accepted_as_often_as_it_was_trained_to(draft, tiny):
-    with kvq.LLM("tiny") as llm:
+    with kvq.LLM(tiny, num_blocks=16) as llm:
         params = kvq.SamplingParams(max_tokens=192, temperature=1.0, ignore_eos=True, seed=1)
         result = llm.generate(PROMPT, params)[0]
     prompt = result.prompt_token_ids

@@ -36,9 +36,8 @@ def answers(server: Server) -> list[tuple[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def plain():
-    with Server(*OPTIONS) as running:
-        return [text for text, _ in answers(running)]
+def plain(common_server):
+    return [text for text, _ in answers(common_server)]
 
 
 @pytest.mark.parametrize("how", ["ngram,k=3,adapts=false", "draft,model=tiny-draft,adapts=false"])

@@ -215,7 +215,7 @@ def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]
     """Return the index of the layer whose store holds the K and V of layer `number`.
 
     Raises:
-        ModelError: the model code passes values that differ from its config.
+        ModelError: the config gives the layer no K and V, or the model code contradicts the config.
     """
     place = geometry.place(number)
     if place is None:

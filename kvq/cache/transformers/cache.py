@@ -83,9 +83,7 @@ class KvqCache(Cache):  # type: ignore[misc]
             residual_length=residual_length,
         )
         if self._state.plan().recipe.is_quantized:
-            warning_once(
-                _log, "what a KV format costs a model its config doesn't tell; kvq.check(model, kv) does"
-            )
+            warning_once(_log, "kvq.check(model, kv) measures what this KV format costs in quality")
         super().__init__(layers=[KvqLayer(self._state, x) for x in self._state.config.geometry.layers])
 
     @property

@@ -241,7 +241,10 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def costs(run: FleetRun, usd_per_hour: float, prices: Prices | None) -> dict[str, float | None]:
-    """Return the costs of a run in $. `usd_per_hour`: price of all GPUs; `prices`: of the overflow API."""
+    """Return the costs of a run, in dollars.
+
+    `usd_per_hour`: price of all GPUs. `prices`: prices of the overflow API, if there is one.
+    """
     records = run.records
     gpus, api, outputs = usd_per_hour * run.seconds / 3600, 0.0, 0
     for fate, prompt, output in zip(records.fate, records.prompt_tokens, records.output_tokens, strict=True):

@@ -146,7 +146,7 @@ class StepTime:  # D281: parts are additive, because kernels run one after anoth
     sequence_s: float = 0.0  # per sequence that gets a token
 
     def linear_s(self, tokens: int) -> float:
-        """Return the seconds of linear layers for `tokens` tokens, split evenly over pipeline stages."""
+        """Return the time of the linear layers for `tokens` tokens split evenly over the pipeline stages."""
         return self.stages * self.stage_s(-(-tokens // self.stages))
 
     def read(self, seen: Sequence[int]) -> float:

@@ -85,8 +85,8 @@ class SizingOptions:
         """Return the GPUs named by --gpu."""
         if self.gpu is None:
             raise ConfigError(
-                "users are counted, and loads served, on a GPU: give --gpu, one or several names of "
-                "kvq gpus; kvq plan takes --verify instead"
+                "name a GPU with --gpu, or several of those that kvq gpus lists; on this machine, kvq plan "
+                "--verify counts without one"
             )
         from kvq.capacity.plan.gpus import find_gpu
 

@@ -151,7 +151,11 @@ def _install(shell: str, script: str) -> None:
 
 
 def _write(shell: str, path: Path, script: str) -> bool:
-    """Write the script, or return False if it already exists; raise ConfigError if the file is not kvq's."""
+    """Write the script, or return False if the file already has this text.
+
+    Raises:
+        ConfigError: the file is not kvq's, or can't be read.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None

@@ -26,14 +26,22 @@ class Finite(click.FloatRange):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
-    def _describe_range(self) -> str:  # click would describe a range without bounds as x<=None
-        return "" if self.min is self.max is None else super()._describe_range()
+    def _describe_range(self) -> str:
+        return _described(self, super()._describe_range())
+
+
+def _described(bounds: click.FloatRange | click.IntRange, text: str) -> str:
+    """Return the description of a range, or none without bounds, where click says x<=None."""
+    return "" if bounds.min is bounds.max is None else text
 
 
 class TokenCount(click.IntRange):
     """Number of tokens, such as 8192, 8k or 1M."""
 
     name = "tokens"
+
+    def _describe_range(self) -> str:
+        return _described(self, super()._describe_range())
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:

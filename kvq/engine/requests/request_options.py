@@ -40,7 +40,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
         RequestError: the prompt is neither text nor token ids, is empty, isn't Unicode, or has an id outside
             the vocabulary.
     """
-    if isinstance(prompt, array) and prompt.typecode == "I":  # from the server, which has checked every id
+    if isinstance(prompt, array) and prompt.typecode == "I":  # from the server
         tokens = prompt
     elif isinstance(prompt, str):
         check_unicode(prompt, "the prompt")
@@ -79,7 +79,7 @@ def as_priority(priority: str | Priority) -> Priority:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """Options of a request, that is, everything except its prompt. They are checked here, once.
+    """Options of a request, that is, everything except its prompt; their types are checked here.
 
     `pins`: prefixes of the prompt to keep cached, for the request's tenant or salt only.
     `cache_salt`: 1 to 1,024 characters; the request shares cached prefixes only with requests of its tenant

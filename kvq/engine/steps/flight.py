@@ -28,7 +28,7 @@ class Phase(Enum):
 
 
 class Stopwatch:
-    """Stopwatch for the parts of one step. It measures one part at a time, and none during other steps."""
+    """Stopwatch for the parts of one step. It measures one part at a time and pauses for other steps."""
 
     __slots__ = ("_began", "_clock", "_overlapped_s", "_part", "_seconds")
 

@@ -46,6 +46,6 @@ def has_tiles() -> bool:
 
 
 def relative_speed(kv: PagedKV, *, exact: bool) -> float:
-    """Return the speed of the kernel's products over blocks of this format, relative to torch's."""
+    """Return the speed of the kernel's matrix products on blocks in this format, relative to torch's."""
     codes = (kv.formats.k.code, kv.formats.v.code)
     return _IN_TILES if has_tiles() and not exact and Code.FP32 not in codes else _IN_FP32

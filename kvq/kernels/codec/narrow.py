@@ -29,7 +29,7 @@ def half_minimum(low: Tensor) -> Tensor:  # D19: a minimum is never -0
 
 
 def scale_codes(wanted: Tensor, *, round_up: bool) -> Tensor:
-    """Return the bytes, int32, of the fp32 scales `wanted`, rounded to nearest (ties up) or always up."""
+    """Encode fp32 scales as scale bytes (in int32), rounded to nearest (ties up) or always up."""
     more = _LOWEST - 1 if round_up else _LOWEST // 2
     rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + more
     return ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=247)

@@ -104,8 +104,10 @@ def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:  # D125: two pl
 
 
 def high_bytes(kind: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Return the number of bytes in a row's second plane; each has bits for one first-plane byte per
-    place."""
+    """Return the number of bytes in a row's second plane.
+
+    Each of these bytes holds the high bits of several first-plane bytes, one at each of its places.
+    """
     return tl.constexpr(plain(dim) * high_bits(kind).value // 8)
 
 

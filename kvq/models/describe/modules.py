@@ -18,7 +18,7 @@ from kvq.formats.checkpoints.fields import shown
 from kvq.geometry.support import BATCH_DEPENDENT_ROPE
 from kvq.kernels.cores import settle_threads
 from kvq.kernels.other_threads import watch_other_threads
-from kvq.lazy import import_whole
+from kvq.lazy import import_whole, uncollected
 from kvq.models.describe.checkpoint import config_place, is_gguf
 from kvq.models.describe.config_values import with_floats
 from kvq.models.describe.kv_scales import is_kv_scale
@@ -58,7 +58,7 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        with quiet_logs("transformers"):
+        with uncollected(), quiet_logs("transformers"):
             if is_whole(folder) or is_gguf(folder):
                 return config_of(read_config(folder))
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -76,7 +76,7 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     def build(given: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        with loading(), torch.device("meta"):
+        with uncollected(), loading(), torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config_of(given))
             return model
 

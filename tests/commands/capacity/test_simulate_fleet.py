@@ -177,19 +177,19 @@ def test_a_model_or_a_gpu_alone_is_not_enough(kvq, arguments, said):
 
 
 def test_faults_are_told_and_decided_by_the_seed(run, tmp_path):
-    def rows(*more):
+    def rows(*more, requests=800):
         path = tmp_path / "f.json"
-        status, out, _ = run(*LOAD[:4], "--requests", 2000, "--kv", "int4", "--json", path, *more)
+        status, out, _ = run(*LOAD[:4], "--requests", requests, "--kv", "int4", "--json", path, *more)
         assert status == 0
         return out, json.loads(path.read_text())
 
-    calm, _ = rows()
+    calm, _ = rows(requests=200)
     assert "cancelled" not in calm
     out, result = rows("--faults", "--seed", 7)
     assert {"kvq_version", "commit", "date", "device", "versions", "command", "rows"} <= set(result)
     (row,) = result["rows"]
-    assert row["served"] + row["cancelled"] + row["failed"] == row["requests"] == 2000
-    assert row["cancelled"] > 50
+    assert row["served"] + row["cancelled"] + row["failed"] == row["requests"] == 800
+    assert row["cancelled"] > 20
     assert row["slow_steps"] > 0
     for told in ("cancelled", "slow steps", f"digest {row['digest']}"):
         assert told in out

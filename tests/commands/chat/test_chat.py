@@ -39,7 +39,7 @@ def test_piped_messages_are_answered_as_one_conversation(tmp_path):
     assert done.exit_code == 0, done.output
     turns = json.loads(saved.read_text(encoding="utf-8"))["messages"]
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
-    with kvq.LLM("tiny", "int4") as llm:
+    with kvq.LLM("tiny", "int4", num_blocks=64) as llm:
         for end in (2, 4):
             prompt = llm.model.tokenizer.apply_chat_template(
                 turns[:end], tokenize=False, add_generation_prompt=True

@@ -23,7 +23,7 @@ sizes = (8, 16, 64)
 for i, kv in enumerate(sys.argv[2:]):
     block_size = sizes[i % 3]
     gc.collect()  # or what an engine before left in cycles may go in the middle of the next one's start
-    with kvq.LLM(sys.argv[1], kv, num_blocks=200_000 // block_size, block_size=block_size) as llm:
+    with kvq.LLM(sys.argv[1], kv, num_blocks=80_000 // block_size, block_size=block_size) as llm:
         lines = [*llm.core.memory.lines, llm.core.memory.whole]
         print(json.dumps([kv, block_size, [[x.name, x.planned, x.found] for x in lines]]))
 """

@@ -337,7 +337,7 @@ class TestCommands:
         source.write_text(json.dumps(line))
         asked = ("run-batch", source, tmp_path / "out.jsonl", "--model", ruined, "--kv", "int4_g32_s8_rot")
         served = ("serve", "--port", 0, "--model", ruined, "--kv", "int4_g32_s8_rot")
-        for command in (asked, served, served):  # the last is told what was found before
+        for command in (asked, served):  # the last is told what was found before
             status, said = kvq(*command, "--kv-memory", "8MiB")
             assert status == 1, said
             assert "int4_g32_s8_rot breaks this model: " in said

@@ -169,6 +169,7 @@ def test_engines_over_one_model_step_side_by_side() -> None:
 _FORK = """
 import os, random, threading, time, torch, kvq
 import tests.conftest  # the build that is tested
+from benchmarks.peers.neighbours import neighbours
 
 torch.set_num_threads(3)
 PROMPT = [5 + i % 300 for i in range(400)]
@@ -192,14 +193,15 @@ def go_on():  # all in a thread that does not fork: libgomp does not survive it 
 other = threading.Thread(target=go_on, daemon=True)
 other.start()
 has_begun.wait()
-for _ in range(3):
-    time.sleep(random.uniform(0.01, 0.03))  # and so wake in the middle of a step
-    child = os.fork()
-    if not child:
-        llm = engine()
-        os._exit(0 if tokens(llm) == tokens(llm) == shared["expected"] else 1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == 0, status
+with neighbours(2 * len(os.sched_getaffinity(0))):  # so that some forks find a step between two threads
+    for _ in range(3):
+        time.sleep(random.uniform(0.01, 0.03))  # and so wake in the middle of a step
+        child = os.fork()
+        if not child:
+            llm = engine()
+            os._exit(0 if tokens(llm) == tokens(llm) == shared["expected"] else 1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == 0, status
 stop.set()
 other.join()
 print("done")
@@ -211,10 +213,9 @@ print("done")
     "tsan" in os.environ.get("LD_PRELOAD", ""), reason="it takes no new threads after such forks"
 )
 def test_a_process_forked_while_a_thread_is_in_a_step_makes_steps_of_its_own() -> None:
-    with neighbours(2 * len(os.sched_getaffinity(0))):  # so that some forks find a step between two threads
-        ran = subprocess.run(
-            [sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=HANG_S, check=False
-        )
+    ran = subprocess.run(
+        [sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert ran.stdout == "done\n", ran.stderr
 
 

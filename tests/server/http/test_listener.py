@@ -340,7 +340,7 @@ def test_random_coming_and_going_loses_no_place(seed, is_tls, tls):
 def test_a_server_with_few_descriptors_serves_more_clients_than_those():
     """64 of them: 80 silent connections, then polite ones."""
     few = ("sh", "-c", 'ulimit -n 64; exec "$@"', "sh")
-    with Server("--kv", "int4", before=few) as server, contextlib.ExitStack() as stack:
+    with Server("--kv", "int4", "--num-blocks", "64", before=few) as server, contextlib.ExitStack() as stack:
         for _ in range(80):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
         for path in ("/health/live", "/health/ready"):

@@ -1,0 +1,3 @@
+"""What searches and calibrations share."""
+
+from tests.long_texts import long_texts  # noqa: F401
