@@ -42,51 +42,47 @@ _MOE = _ROUTED | {"expert_count": "num_experts", "expert_feed_forward_length": "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What kvq knows of one `general.architecture`.
+    """Names and rules of one `general.architecture`.
 
     `parts`: parts of a layer in transformers' model, by their name in GGUF. `keys`: fields of transformers'
     config, by the key in GGUF without the architecture's name. `biases`: fields that are True if that part
-    has a bias in layer 0. `is_permuted`: the rows of q and k are in another order. `norm_shift`: what GGUF
-    adds to norms.
+    has a bias in layer 0. `fixed`: further fields. `is_permuted`: the rows of q and k are in another order.
+    `norm_shift`: what GGUF adds to norms. `is_partly_rotated`: RoPE may turn a part of each head. `pattern`:
+    in a file with a window, which doesn't list the layers, every pattern-th one is full. `local_theta`: base
+    of RoPE in layers with a window, if not that of the others. `layers_of_largest`: layers of the size that
+    scales scores by hidden_size / heads instead of head_dim.
     """
 
     model_type: str
     parts: Mapping[str, str] = field(default_factory=lambda: _PARTS)
     keys: Mapping[str, str] = field(default_factory=lambda: _RMS_EPS)
     biases: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields of the config
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     is_permuted: bool = False
     norm_shift: float = 0.0
-    is_partly_rotated: bool = False  # RoPE may turn a part of each head
-    pattern: int = (
-        0  # every pattern-th layer is full, if the file has a window and doesn't say which layers; 0: none
-    )
-    local_theta: float | None = None  # base of RoPE in sliding layers; None: as in full ones
-    layers_of_largest: int = (
-        0  # of the size whose scores are scaled by hidden_size / heads instead of head_dim
-    )
-
-
-def _gemma(model_type: str, parts: dict[str, str], **other: Any) -> Architecture:
-    keys = _RMS_EPS | _SOFTCAPS
-    return Architecture(model_type=model_type, parts=_PARTS | parts, keys=keys, norm_shift=1.0, **other)
+    is_partly_rotated: bool = False
+    pattern: int = 0
+    local_theta: float | None = None
+    layers_of_largest: int = 0
 
 
 _ATTENTION = {"attn_q": "attention_bias"}
 _LLAMA_BIASES = _ATTENTION | {"ffn_up": "mlp_bias"}
 ARCHITECTURES = {
     "arcee": Architecture(model_type="arcee", biases=_LLAMA_BIASES, is_permuted=True),
-    "cohere2": Architecture(
-        model_type="cohere2", keys=_COHERE, biases=_ATTENTION, pattern=4,
-    ),
+    "cohere2": Architecture(model_type="cohere2", keys=_COHERE, biases=_ATTENTION, pattern=4),
     "command-r": Architecture(
         model_type="cohere", parts=_PARTS | _HEAD_NORMS, keys=_COHERE, biases=_ATTENTION,
     ),
     "exaone4": Architecture(model_type="exaone4", parts=_PARTS | _HEAD_NORMS | _NORMS_AFTER, pattern=4),
-    "gemma": _gemma("gemma", {}),
-    "gemma2": _gemma("gemma2", _NORMS_AROUND, pattern=2, layers_of_largest=46),
-    "gemma3": _gemma(
-        "gemma3_text", _NORMS_AROUND | _HEAD_NORMS, pattern=6, local_theta=10_000.0, layers_of_largest=62
+    "gemma": Architecture(model_type="gemma", norm_shift=1.0),
+    "gemma2": Architecture(
+        model_type="gemma2", parts=_PARTS | _NORMS_AROUND, keys=_RMS_EPS | _SOFTCAPS, norm_shift=1.0,
+        pattern=2, layers_of_largest=46,
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text", parts=_PARTS | _NORMS_AROUND | _HEAD_NORMS, keys=_RMS_EPS | _SOFTCAPS,
+        norm_shift=1.0, pattern=6, local_theta=10_000.0, layers_of_largest=62,
     ),
     "glm4": Architecture(
         model_type="glm4", biases=_ATTENTION, is_partly_rotated=True,

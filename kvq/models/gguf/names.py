@@ -21,7 +21,7 @@ _ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where the values of a tensor of transformers lie.
+    """Place of the values of one tensor of transformers.
 
     `heads`: if not None, row 2 j + p of each of so many heads is row j + p * dim / 2 in transformers.
     `shift`: what GGUF has added to the values.

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.lazy import import_whole, unseen
-from kvq.models.describe.checkpoint import config_place, is_gguf, read_json
+from kvq.models.describe.checkpoint import is_gguf, read_json
 from kvq.models.describe.resolve import tokenizer_folder
 from kvq.models.gguf.files import read_gguf
 
@@ -102,10 +102,10 @@ def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
     """
     size = len(tokenizer)
     if tokenizer.vocab_size > vocab_size or (size < vocab_size / 2 and size < vocab_size - _PADDING):
+        says = "its embedding has rows for" if is_gguf(folder) else "its config.json says vocab_size"
         raise ModelError(
-            f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, {config_place(folder)} "
-            f"says vocab_size {vocab_size}; they belong to different models, so copy the model again: "
-            f"{_files_hint(folder)}"
+            f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, {says} {vocab_size}; "
+            f"they belong to different models, so copy the model again: {_files_hint(folder)}"
         )
 
 

@@ -52,7 +52,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch, *, straight: bool) -> kv
         if straight:
             patched.delattr(weights, "load_module")
         else:
-            patched.setattr(weights, "fill", lambda *_: None)
+            patched.setattr(weights, "fill", lambda *_, **__: None)
         return kvq.load(folder, kv="fp32", device="cpu")
 
 
