@@ -227,7 +227,7 @@ def measured(model: str, pieces: list[str], args: argparse.Namespace) -> dict[st
 
         other = AutoTokenizer.from_pretrained(str(Path(model).parent), gguf_file=Path(model).name)
         theirs = [other(text, add_special_tokens=False)["input_ids"] for text in texts]
-        row["transformers"] = compared(texts, own, theirs, set(BY_SPACES))
+        row["transformers"] = compared(texts, own, theirs, set(BY_SPACES if row["kind"] == "llama" else ()))
     return row
 
 
