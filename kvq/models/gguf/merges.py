@@ -30,8 +30,9 @@ def scored_merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
         return []
     table = _Table(tokens)
     whole, left, right = table.pairs()
-    rows = np.argsort(table.lengths[whole], kind="stable")  # short tokens first: others are made of them
-    groups = np.split(rows, np.flatnonzero(np.diff(table.lengths[whole[rows]])) + 1)
+    lengths = np.minimum(table.lengths, (1 << 16) - 1).astype(np.uint16)[whole]  # numpy sorts few bits fast
+    rows = np.argsort(lengths, kind="stable")  # short tokens first: others are made of them
+    groups = np.split(rows, np.flatnonzero(np.diff(lengths[rows])) + 1)
     origins = _Origins(table)
     chosen = np.sort(np.concatenate([at[origins.likely(whole[at], left[at], right[at])] for at in groups]))
     texts = np.array([*tokens, None], dtype=object)
