@@ -30,8 +30,9 @@ def scored_merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
         return []
     table = _Table(tokens)
     whole, left, right = table.pairs()
-    rows = np.argsort(table.lengths[whole], kind="stable")  # short tokens first: others are made of them
-    groups = np.split(rows, np.flatnonzero(np.diff(table.lengths[whole[rows]])) + 1)
+    lengths = np.minimum(table.lengths, (1 << 16) - 1).astype(np.uint16)[whole]  # numpy sorts few bits fast
+    rows = np.argsort(lengths, kind="stable")  # short tokens first: others are made of them
+    groups = np.split(rows, np.flatnonzero(np.diff(lengths[rows])) + 1)
     origins = _Origins(table)
     chosen = np.sort(np.concatenate([at[origins.likely(whole[at], left[at], right[at])] for at in groups]))
     texts = np.array([*tokens, None], dtype=object)
@@ -46,8 +47,9 @@ class _Table:
         self.lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._ends = self.lengths.cumsum()
         self._begins = self._ends - self.lengths
-        bases = np.array([[_ODD], [pow(_ODD, -1, 1 << 64)]], np.uint64)
-        self._powers, self._inverses = np.insert(bases.repeat(len(joined), 1), 0, 1, 1).cumprod(1)
+        powers = np.ones((2, len(joined) + 1), np.uint64)
+        powers[:, 1:] = np.array([[_ODD], [pow(_ODD, -1, 1 << 64)]], np.uint64)
+        self._powers, self._inverses = powers.cumprod(1, out=powers)
         mixed = (np.frombuffer(joined.encode("utf-32-le"), "<u4") + np.uint64(1)) * np.uint64(_ODD)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(_ODD)
         self._sums = np.append(np.uint64(0), (mixed * self._powers[:-1]).cumsum())
@@ -57,7 +59,7 @@ class _Table:
         left: Array = np.arange(len(tokens), dtype=np.int32)
         while len(left):
             places = self._places(self._hashes[left], len(self._tables))
-            self._tables.append(np.zeros(1 << self._bits, np.int32))
+            self._tables.append(np.full(1 << self._bits, -1, np.int32))
             self._tables[-1][places] = left
             left = left[self._tables[-1][places] != left]
 
@@ -84,7 +86,7 @@ class _Table:
             others = table[self._places(hashes[missed], number)]
             is_it = self._hashes[others] == hashes[missed]
             found[missed[is_it]] = others[is_it]
-            missed = missed[~is_it]
+            missed = missed[~is_it & (others >= 0)]  # an empty place would have been taken
         return found
 
     def _hash(self, begins: Array, ends: Array) -> Any:

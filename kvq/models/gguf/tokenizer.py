@@ -11,7 +11,6 @@ from kvq.models.gguf.splits import SPLITS, WHOLE
 from kvq.models.gguf.vocabulary import NORMAL, UNDEFINED, UNUSED, Vocabulary
 
 _log = logging.getLogger("kvq")
-
 _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _MERGED = (UNDEFINED, NORMAL, UNUSED)  # kinds of tokens that merges may make
