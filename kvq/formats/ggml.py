@@ -15,6 +15,7 @@ class GgmlType:
     """One type of a GGUF tensor.
 
     `bits`, `group`: of a code, and the number of values that share a scale; 0 for types without blocks.
+    `inputs`: rounding of the inputs of a Linear layer whose weight is stored so.
     """
 
     name: str  # as other tools write it: Q4_K, F16
@@ -24,6 +25,7 @@ class GgmlType:
     bits: int = 0
     group: int = 0
     has_minimum: bool = False
+    inputs: Inputs = Inputs.GROUPS
 
     @property
     def is_float(self) -> bool:
@@ -66,16 +68,3 @@ UNREAD_TYPES = {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
     40: "NVFP4",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockFormat:
-    """Blocks of a Linear layer's weight, and the rounding of the layer's inputs."""
-
-    kind: GgmlType
-    inputs: Inputs = Inputs.GROUPS
-
-    @property
-    def name(self) -> str:
-        """Name of the type as in GGUF files."""
-        return self.kind.name

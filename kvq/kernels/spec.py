@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvq.formats import Code, LayerFormats
-from kvq.formats.ggml import BlockFormat
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightCode, WeightFormat
 
 LINEAR_OPERATIONS = ("linear_w4", "linear_w8", "linear_blocks")
@@ -42,14 +42,14 @@ class KernelSpec:
 class LinearSpec:
     """Shape of one quantized Linear layer."""
 
-    fmt: WeightFormat | BlockFormat
+    fmt: WeightFormat | GgmlType
     in_features: int
     out_features: int
 
     @property
     def operation(self) -> str:
         """Name of the operation that runs the layer."""
-        if isinstance(self.fmt, BlockFormat):
+        if isinstance(self.fmt, GgmlType):
             return "linear_blocks"
         return "linear_w4" if self.fmt.code in (WeightCode.INT4, WeightCode.INT3) else "linear_w8"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from kvq.formats.ggml import BlockFormat
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.codec import e4m3
 from kvq.kernels.codec.ggml import dequantize as dequantize_blocks
@@ -112,7 +112,7 @@ class QuantizedWeight:
 class BlockWeight:
     """A weight as a GGUF file stores it: uint8 [out, bytes of a row]."""
 
-    fmt: BlockFormat
+    fmt: GgmlType
     rows: Tensor
 
     @property
@@ -123,7 +123,7 @@ class BlockWeight:
     @property
     def in_features(self) -> int:
         """Number of inputs."""
-        return self.rows.shape[1] // self.fmt.kind.nbytes * self.fmt.kind.values
+        return self.rows.shape[1] // self.fmt.nbytes * self.fmt.values
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +132,7 @@ class BlockWeight:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight [out, in] in `dtype`, by default fp32."""
-        return dequantize_blocks(self.rows, self.fmt.kind).to(dtype or torch.float32)
+        return dequantize_blocks(self.rows, self.fmt).to(dtype or torch.float32)
 
     def to(self, device: torch.device) -> "BlockWeight":
         """Return the weight on another device."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from kvq.formats.ggml import BlockFormat
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightFormat
 from kvq.kernels import BlockWeight, PlainWeight, QuantizedWeight, Weight
 from kvq.kernels.gated.reference import Activation
@@ -31,7 +31,7 @@ class Packed(nn.Module):
     """Inference module whose weights are stored by a kernel in its own layout."""
 
     kernel: Any
-    fmt: WeightFormat | BlockFormat | None = None  # the weights' format; None for floats
+    fmt: WeightFormat | GgmlType | None = None  # the weights' format; None for floats
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class PlainLinear(PackedLinear):
 class QuantizedLinear(PackedLinear):
     """Packed Linear layer with a quantized weight."""
 
-    fmt: WeightFormat | BlockFormat
+    fmt: WeightFormat | GgmlType
 
     def __init__(
         self, weight: QuantizedWeight | BlockWeight, bias: Tensor | None, kernel: Kernel, backend: str
@@ -234,7 +234,7 @@ def weight_bytes(model: nn.Module) -> int:
     """Return the size in bytes of all parameters, with packed weights as stored by their kernels."""
     others = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     packed = sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
-    return others + packed + sum(embedding.kernel.nbytes for embedding in own_embeddings(model))
+    return others + packed + sum(int(embedding.kernel.nbytes) for embedding in own_embeddings(model))
 
 
 def own_embeddings(model: nn.Module) -> "list[PackedEmbedding]":
@@ -259,7 +259,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-def weight_formats(model: nn.Module) -> set[WeightFormat | BlockFormat]:
+def weight_formats(model: nn.Module) -> set[WeightFormat | GgmlType]:
     """Return the formats of all quantized weights."""
     packed = (module for module in model.modules() if isinstance(module, Packed))
     return {module.fmt for module in packed if module.fmt is not None}

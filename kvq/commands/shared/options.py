@@ -163,6 +163,11 @@ class ModelOptions:
         "Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
         names="--weights --quantization",
     )
+    activations: str = option(
+        "auto",
+        "Inputs of a GGUF file's layers: auto (8 bits in groups), full.",
+        type=click.Choice(("auto", "full")),
+    )
     block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     backend: str = option("auto", "auto, triton, triton-8bit, cpu, cpu-fp32, reference; see kvq doctor.")
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")

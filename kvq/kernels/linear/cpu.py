@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats.ggml import BlockFormat
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.gated.reference import Activation, check_activation
-from kvq.kernels.linear.pack import Panels, pack_blocks, pack_panels, pack_plain, unpack_plain
+from kvq.kernels.linear.pack import pack_blocks, pack_panels, pack_plain, unpack_plain
 from kvq.kernels.native.abi import DTYPES, NUMBERS, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.weight import BlockWeight, PlainWeight, QuantizedWeight, Weight
 
 
-def _code_of(fmt: WeightFormat | BlockFormat) -> int:
+def _code_of(fmt: WeightFormat | GgmlType) -> int:
     """Return the KvqCode number of a format's codes; 3-bit codes are stored in 4 bits."""
-    if isinstance(fmt, BlockFormat):
+    if isinstance(fmt, GgmlType):
         return NUMBERS["KVQ_BLOCKS"]
     return NUMBERS["KVQ_INT4" if fmt.code is WeightCode.INT3 else f"KVQ_{fmt.code.name}"]
 
@@ -48,19 +48,19 @@ def _runs(weights: Sequence[Weight]) -> list[list[Weight]]:
     return [list(own) for _, own in groupby(weights, key=lambda weight: getattr(weight, "fmt", None))]
 
 
-def _packed(weights: Sequence[Any]) -> Panels:
+def _packed(weights: Sequence[Any]) -> Any:
     """Pack adjacent weights of one format."""
     if isinstance(weights[0], PlainWeight):
         return pack_plain(weights)
     return pack_blocks(weights) if isinstance(weights[0], BlockWeight) else pack_panels(weights)
 
 
-def _struct_of(panels: Panels, weights: Sequence[Weight]) -> Any:
+def _struct_of(panels: Any, weights: Sequence[Weight]) -> Any:
     """Return the KvqLinear of adjacent weights of one format."""
     first, scales, zeros, order = weights[0], panels.scales, panels.zeros, panels.order
     numbers = {"groups": 1 if scales is None else scales.shape[1], "inputs": NUMBERS["KVQ_INPUTS_FULL"]}
     if isinstance(first, BlockWeight):
-        kind = first.fmt.kind
+        kind = first.fmt
         numbers |= {"groups": first.in_features // kind.group, "blocks": NUMBERS[f"KVQ_{kind.name}"]}
     if not isinstance(first, PlainWeight):
         numbers["inputs"] = NUMBERS[f"KVQ_INPUTS_{first.fmt.inputs.name}"]

@@ -23,7 +23,7 @@ _Matrix = struct("KvqMatrix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Panels:
+class _Panels:
     """Memory to which a KvqLinear points.
 
     `codes`: uint8 [panels, bytes], with q + 128 for INT8, q + 8 for INT4 and INT3, or E4M3FN bytes; for
@@ -44,7 +44,7 @@ class Panels:
         return sum(x.nbytes for x in (self.codes, self.scales, self.zeros, self.order) if x is not None)
 
 
-def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
+def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
     """Concatenate the outputs of one or more weights for the same inputs, and pack them.
 
     Raises:
@@ -64,7 +64,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     if first.fmt.code is WeightCode.FP8:  # a NaN code makes its whole output NaN
         broken = ((bytes_ & _E4M3_NAN) == _E4M3_NAN).any(1, keepdim=True)
         scale = scale.masked_fill(broken, float("nan"))
-    return Panels(
+    return _Panels(
         codes=_blocked(_padded(bytes_), first.fmt.code),
         scales=_by_panel(scale if scale.dtype.itemsize <= 4 else scale.float()),
         zeros=None if whole.zero is None else _by_panel(whole.zero),
@@ -73,7 +73,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     )
 
 
-def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
+def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
     """Pack unquantized weights as `pack_panels` does, in the narrowest dtype that is exact for all.
 
     Raises:
@@ -93,16 +93,16 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
     given = (_Matrix * len(parts))(*matrices), len(parts), weights[0].in_features, DTYPES[dtype]
     run("pack_plain", *given, panels.data_ptr(), columns, torch.get_num_threads())
-    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
+    return _Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
 
 
-def pack_blocks(weights: Sequence[BlockWeight]) -> Panels:
+def pack_blocks(weights: Sequence[BlockWeight]) -> _Panels:
     """Pack weights in blocks of one format, whose outputs are concatenated; see blocks.h.
 
     Raises:
         ConfigError: formats or inputs differ, or a row is not a number of whole blocks.
     """
-    first, kind = weights[0], weights[0].fmt.kind
+    first, kind = weights[0], weights[0].fmt
     for weight in weights:
         if weight.fmt != first.fmt or weight.in_features != first.in_features:
             raise ConfigError(
@@ -119,10 +119,10 @@ def pack_blocks(weights: Sequence[BlockWeight]) -> Panels:
     matrices = (_Matrix * len(parts))(*(_Matrix(p.data_ptr(), len(p), p.stride(0)) for p in parts))
     given = matrices, len(parts), first.in_features, NUMBERS[f"KVQ_{kind.name}"]
     run("pack_blocks", *given, panels.data_ptr(), torch.get_num_threads())
-    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=first.in_features)
+    return _Panels(codes=panels, scales=None, zeros=None, order=None, columns=first.in_features)
 
 
-def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:
+def unpack_plain(panels: _Panels, out_features: int, in_features: int) -> Tensor:
     """Return the weight [out, in] that `pack_plain` packed into `panels`, in the panels' dtype."""
     return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 

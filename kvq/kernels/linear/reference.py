@@ -47,7 +47,7 @@ class ReferenceLinear:
             weight = own.values.float()
         else:
             weight = own.dequantize(torch.float32)
-            group = own.fmt.kind.group if isinstance(own, BlockWeight) else own.in_features
+            group = own.fmt.group if isinstance(own, BlockWeight) else own.in_features
             inputs = rounded_inputs(inputs.unflatten(1, (-1, group)), own.fmt.inputs).flatten(1)
         with torch.autocast(x.device.type, enabled=False):
             return functional.linear(inputs, weight).to(x.dtype)

@@ -62,7 +62,8 @@ def _key(model: PreparedModel, recipe: KVRecipe) -> str:
     """Return a key derived from everything that the findings depend on."""
     rounded_to = None if model.rounded_to is None else model.rounded_to.name
     size = model.block_size if recipe.is_staged else None
-    return _digest([VERSION, model.digest, rounded_to, recipe.digest(), size])[:32]
+    inputs = [model.block_inputs.value] if model.is_gguf else []
+    return _digest([VERSION, model.digest, rounded_to, recipe.digest(), size, *inputs])[:32]
 
 
 def _digest(value: object) -> str:

@@ -18,7 +18,7 @@ from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, ModelError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.ggml import GGML_TYPES
-from kvq.formats.weights import WeightFormat, parse_weight_format
+from kvq.formats.weights import Inputs, WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.geometry.support import rope_types
 from kvq.kernels import check_backend
@@ -36,6 +36,7 @@ from kvq.models.parts.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.parts.fork_guard import Home
 from kvq.weights.manifest import check_manifest
 
+_ACTIVATIONS = {"auto": Inputs.GROUPS, "full": Inputs.FULL}
 # D185: names the model that the folder was made from
 QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: name and digest of the original model
 
@@ -51,6 +52,7 @@ class PreparedModel:
     device: torch.device
     dtype: torch.dtype  # the dtype of computation
     rounded_to: WeightFormat | None  # the format that Linear layers are rounded to while they are loaded
+    block_inputs: Inputs = Inputs.GROUPS  # rounding of the inputs of weights in GGUF blocks
     max_context: int  # tokens
     block_size: int
     order: BlockOrder
@@ -214,12 +216,22 @@ class LoadOptions(TypedDict, total=False):
     dtype: str  # the computation dtype; "auto", the default: fp32 on a CPU, else the config's
     max_context: int | None  # tokens; None, the default: the model's own
     weights: str  # the format that Linear layers are rounded to; "auto", the default: as stored
+    activations: str  # inputs of weights in GGUF blocks: "auto", the default, in 8 bits; "full": in 16
     block_size: int  # tokens; by default BLOCK_SIZE
     order: BlockOrder  # by default LAYER_MAJOR
     backend: str  # the kernel backend; by default "auto"
     cache: str  # a cache backend; by default "kvq"
     revision: str | None  # on the hub
     token: str | None  # for the hub
+
+
+def _check_names(given: Mapping[str, object]) -> None:
+    """Raise ConfigError if an option is unknown."""
+    known = sorted(LoadOptions.__annotations__)
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) or ";"
+            raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(known)}")
 
 
 @checked
@@ -231,11 +243,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         ConfigError: an option is unknown or can't be used as given.
         EngineError: this process was forked from one in which an engine's thread was running.
     """
-    known = sorted(LoadOptions.__annotations__)
-    for name in given:
-        if name not in known:
-            hint = nearest(name, known) or ";"
-            raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(known)}")
+    _check_names(given)
     backend, cache = given.get("backend", "auto"), given.get("cache", "kvq")
     max_context = given.get("max_context")
     Home.check_fork()
@@ -247,6 +255,8 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     cache_backend(cache)
     device, weights = pick_device(given.get("device", "auto")), given.get("weights", "auto")
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
+    if (activations := given.get("activations", "auto")) not in _ACTIVATIONS:
+        raise ConfigError(f"activations must be {' or '.join(_ACTIVATIONS)}, got {activations!r}")
     source = resolve_model(model, revision=given.get("revision"), token=given.get("token"))
     check_manifest(source.folder)
     config = read_config(source.folder)
@@ -270,6 +280,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         device=device,
         dtype=dtype,
         rounded_to=rounded_to,
+        block_inputs=_ACTIVATIONS[activations],
         max_context=context,
         block_size=block_size,
         order=order,

@@ -166,13 +166,13 @@ def fill(  # D214: straight from the file into panels
     stored = read_tensors(prepared.folder)
     linears, lookups = own_linears(model, prepared.dtype) if packs else ({}, {})
     weights = {
-        layer: partial(_weight, stored, names[id(linear.weight)], prepared.dtype)
+        layer: partial(_weight, stored, names[id(linear.weight)], prepared)
         for layer, linear in linears.items()
     }
     packed = {id(linear._parameters) for linear in linears.values()}
     packed |= {id(one._parameters) for embeddings in lookups.values() for one in embeddings.values()}
     if packs:
-        packed |= {id(holder) for holder in _pack_embeddings(model, stored, names, packed, prepared.dtype)}
+        packed |= {id(holder) for holder in _pack_embeddings(model, stored, names, packed, prepared)}
     made: dict[int, Tensor] = {}  # tied tensors stay tied
     for holder, name, tensor in places:
         if id(holder) in packed and name == "weight":
@@ -187,7 +187,11 @@ def fill(  # D214: straight from the file into panels
 
 
 def _pack_embeddings(
-    model: nn.Module, stored: ModelTensors, names: Mapping[int, str], packed: set[int], dtype: torch.dtype
+    model: nn.Module,
+    stored: ModelTensors,
+    names: Mapping[int, str],
+    packed: set[int],
+    prepared: PreparedModel,
 ) -> list[dict[str, Any]]:
     """Replace embeddings whose rows lie in blocks and that share no head's weight; return their parameters.
 
@@ -201,8 +205,8 @@ def _pack_embeddings(
         if name is None or not isinstance(stored, GgufTensors) or stored.kind(name).is_float:
             continue
         if is_plain_lookup(module):
-            kernel = CpuLinear(gguf_weight(stored, name, dtype))
-            replace_linear(model, place, PackedEmbedding(kernel, dtype, scale_of(module)))
+            kernel = CpuLinear(gguf_weight(stored, name, prepared.dtype, prepared.block_inputs))
+            replace_linear(model, place, PackedEmbedding(kernel, prepared.dtype, scale_of(module)))
             replaced.append(module._parameters)
     return replaced
 
@@ -214,9 +218,10 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
             yield from ((holder, name, tensor) for name, tensor in holder.items() if tensor is not None)
 
 
-def _weight(stored: ModelTensors, name: str, dtype: torch.dtype) -> Weight:
+def _weight(stored: ModelTensors, name: str, prepared: PreparedModel) -> Weight:
+    dtype = prepared.dtype
     if isinstance(stored, GgufTensors):
-        return gguf_weight(stored, name, dtype)
+        return gguf_weight(stored, name, dtype, prepared.block_inputs)
     values = stored[name]
     is_kept = dtype is torch.float32 and values.dtype in FLOATS
     return PlainWeight.narrowest(values if is_kept else values.to(dtype))

@@ -1,5 +1,6 @@
 """Weights in GGUF blocks: the values and products of every type, in any batch and beside other weights."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats.ggml import GGML_TYPES, BlockFormat, GgmlType
+from kvq.formats.ggml import GGML_TYPES, GgmlType
 from kvq.formats.weights import Inputs
 from kvq.kernels import BlockWeight, PlainWeight, QuantizedWeight
 from kvq.kernels.linear.cpu import CpuLinear
@@ -50,12 +51,12 @@ def blocks_of(kind: GgmlType, outputs: int, inputs: int, how: Inputs = Inputs.GR
         blocks[:, :, at : at + 2] = scale.view(torch.uint8)
     if kind.name == "MXFP4":  # exponents
         blocks[:, :, 0] = torch.randint(0, 140, (outputs, count), dtype=torch.uint8, generator=source)
-    return BlockWeight(fmt=BlockFormat(kind=kind, inputs=how), rows=blocks.flatten(1))
+    return BlockWeight(fmt=replace(kind, inputs=how), rows=blocks.flatten(1))
 
 
 def exact(weight: BlockWeight, x: Tensor) -> Tensor:
     """The product in fp64 with the inputs that the format rounds to."""
-    grouped = rounded_inputs(x.float().unflatten(1, (-1, weight.fmt.kind.group)), weight.fmt.inputs)
+    grouped = rounded_inputs(x.float().unflatten(1, (-1, weight.fmt.group)), weight.fmt.inputs)
     return grouped.flatten(1).double() @ weight.dequantize().double().T
 
 

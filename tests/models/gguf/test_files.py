@@ -116,8 +116,10 @@ def save_in_blocks(tmp_path: Path, kind: str) -> tuple[Path, Path]:
 def test_blocks_of_every_type(tmp_path: Path, kind: str) -> None:
     folder, path = save_in_blocks(tmp_path, kind)
     wanted = load_fp32(folder)
-    found = load_fp32(path)
-    assert torch.equal(found.logits(IDS), wanted.logits(IDS))
+    found, rounded = load_fp32(path, activations="full"), load_fp32(path)
+    largest = wanted.logits(IDS).abs().max()
+    assert (found.logits(IDS) - wanted.logits(IDS)).abs().max() < 1e-3 * largest
+    assert (rounded.logits(IDS) - wanted.logits(IDS)).abs().max() < 0.05 * largest
     stored, name = read_tensors(path), "model.layers.0.self_attn.q_proj.weight"
     assert isinstance(stored, GgufTensors)
     assert stored.kind(name).name == kind

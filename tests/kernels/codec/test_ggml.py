@@ -4,9 +4,9 @@ import struct
 
 import pytest
 import torch
-from kvq.kernels.linear.ggml_reference import dequantize
 
 from kvq.formats.ggml import GGML_TYPES
+from kvq.kernels.codec.ggml import dequantize
 
 QUANTIZED = [kind.name for kind in GGML_TYPES.values() if not kind.is_float]
 
