@@ -114,7 +114,7 @@ class ShellNames(StringParamType):
     """Text that shells complete from a list of names; the value is not checked.
 
     `find`: returns the names; it is called only for completion. `separators`: characters that separate names.
-    `paths`: "dir" or "file" if values may be paths. `halves`: returns the names that can form pairs.
+    `paths`: "model" or "file" if values may be paths. `halves`: returns the names that can form pairs.
     `missing`: error message if a required name is missing.
     """
 
@@ -144,12 +144,9 @@ class ShellNames(StringParamType):
             begin, find = begin + len(half) + 1, self._halves
         before, last = incomplete[:begin], incomplete[begin:].lower()
         found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
-        arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
-        others = [one for one in arguments if not isinstance(one.type, ShellNames)]
-        kind = "file" if others else self._paths  # a command's other arguments may be files
         # Paths come first, because bash's script drops items before them.
-        is_path = self._paths == "dir" or (self._paths and not found)
-        return [CompletionItem(incomplete, type=kind), *found] if is_path else found
+        is_path = self._paths == "model" or (self._paths and not found)
+        return [CompletionItem(incomplete, type="file"), *found] if is_path else found
 
 
 def _halves() -> list[str]:
@@ -180,10 +177,10 @@ RENAMED = "bare names keep K per channel of a block; what int4 was is int4_g32_s
 FORMATS = ShellNames(known_names, separators=",", paths="file", halves=_halves)  # or a kvq.json
 ONE_FORMAT = ShellNames(known_names, paths="file", halves=_halves)
 HALF_FORMAT = ShellNames(_halves)
-MODEL = ShellNames(_embedded, paths="dir")
+MODEL = ShellNames(_embedded, paths="model")
 PLANNED_MODEL = ShellNames(  # only the shape of these models is needed
     _models,
-    paths="dir",
+    paths="model",
     missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",
 )
 GPUS = ShellNames(_gpus, separators=",")

@@ -56,7 +56,7 @@ def has_magic(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_gguf_header(path: Path) -> GgufHeader:  # D380: gguf's reader takes seconds
+def read_gguf_header(path: Path) -> GgufHeader:  # D381: gguf's reader takes seconds
     """Read the header of a GGUF file and compare it with the file's size.
 
     Raises:

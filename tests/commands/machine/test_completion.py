@@ -84,9 +84,9 @@ def test_commands_options_and_names_complete_without_torch():
     assert found["kvq bench attention --kv k"] == found["kvq perplexity --kv = k"] == ["plain,k8v4"]
     assert found["kvq chat -ctk k"] == []  # a pair is no half
     assert found["kvq plan --gpu h100,h2"] == ["plain,h100,h200"]
-    assert found["kvq plan --model llama-3.1-4"] == ["dir,llama-3.1-4", "plain,llama-3.1-405b"]
-    assert found["kvq eval ti"] == ["dir,ti", "plain,tiny", "plain,tiny-draft"]
-    assert found["kvq serve --model ./models"] == ["dir,./models"]
+    assert found["kvq plan --model llama-3.1-4"] == ["file,llama-3.1-4", "plain,llama-3.1-405b"]
+    assert found["kvq eval ti"] == ["file,ti", "plain,tiny", "plain,tiny-draft"]
+    assert found["kvq serve --model ./models"] == ["file,./models"]  # a folder or a GGUF file
     assert found["kvq serve --log-format "] == ["plain,text", "plain,json"]
     assert found["kvq bench en"] == ["plain,engine"]
     assert found["kvq completion "] == ["plain,bash", "plain,zsh", "plain,fish"]
