@@ -66,7 +66,7 @@ inline __attribute__((always_inline)) void take_pair(Codes out[2], const uint8_t
     if constexpr (KIND == CODES_LISTED) out[0] = listed_codes(out[0], list), out[1] = listed_codes(out[1], list);
 }
 
-template <int KIND, int R, int PLANES>
+template <int KIND, bool HAS_MINIMUM, int R, int PLANES>
 void block_tile(const KvqLinear& l, const Tile& tile, int64_t panel, const Output& out, int64_t row) {
     constexpr bool PLAIN = !is_signed((CodeKind)KIND);
     constexpr int GROUP = KIND == CODES_2 || KIND == CODES_3 || KIND == CODES_6 ? 16 : 32, WORDS = GROUP / 4;
@@ -95,12 +95,12 @@ void block_tile(const KvqLinear& l, const Tile& tile, int64_t panel, const Outpu
                 words += 2 * R * PLANES;
             }
             for (int i = 0; i < form.chunk_bytes() * GROUP / CHUNK; i += 64) __builtin_prefetch(chunk + AHEAD + i);
+            const Floats &scale = scales.scale[group], &minimum = scales.minimum[group];
             UNROLL for (int r = 0; r < R; r++)
                 UNROLL for (int i = 0; i < PARTS; i++) {
                     vf& total = totals[r].part[i];
-                    total = multiply_add(sums.value(0, r, i) * steps[r], scales.scale[group].part[i], total);
-                    if (form.has_minimum)
-                        total = multiply_add(scales.minimum[group].part[i], all(input_sums[r] * steps[r]), total);
+                    total = multiply_add(sums.value(0, r, i) * steps[r], scale.part[i], total);
+                    if (HAS_MINIMUM) total = multiply_add(minimum.part[i], all(input_sums[r] * steps[r]), total);
                 }
             starts += R * PLANES, steps += R, input_sums += R;
             if (group * GROUP % CHUNK + GROUP == CHUNK) chunk += form.chunk_bytes();
@@ -110,29 +110,35 @@ void block_tile(const KvqLinear& l, const Tile& tile, int64_t panel, const Outpu
     for (int r = 0; r < tile.given; r++) write_panel(out, row + r, panel, l.out_features, totals[r]);
 }
 
-template <int KIND, int PLANES>
+template <int KIND, bool HAS_MINIMUM, int PLANES>
 void block_rows(const KvqLinear& l, const Tile& tile, int64_t panel, const Output& out, int64_t row) {
     switch (tile.rows) {
-        case 1: return block_tile<KIND, 1, PLANES>(l, tile, panel, out, row);
-        case 2: return block_tile<KIND, 2, PLANES>(l, tile, panel, out, row);
-        case 4: return block_tile<KIND, 4, PLANES>(l, tile, panel, out, row);
+        case 1: return block_tile<KIND, HAS_MINIMUM, 1, PLANES>(l, tile, panel, out, row);
+        case 2: return block_tile<KIND, HAS_MINIMUM, 2, PLANES>(l, tile, panel, out, row);
+        case 4: return block_tile<KIND, HAS_MINIMUM, 4, PLANES>(l, tile, panel, out, row);
 #if defined(__AVX512F__)
-        case 8: return block_tile<KIND, 8, PLANES>(l, tile, panel, out, row);
-        case 12: return block_tile<KIND, 12, PLANES>(l, tile, panel, out, row);
+        case 8: return block_tile<KIND, HAS_MINIMUM, 8, PLANES>(l, tile, panel, out, row);
+        case 12:
+            if constexpr (PLANES == 1) return block_tile<KIND, HAS_MINIMUM, 12, PLANES>(l, tile, panel, out, row);
 #endif
     }
 }
 
 template <int PLANES>
 void block_panel(const KvqLinear& l, const Tile& tile, int64_t panel, const Output& out, int64_t row) {
+    bool has_minimum = FORMS[l.blocks].has_minimum;
     switch (FORMS[l.blocks].kind) {
-        case CODES_2: return block_rows<CODES_2, PLANES>(l, tile, panel, out, row);
-        case CODES_3: return block_rows<CODES_3, PLANES>(l, tile, panel, out, row);
-        case CODES_4: return block_rows<CODES_4, PLANES>(l, tile, panel, out, row);
-        case CODES_5: return block_rows<CODES_5, PLANES>(l, tile, panel, out, row);
-        case CODES_6: return block_rows<CODES_6, PLANES>(l, tile, panel, out, row);
-        case CODES_8: return block_rows<CODES_8, PLANES>(l, tile, panel, out, row);
-        case CODES_LISTED: return block_rows<CODES_LISTED, PLANES>(l, tile, panel, out, row);
+        case CODES_2: return block_rows<CODES_2, true, PLANES>(l, tile, panel, out, row);
+        case CODES_3: return block_rows<CODES_3, false, PLANES>(l, tile, panel, out, row);
+        case CODES_4:
+            if (has_minimum) return block_rows<CODES_4, true, PLANES>(l, tile, panel, out, row);
+            return block_rows<CODES_4, false, PLANES>(l, tile, panel, out, row);
+        case CODES_5:
+            if (has_minimum) return block_rows<CODES_5, true, PLANES>(l, tile, panel, out, row);
+            return block_rows<CODES_5, false, PLANES>(l, tile, panel, out, row);
+        case CODES_6: return block_rows<CODES_6, false, PLANES>(l, tile, panel, out, row);
+        case CODES_8: return block_rows<CODES_8, false, PLANES>(l, tile, panel, out, row);
+        case CODES_LISTED: return block_rows<CODES_LISTED, false, PLANES>(l, tile, panel, out, row);
     }
 }
 

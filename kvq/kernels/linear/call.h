@@ -61,7 +61,7 @@ inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
     if (products == KVQ_PRODUCTS_PAIRS) return PAIR_ROWS;
     if (products == KVQ_PRODUCTS_BYTES) return BYTE_ROWS;
     if (products != KVQ_PRODUCTS_FP32) return MATRIX_ROWS;
-    if (l.code == KVQ_BLOCKS) return BLOCK_ROWS;
+    if (l.code == KVQ_BLOCKS) return l.inputs == KVQ_INPUTS_FULL ? BLOCK_ROWS_IN_FULL : BLOCK_ROWS;
     return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
 }
 
@@ -69,7 +69,7 @@ inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
 inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
     int most = most_rows_of(l, products);
     bool is_matrix = products != KVQ_PRODUCTS_FP32 && products != KVQ_PRODUCTS_PAIRS;
-    if (is_matrix || rows > MOST_ROWS) return most;
+    if (is_matrix || rows > MOST_ROWS || l.code == KVQ_BLOCKS) return most;
     return rows > most ? (int)divided(rows, divided(rows, most)) : most;
 }
 

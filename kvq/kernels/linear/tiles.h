@@ -13,17 +13,17 @@ namespace {
 constexpr int CODE_ROWS = 6, CODE_PANELS = 2;  // 24 of 32 registers are sums
 constexpr int FP8_ROWS = 12, FP8_CHAINS = 12;  // an output has one sum: others hide its latency
 constexpr int FLOAT_ROWS = 12, FLOAT_CHAINS = 24;
-constexpr int BLOCK_ROWS = 12;
+constexpr int BLOCK_ROWS = 12, BLOCK_ROWS_IN_FULL = 8;
 #elif defined(__AVX2__)
 constexpr int CODE_ROWS = 2, CODE_PANELS = 1;  // 8 of 16
 constexpr int FP8_ROWS = 3, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 6, FLOAT_CHAINS = 6;
-constexpr int BLOCK_ROWS = 4;
+constexpr int BLOCK_ROWS = 4, BLOCK_ROWS_IN_FULL = 4;
 #else
 constexpr int CODE_ROWS = 2, CODE_PANELS = 1;
 constexpr int FP8_ROWS = 2, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 2;
-constexpr int BLOCK_ROWS = 4;
+constexpr int BLOCK_ROWS = 4, BLOCK_ROWS_IN_FULL = 4;
 #endif
 static_assert(FLOAT_ROWS <= MOST_TILE_ROWS && FP8_ROWS <= MOST_TILE_ROWS, "inputs.h has room for a tile");
 constexpr int AHEAD = 4096;  // bytes: weights that are read once come from memory
