@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvq.formats.ggml import GGML_TYPES
-from kvq.kernels.linear.ggml_reference import dequantize
+from kvq.kernels.codec.ggml import dequantize
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SCALES = {  # bytes of a block at which its fp16 scale and minimum lie
