@@ -122,15 +122,19 @@ def wrong_with(status: int, content: bytes, path: str) -> str | None:
         return None if is_error_object(content, path) else f"no error object: {content[:300]!r}"
     if content.startswith((b"data:", b"event:")) and b'"error"' in content.rsplit(b"data: ", 1)[-1]:
         return f"a stream that failed: {content[-300:]!r}"
+    if path.startswith("/api/") and content.rstrip().rpartition(b"\n")[2].startswith(b'{"error"'):
+        return f"a stream that failed: {content[-300:]!r}"
     return None
 
 
 def is_error_object(content: bytes, path: str) -> bool:
-    """True for OpenAI's; on the paths of Anthropic's protocol for Anthropic's."""
+    """True for OpenAI's; on the paths of Anthropic's and Ollama's protocols for theirs."""
     try:
         body = json.loads(content)
     except ValueError:
         return False
     if path.startswith("/v1/messages"):
         return set(body) == {"type", "error"} and set(body["error"]) - {"details"} == {"type", "message"}
+    if path.startswith("/api/"):
+        return set(body) == {"error"} and isinstance(body["error"], str)
     return set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}

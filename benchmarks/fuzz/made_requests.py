@@ -63,6 +63,9 @@ def _tame(case: Case, model: str, odds: random.Random) -> Case:
     generates = case.path in ("/v1/completions", "/v1/chat/completions", "/v1/messages")
     if generates and body.get("max_tokens", 0) in (0, None) and case.path != "/v1/messages":
         body["max_tokens"] = odds.randrange(1, 6)
+    if case.path in ("/api/chat", "/api/generate"):
+        options = body.get("options") or {}
+        body["options"] = {"num_predict": 4} | options if isinstance(options, dict) else options
     for name, most in {"max_tokens": 8, "max_completion_tokens": 8, "n": 4, "best_of": 4}.items():
         if _is_above(body.get(name), most) and odds.random() < 0.95:
             body[name] = odds.randrange(1, most + 1)

@@ -23,14 +23,15 @@ from kvq.server.http.guard import REASON, Guard, as_response
 from kvq.server.http.ignored import HEADER
 from kvq.server.http.problems import MESSAGES_PATH, Problem
 from kvq.server.http.strict_json import JsonRoute
+from kvq.server.ollama import routes as ollama
 from kvq.server.openai import routes as openai
 from kvq.server.openai.openapi import describe_routes
 from kvq.version import __version__
 
 _SHOWN = 100  # maximum length of an unknown path in an error, in characters
 _ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/responses does not match /v1/messages
-_GENERATING = (*openai.GENERATING, MESSAGES_PATH)
-_READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH)
+_GENERATING = (*openai.GENERATING, MESSAGES_PATH, *ollama.GENERATING)
+_READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH, *ollama.READING)
 _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
     Problem: lambda problem: problem,
     RequestError: lambda error: Problem(400, str(error)),
@@ -62,6 +63,7 @@ def create_app(
     app.state.loop_budget = service.loop_budget
     openai.add_routes(app, service)
     anthropic.add_routes(app, service)
+    ollama.add_routes(app, service)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

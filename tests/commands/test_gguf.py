@@ -61,3 +61,16 @@ def test_scales_beside_a_file_are_its_own(kvq, path, text):
 def test_a_prompt_that_is_a_file(kvq, path):
     status, _, err = kvq("generate", path)
     assert (status, "is a model's file and no prompt" in err) == (2, True)
+
+
+def test_a_name_need_not_end_in_gguf(kvq, path, monkeypatch):
+    """As those in Ollama's folder of blobs."""
+    seen = []
+    monkeypatch.setattr("kvq.server.run.serve", seen.append)
+    blob = path.with_name("sha256-" + "0123abcd" * 8)
+    blob.hardlink_to(path)
+    status, _, err = kvq("serve", blob, "--alias", "small")
+    assert (status, seen[0].model, seen[0].served_model_name) == (0, str(blob), ("small",)), err
+    status, _, err = kvq("generate", blob)
+    assert (status, "is a model's file and no prompt" in err) == (2, True)
+    assert prepare(blob).digest == prepare(path).digest

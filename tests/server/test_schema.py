@@ -65,7 +65,8 @@ def test_the_document_tells_errors_as_they_are(document):
             for status, answer in operation["responses"].items():
                 if status != "200":
                     [kind] = answer["content"].values()
-                    name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+                    own = {"/v1/messages": "MessagesError", "/api/": "OllamaError"}
+                    name = next((own[begin] for begin in own if path.startswith(begin)), "Error")
                     assert kind["schema"]["$ref"].endswith(f"/{name}")
     assert "HTTPValidationError" not in document["components"]["schemas"]
 

@@ -8,12 +8,14 @@ may follow.
 - `as`: kvq's options for any other value, which replaces `{}`; `commas`: split the value at commas; `beside`:
 a note about the translation.
 - `always`: kvq's behaviour, which needs no option. `instead`: advice if there is no translation.
+- `sets`: an environment variable that a positive whole number sets, as before the command.
 - `secret`: whether values are hidden in messages.
 
 One of kvq's own options has an entry if other engines accept other values, or several values, for it.
 """
 
 import json
+import os
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -92,10 +94,13 @@ def _num_values(takes: int | str | list[str], rest: list[str]) -> int:
 
 
 def _became(entry: _Entry, values: list[str]) -> list[str] | None:
-    """Return an option as kvq's options: empty if kvq always behaves that way, None if untranslatable."""
+    """Return an option as kvq's options: empty if there is nothing to add, None if untranslatable."""
     single = entry.get("values", {}).get(values[0].lower()) if values else None
     if single is not None:
         return list(single.split())
+    if "sets" in entry and values and values[0].strip("0").isdecimal():
+        os.environ[entry["sets"]] = values[0]  # D384: before torch is loaded or the engine's process starts
+        return []
     if "as" in entry:
         values = values[0].split(",") if entry.get("commas") else values or [""]
         return [word.replace("{}", value) for value in values for word in entry["as"].split()]

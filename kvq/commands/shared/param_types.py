@@ -71,6 +71,16 @@ def check_readable(path: str | Path) -> None:
         raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
+def _check_template(template: str) -> None:
+    """Raise ConfigError if a chat template is neither a text nor a file that exists."""
+    try:
+        check_readable(template)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; a chat template is a Jinja file or text; without, the model's own is used"
+        ) from error
+
+
 class Several(StringParamType):
     """Values separated by commas, converted to a tuple without duplicates."""
 
@@ -104,6 +114,7 @@ SHARE = Finite(0, 1, min_open=True)
 NATURAL, AT_LEAST_1, TOKENS = click.IntRange(min=0), click.IntRange(min=1), TokenCount(min=1)
 PATH = click.Path(path_type=Path)
 TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
+TEMPLATE = _CheckedPath(_check_template)
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 SIZE = _Size()

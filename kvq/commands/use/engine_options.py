@@ -22,7 +22,15 @@ from kvq.commands.shared.options import (
     option,
     path_option,
 )
-from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TEXT_OR_MAPPING, TO_READ, TokenCount
+from kvq.commands.shared.param_types import (
+    POSITIVE,
+    SHARE,
+    SIZE,
+    TEMPLATE,
+    TEXT_OR_MAPPING,
+    TO_READ,
+    TokenCount,
+)
 from kvq.errors import ConfigError
 from kvq.formats.spec import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -87,7 +95,7 @@ class _RequestOptions:
         multiple=True,
     )
     chat_template: str | None = option(
-        None, "Jinja file or text, instead of the model's own chat template.", type=TO_READ
+        None, "Jinja file or text, instead of the model's own chat template.", type=TEMPLATE
     )
     tool_call_parser: str = option(
         "auto", "Format of the model's tool calls: a name such as hermes or mistral, auto, or none."

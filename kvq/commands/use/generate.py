@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from os.path import isfile, join
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -108,10 +109,11 @@ def command(
     from kvq.engine.requests.request_options import prompt_tokens
     from kvq.engine.speculation.make import check_speculation
     from kvq.engine.speculation_config import parse_speculation
+    from kvq.models.gguf.header import has_magic
     from kvq.models.run.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
-    is_file = prompt.endswith(".gguf") and isfile(prompt)
+    is_file = isfile(prompt) and has_magic(Path(prompt))
     if is_file or isfile(join(prompt, "config.json")):
         what = "file" if is_file else "folder"
         raise ConfigError(f"{prompt} is a model's {what} and no prompt: kvq generate {prompt} PROMPT")

@@ -44,7 +44,7 @@ class SamplingDefaults:
         filled, free = dict(given), given.get("beam_width") is None
         for name, value in self.fields.items():
             if name == "most_tokens":
-                if "max_tokens" not in named:
+                if not {"max_tokens", "most_tokens"} & set(named):
                     most = max(value, given.get("min_tokens") or 0)
                     filled |= {"max_tokens": None, "most_tokens": most}
             elif name == "logit_bias" and free:

@@ -120,10 +120,28 @@ def _says_null(schema: dict[str, Any]) -> None:
                 field["anyOf"].append(_NULL)
 
 
-class Common(Body):
-    """Fields shared by completions and chat. Null is treated as absent, as in other servers."""
+class Sampling(Body):
+    """Sampling fields that protocols share. Null is treated as absent, as in other servers."""
 
     model_config = ConfigDict(json_schema_extra=_says_null)
+
+    temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
+    top_k: _TopK | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class Common(Sampling):
+    """Fields shared by completions and chat."""
 
     LABELS: ClassVar = frozenset(
         (
@@ -133,23 +151,15 @@ class Common(Body):
         )
     )
     model: _Name | None = None
-    temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
-    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     n: _Samples = 1
     stream: Flag = False
     stream_options: _StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
     logit_bias: _Biases | None = None
-    seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
     response_format: _ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     cache_salt: CacheSalt | None = None
     # Fields of the engine, not of OpenAI
-    top_k: _TopK | None = None
-    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
     min_tokens: CountOrZero = 0
     ignore_eos: Flag = False
@@ -162,11 +172,6 @@ class Common(Body):
     guided_grammar: LongText | None = None
     structured_outputs: _StructuredOutputs | None = None
     watermark: Flag | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
 def _kind_of_prompt(given: Any) -> str | None:
@@ -265,7 +270,7 @@ class _ToolCallBody(Body):
     function: _CalledFunction
 
 
-_Tools = Annotated[list[_ToolBody], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[_ToolBody], Field(max_length=MAX_TOOLS)]
 _ToolCalls = Annotated[list[_ToolCallBody], Field(max_length=_MAX_CALLS)]
 _ToolChoices = Literal["none", "auto", "required"] | _ToolChoiceBody
 
@@ -308,7 +313,7 @@ class ChatBody(Common):
     max_completion_tokens: Count | None = None
     logprobs: Flag = False
     top_logprobs: _Logprobs | None = None
-    tools: _Tools | None = None
+    tools: Tools | None = None
     tool_choice: _ToolChoices | None = None
     parallel_tool_calls: Flag = True
     add_generation_prompt: Flag = True

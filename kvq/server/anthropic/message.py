@@ -1,6 +1,5 @@
 """`POST /v1/messages`: the content blocks of a response, the events that stream them, and the routes."""
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -23,7 +22,7 @@ from kvq.server.openai.openapi import answer, stream_or
 from kvq.server.openai.respond import Call, note_fields, respond, tenant_of, text_request
 from kvq.server.openai.sampling import params_of, schema_text
 from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
-from kvq.server.tools.format import Tool
+from kvq.server.tools.format import Tool, arguments_of
 from kvq.server.tools.parser import Event as Found
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.thoughts import Thoughts
@@ -178,7 +177,7 @@ class _Content:
             return []
         self._is_open = False
         if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = _object("".join(self._arguments))
+            self.blocks[-1]["input"] = arguments_of("".join(self._arguments))
             self._arguments.clear()
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
@@ -218,12 +217,3 @@ def _usage(prompt: PromptUse) -> dict[str, int]:
         "cache_read_input_tokens": prompt.cached,
         "output_tokens": 0,
     }
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return a call's decoded arguments, or {} if the arguments are incomplete or not an object."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

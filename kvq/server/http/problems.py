@@ -1,4 +1,4 @@
-"""Problems: error responses in OpenAI's and Anthropic's protocols."""
+"""Problems: error responses in OpenAI's, Anthropic's and Ollama's protocols."""
 
 from typing import Any
 
@@ -79,8 +79,15 @@ def is_messages_path(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
+def is_ollama_path(path: str) -> bool:
+    """Return True if this path uses Ollama's protocol, whose streams are lines of JSON."""
+    return path.startswith("/api/")
+
+
 def error_object(problem: Problem, path: str) -> dict[str, Any]:
     """Return a problem as an error object in the path's protocol."""
+    if is_ollama_path(path):
+        return {"error": problem.message}
     if not is_messages_path(path):
         return problem.body()
     other = "invalid_request_error" if problem.status < 500 else "api_error"
@@ -91,11 +98,13 @@ def error_object(problem: Problem, path: str) -> dict[str, Any]:
 
 
 def event_of(body: dict[str, Any], path: str) -> bytes:
-    """Return a chunk or an error object as a server-sent event in the path's protocol."""
+    """Return a chunk or an error object as a server-sent event, or as a line in Ollama's protocol."""
+    if is_ollama_path(path):
+        return _encoder.encode(body) + b"\n"
     name = f"event: {body['type']}\n".encode() if is_messages_path(path) else b""
     return b"%bdata: %b\n\n" % (name, _encoder.encode(body))
 
 
 def last_event(path: str) -> bytes:
     """Return the event that ends a complete stream, or b"" if the protocol has none."""
-    return b"" if is_messages_path(path) else b"data: [DONE]\n\n"
+    return b"" if is_messages_path(path) or is_ollama_path(path) else b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvq.server.http.problems import Problem, error_object, event_of, failed, last_event
+from kvq.server.http.problems import Problem, error_object, event_of, failed, is_ollama_path, last_event
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; the connection may buffer as much again, in addition to its own 8 KiB
@@ -67,6 +67,8 @@ class EventStream(Response):
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        if is_ollama_path(path):
+            self.headers["content-type"] = "application/x-ndjson"
         self._chunks = chunks
         self._path = path
         self._on_cut = on_cut

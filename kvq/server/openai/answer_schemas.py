@@ -49,6 +49,8 @@ def _whole(description: str, kind: str, choice: str) -> Schema:
     return _answer(description, **head, choices=_list_of(named(choice)), usage=named("Usage"))
 
 
+_COUNTS = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
+_COUNTS += ["prompt_eval_count", "eval_count"]
 _FINISH_REASON = _one_of("stop", "length", "tool_calls", "error")
 _ANSWERS = {  # D320: for the document only; fuzzing validates responses
     "Status": _answer(
@@ -134,8 +136,18 @@ _ANSWERS = {  # D320: for the document only; fuzzing validates responses
         stop_sequence=_or_null(TEXT),
         usage=named("MessageUsage"),
     ),
+    "OllamaAnswer": _answer(
+        "Answer as Ollama defines it; durations are nanoseconds.",
+        ["response", "message", "thinking", "done_reason", *_COUNTS],
+        **dict.fromkeys(("model", "created_at", "response", "thinking"), TEXT),
+        message=_ANY_OBJECT,
+        done={"type": "boolean"},
+        done_reason=_one_of("stop", "length", "load"),
+        **dict.fromkeys(_COUNTS, _INTEGER),
+    ),
 }
 _ERRORS = {
+    "OllamaError": _object(error=TEXT),
     "Error": _object(error=_object(message=TEXT, type=TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
     "MessagesError": _object(
         type={"const": "error"},

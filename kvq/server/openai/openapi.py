@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from kvq.server.http.guard import MAX_HEADERS, OPEN, is_browsed
 from kvq.server.http.ignored import HEADER, ONLY_USUAL
 from kvq.server.http.incoming import MAX_BODY
-from kvq.server.http.problems import is_messages_path
+from kvq.server.http.problems import is_messages_path, is_ollama_path
 from kvq.server.openai.answer_schemas import SCHEMAS, TEXT, named
 
 Document = dict[str, Any]
@@ -46,12 +46,10 @@ def answer(name: str) -> Responses:
     return {200: {"content": {"application/json": {"schema": named(name)}}}}
 
 
-def stream_or(name: str) -> Responses:
-    """Return the responses of a route that sends either a complete body or a stream."""
-    description = "The whole answer, or with `stream` its pieces as server-sent events."
-    return {
-        200: {"description": description, "content": answer(name)[200]["content"] | {"text/event-stream": {}}}
-    }
+def stream_or(name: str, kind: str = "text/event-stream") -> Responses:
+    """Return the responses of a route that sends either a complete body or a stream of this content type."""
+    description = "The whole answer, or with `stream` its pieces as they are generated."
+    return {200: {"description": description, "content": answer(name)[200]["content"] | {kind: {}}}}
 
 
 def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:  # D315
@@ -120,11 +118,11 @@ def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
     if takes_body or "{" in path:
         yield 404
     if takes_body:
-        yield from (415, 429, 504) if path.startswith("/v1/") else (415, 429)
+        yield from (415, 429, 504) if path.startswith(("/v1/", "/api/")) else (415, 429)
 
 
 def _refusal(status: int, path: str) -> Document:
-    name = "MessagesError" if is_messages_path(path) else "Error"
+    name = "MessagesError" if is_messages_path(path) else "OllamaError" if is_ollama_path(path) else "Error"
     found: Document = {"description": _WORDS[status], "content": answer(name)[200]["content"]}
     if status in (429, 503):
         what = "Seconds after which another try may succeed."

@@ -139,6 +139,15 @@ def json_call(name: str, key: str = "arguments") -> tuple[str, str]:
     return f'{{"name": {json.dumps(name)}, "{key}": ', "}"
 
 
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return a call's decoded arguments, or {} if they are incomplete or not an object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:  # D327
     """Return the schema of the arguments, restricted to the members that it names."""
     schema = {"type": "object"} | dict(parameters)

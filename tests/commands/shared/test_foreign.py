@@ -1,11 +1,13 @@
 """Options of other engines: each becomes one of kvq's own in so many words, or is answered by name."""
 
 import json
+import os
 from pathlib import Path
 
 import click
 import pytest
 
+from kvq.commands.chat.chat import command as chat
 from kvq.commands.shared import foreign
 from kvq.commands.shared.foreign import translated
 from kvq.commands.use.generate import command as generate
@@ -38,6 +40,20 @@ LINES = [
     *("--mem-fraction-static 0.8", "--max-running-requests 8", "--model-path tiny", "--host 127.0.0.1"),
     *("--lora-modules a=b c=d", "--adapters x y", "--api-keys k1 k2", "--chat-template-kwargs={}", "--mlock"),
     *("--max_model_len 4k", "--dtype half", "--max-model-len auto", "--load-format gguf", "--seed=-1"),
+    # llama-server and llama-cli
+    *(
+        "-b 2048",
+        "-n 128",
+        "-p Hello",
+        "--no-mmap",
+        "--metrics",
+        "-md tiny-draft",
+        "-sys Hi",
+        "-cnv",
+        "-lm mmap",
+    ),
+    *("--threads -1", "-tb 8", "--chat-template {{x}}", "-ctk f16 -ctv iq4_nl", "--device none", "-lm mmap"),
+    *("--temp 0.7", "--top-p 0.9", "-fitt 512", "--log-colors on", "--skip-chat-parsing", "--spec-type none"),
 ]
 
 
@@ -70,8 +86,9 @@ def test_each_is_taken_with_a_word_or_refused_by_name(kvq, monkeypatch, line):
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry["names"][0])
-@pytest.mark.parametrize("command", [serve, run_batch, generate], ids=lambda command: command.name)
-def test_all_of_the_table_take_their_own_values_and_no_others(command, entry, capsys):
+@pytest.mark.parametrize("command", [serve, run_batch, generate, chat], ids=lambda command: command.name)
+def test_all_of_the_table_take_their_own_values_and_no_others(command, entry, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which one of them sets
     takes = entry.get("takes", 0)
     own = {name for one in command.params if isinstance(one, click.Option) for name in one.opts}
     several = takes == "many" and command is serve
@@ -96,12 +113,13 @@ def test_the_table_says_something_of_each_and_names_none_twice():
     names = [name for entry in TABLE for name in entry["names"]]
     assert len(names) == len(set(names))
     fields = {"names", "takes", "values", "as", "beside", "always", "instead", "secret", "commas"}
-    both = {name for one in (*serve.params, *generate.params) for name in one.opts}
+    fields.add("sets")
+    own = {name for one in (*serve.params, *generate.params, *chat.params) for name in one.opts}
     for entry in TABLE:
         assert entry.keys() <= fields
         assert entry.keys() & {"as", "always", "instead", "values"}
         for words in (entry.get("as", ""), *entry.get("values", {}).values()):
-            assert words == "" or words.split()[0] in both
+            assert words == "" or words.split()[0] in own
         if "" in entry.get("values", {}).values():
             assert entry["always"]
 
@@ -257,12 +275,43 @@ def test_a_template_is_read_from_its_file_or_taken_as_it_is(config, kvq, tmp_pat
     assert config()[0].chat_template is None
     status, _, err = kvq("serve", "--chat-template", tmp_path / "none")
     assert (status, f"can't read {tmp_path / 'none'}" in err) == (2, True)
+    status, _, err = kvq("serve", "--chat-template", "chatml")  # one of llama.cpp's names
+    assert (status, "can't read chatml" in err, "Jinja file or text" in err) == (2, True, True)
 
 
 def test_half_of_a_pair_has_llama_cpps_other_half(config):
     made, err = config("-ctk", "q8_0")
     assert made.kv == "q8_0/f16"
     assert "kvq: -ctv is not given and f16" in err
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"])
+def test_llama_cpps_types_of_kv_are_all_read(config, kind):
+    made, err = config("-ctk", kind, "-ctv", kind)
+    assert made.kv == f"{kind}/{kind}"
+    assert kind == "bf16" or f"kvq: {kind} is read as kvq's " in err
+
+
+def test_types_of_kv_that_llama_cpp_has_not_are_refused_by_name(kvq):
+    status, _, err = kvq("serve", "-ctk", "q6_k", "-ctv", "f16")
+    assert (status, "unknown KV format 'q6_k' in 'q6_k/f16'" in err) == (2, True)
+
+
+def test_threads_are_the_environments(config, kvq, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    config("--threads", "-1")
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    _, err = config("-t", "10")
+    assert (os.environ["OMP_NUM_THREADS"], "kvq: -t 10: OMP_NUM_THREADS is set" in err) == ("10", True)
+    for wrong in ("0", "-2", "many"):
+        status, _, err = kvq("serve", "-t", wrong)
+        assert (status, f"-t {wrong}: a whole number of threads" in err) == (2, True)
+    assert os.environ["OMP_NUM_THREADS"] == "10"
+
+
+def test_what_only_a_server_has_is_told_to_other_commands(kvq):
+    status, _, err = kvq("generate", "Hello", "--host", "0.0.0.0", "--port", "80", "--chat-template", "x")
+    assert (status, err.count("it is for kvq serve")) == (2, 3)
 
 
 def test_words_behind_two_dashes_and_unknown_options_are_left_alone(kvq):
