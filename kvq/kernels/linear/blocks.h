@@ -1,13 +1,14 @@
 // Weights in blocks of GGUF files: sixteen outputs' blocks of the same columns side by side, a panel's block.
 //
 // A panel's block contains what its blocks contain: scales first, then 32 columns at a time the low bits of their
-// codes, then the high ones. D385: panels, not rows. It has as many bytes as in the file, but for small scales of 6 bits, which become bytes.
+// codes, then the high ones. It has as many bytes as in the file, but for small scales of 6 bits, which become bytes.
 #pragma once
 
 #include "lanes.h"
 
 namespace {
 
+// D385: panels, not rows of the mapped file
 constexpr int CHUNK = 32;  // columns whose codes lie together
 
 enum CodeKind { CODES_2, CODES_3, CODES_4, CODES_5, CODES_6, CODES_8, CODES_LISTED };
