@@ -108,31 +108,39 @@ void open_block(Opened& b, int blocks, const uint8_t* p) {
     if (has_fifth) add_high_bits(b.codes, p);
 }
 
+// Two bits of each code from bit `shift` on, four words in a row of bytes. Returns the end.
+inline uint8_t* pack_pairs_of_bits(uint8_t* out, const uint8_t* words, int shift) {
+    for (int i = 0; i < 2; i++, out += 64, words += 256)
+        for (int b = 0; b < 64; b++) {
+            uint8_t low = (words[b] >> shift & 3) | (words[b + 64] >> shift & 3) << 2;
+            out[b] = low | (words[b + 128] >> shift & 3) << 4 | (words[b + 192] >> shift & 3) << 6;
+        }
+    return out;
+}
+
+// One bit of each code, in the order of the bytes.
+inline void pack_bits(uint8_t* out, const uint8_t* words, int shift) {
+    for (int b = 0; b < 64; b++, words += 8) {
+        uint64_t eight = load_as<uint64_t>(words) >> shift & 0x0101010101010101;
+        out[b] = (uint8_t)(eight * 0x0102040810204080 >> 56);
+    }
+}
+
 // Codes of 32 columns by words: byte 64 w + 4 o + i is output o's column 4 w + i.
 inline void pack_codes(uint8_t* out, const uint8_t* words, CodeKind kind) {
     if (kind == CODES_8) {
         memcpy(out, words, CHUNK * OUTPUTS);
         return;
     }
-    bool pairs = kind == CODES_2 || kind == CODES_3;
-    for (int i = 0; i < (pairs ? 2 : 4); i++, out += 64)
-        for (int b = 0; b < 64; b++) {
-            const uint8_t* w = words + (pairs ? 256 : 128) * i + b;
-            out[b] = pairs ? (w[0] & 3) | (w[64] & 3) << 2 | (w[128] & 3) << 4 | (w[192] & 3) << 6
-                           : (w[0] & 15) | (w[64] & 15) << 4;
-        }
-    if (kind == CODES_6)
-        for (int i = 0; i < 2; i++)
-            for (int b = 0; b < 64; b++) {
-                const uint8_t* w = words + 256 * i + b;
-                out[64 * i + b] = w[0] >> 4 | w[64] >> 4 << 2 | w[128] >> 4 << 4 | w[192] >> 4 << 6;
-            }
-    if (kind == CODES_3 || kind == CODES_5)
-        for (int b = 0; b < 64; b++) {
-            uint8_t bits = 0;
-            for (int i = 0; i < 8; i++) bits |= (words[8 * b + i] >> (kind == CODES_3 ? 2 : 4) & 1) << i;
-            out[b] = bits;
-        }
+    if (kind == CODES_2 || kind == CODES_3) {
+        out = pack_pairs_of_bits(out, words, 0);
+    } else {
+        for (int i = 0; i < 4; i++, out += 64, words += 128)
+            for (int b = 0; b < 64; b++) out[b] = (uint8_t)((words[b] & 15) | words[b + 64] << 4);
+        words -= 512;
+    }
+    if (kind == CODES_6) pack_pairs_of_bits(out, words, 4);
+    if (kind == CODES_3 || kind == CODES_5) pack_bits(out, words, kind == CODES_3 ? 2 : 4);
 }
 
 inline void pack_scales(uint8_t* out, const Opened* blocks, const BlockForm& form) {
