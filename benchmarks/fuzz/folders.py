@@ -45,15 +45,16 @@ def case(odds: random.Random) -> str | None:
         done = [_damage(folder, odds) for _ in range(odds.choice((1, 1, 1, 2, 3)))]
         damaged = {path.name for path in folder.iterdir() if path.read_bytes() != whole.get(path.name)}
         damaged |= {name for name in whole if not (folder / name).exists()}
-        found = _outcome(folder, damaged, is_loaded=odds.random() < 0.1)
+        found = outcome(folder, damaged, is_loaded=odds.random() < 0.1)
         return None if found is None else f"{name}, {'; '.join(done)}: {found}; {_shown(folder, damaged)}"
     finally:
         _restore(folder, whole)
 
 
-def _outcome(folder: Path, damaged: set[str], *, is_loaded: bool) -> str | None:
+def outcome(folder: Path, damaged: set[str], *, is_loaded: bool) -> str | None:
+    """Load a model, or prepare it; return what is wrong with how that ends."""
     began, most = time.thread_time(), _most_bytes()
-    sealed = (folder / MANIFEST).exists()
+    sealed = folder.is_dir() and (folder / MANIFEST).exists()
     try:
         if is_loaded:
             kvq.load(folder, device="cpu")
@@ -170,7 +171,7 @@ def _folders() -> Path:
     """Return the folder of folders; it is made once and removed with the process."""
     root = Path(tempfile.mkdtemp(prefix="kvq-fuzz-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    _make_plain(root / "plain")
+    make_plain(root / "plain")
     kvq.quantize(root / "plain", root / "sealed", method="rtn", group_size=32)
     shutil.copytree(root / "sealed", root / "open", ignore=shutil.ignore_patterns(MANIFEST))
     return root
@@ -184,7 +185,8 @@ def _whole(name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (_folders() / name).iterdir()}
 
 
-def _make_plain(folder: Path) -> None:
+def make_plain(folder: Path) -> None:
+    """Write a small model with the embedded model's tokenizer."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(

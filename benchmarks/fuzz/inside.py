@@ -13,7 +13,7 @@ from time import monotonic
 
 from benchmarks.fuzz.door import Tally, seeds_of
 
-DOORS = ("results", "options", "streams", "folders", "templates")
+DOORS = ("results", "options", "streams", "folders", "gguf", "templates")
 _SLICE_S = 0.25
 _LOOK_S = 2.0
 
