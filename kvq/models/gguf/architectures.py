@@ -66,6 +66,11 @@ class Architecture:
         0  # of the size whose scores are scaled by hidden_size / heads instead of head_dim
     )
 
+    @property
+    def has_windows(self) -> bool:
+        """True if attention may be limited to a window."""
+        return self.pattern > 0 or self.model_type == "phi3"
+
 
 def _gemma(model_type: str, parts: dict[str, str], **other: Any) -> Architecture:
     keys = _RMS_EPS | _SOFTCAPS
@@ -136,7 +141,7 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture(model_type="smollm3", biases=_LLAMA_BIASES, is_permuted=True),
 }  # fmt: skip
-_VARIANTS = {"mixtral": "llama", "olmo3": "olmo2"}  # ours -> as files name them
+VARIANTS = {"mixtral": "llama", "olmo3": "olmo2"}  # ours -> as files name them
 
 
 def architecture_of(metadata: Mapping[str, Any], where: str) -> Architecture:
@@ -146,7 +151,7 @@ def architecture_of(metadata: Mapping[str, Any], where: str) -> Architecture:
         ModelError: the metadata name none that kvq reads.
     """
     name = metadata.get("general.architecture")
-    known = [one for one in ARCHITECTURES if one not in _VARIANTS]
+    known = [one for one in ARCHITECTURES if one not in VARIANTS]
     if name not in known:
         hint = nearest(str(name), known) or ";"
         raise ModelError(
