@@ -6,7 +6,7 @@ Source: the GGUF specification, version 3.
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -43,35 +43,43 @@ class GgufWriter:
         self._out = out
         self.path = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")  # until `finish`
         self._places: list[tuple[int, int]] = []  # begin and end in the file, of tensors not yet written
+        self._tensors: Kinds = {}
+        self._header_bytes = 0
 
     def begin(self, metadata: Mapping[str, Any], tensors: Kinds) -> None:
-        """Write the header, and make the file as long as it will be.
-
-        Called again with strings of the same lengths, it replaces the metadata.
-        """
+        """Write the header, and make the file as long as it will be; called again, it begins anew."""
         header = _header(metadata, tensors)
-        at, self._places = len(header), []
+        at = self._header_bytes = len(header)
+        self._tensors, self._places = tensors, []
         for kind, shape in tensors.values():
             size = prod(shape) // kind.values * kind.nbytes
             self._places.append((at, at + size))
             at += size + -size % _ALIGNMENT
-        with self._explained(), self.path.open("r+b" if self.path.exists() else "xb") as file:
+        with self._explained(), self.path.open("wb") as file:
             file.write(header)
             file.truncate(at)
 
-    def add(self, raw: Tensor) -> None:
-        """Write the next tensor's bytes, contiguous uint8."""
+    def add(self, pieces: Iterable[Tensor]) -> None:
+        """Write the next tensor's bytes, contiguous uint8 in pieces of any shape."""
         begin, end = self._places.pop(0)
-        assert raw.numel() == end - begin, f"{raw.numel()} bytes for {end - begin}"
         with self._explained(), self.path.open("r+b") as file:
             file.seek(begin)
-            file.write(memoryview(raw.cpu().flatten().numpy()))
+            for raw in pieces:
+                file.write(memoryview(raw.cpu().flatten().numpy()))
+            assert file.tell() == end, f"{file.tell() - begin} bytes for {end - begin}"
 
-    def finish(self) -> None:
-        """Flush the file to disk, and give it its name and the permissions of a file that it replaces."""
+    def finish(self, metadata: Mapping[str, Any]) -> None:
+        """Flush the file to disk, and give it its name and the permissions of a file that it replaces.
+
+        `metadata`: as in the beginning, but strings may be others of the same lengths.
+        """
         assert not self._places, f"{len(self._places)} tensors were not written"
+        header = _header(metadata, self._tensors)
+        assert len(header) == self._header_bytes, f"{len(header)} bytes for {self._header_bytes}"
         with self._explained():
             with self.path.open("r+b") as file:
+                file.write(header)
+                file.flush()
                 os.fsync(file.fileno())
             if self._out.exists():
                 fileio.keep_permissions(self.path, os.stat(self._out))
