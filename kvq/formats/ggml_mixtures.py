@@ -1,4 +1,4 @@
-"""Types of a GGUF file's tensors by the name that llama.cpp's users give to a file, such as Q4_K_M. No tensors.
+"""Types of a GGUF file's tensors, by the name that llama.cpp has for the whole, such as Q4_K_M. No tensors.
 
 Source: the choices of llama.cpp's quantizer when it gets no further options.
 """
@@ -37,7 +37,7 @@ def file_type(name: str) -> str:
 def wanted_type(
     name: str, shape: Sequence[int], mixture: str, *, layers: int, is_head: bool, experts: int = 0
 ) -> GgmlType:
-    """Return the type that llama.cpp wants for a tensor if its rows are divided by blocks; see `fitting_type`.
+    """Return the type that llama.cpp gives to a tensor whose rows its blocks divide; see `fitting_type`.
 
     `is_head`: the tensor gives logits, also if it is the embedding too.
     """
@@ -59,7 +59,8 @@ def wanted_type(
     if mixture.startswith("Q4_K"):
         if experts == _EIGHT and part == "attn_output":
             return GGML_TYPES["Q5_K"]
-        if mixture == "Q4_K_S" and (part == "attn_v" and layer < 4 or _begins(part, layer, layers)):
+        is_first = layer < 4 if part == "attn_v" else part.startswith("ffn_down") and layer < layers // 8
+        if mixture == "Q4_K_S" and is_first:
             return GGML_TYPES["Q5_K"]
     return base
 
@@ -75,7 +76,3 @@ def _gets_more(layer: int, layers: int) -> bool:
     """Return True for the first and the last eighth of all layers, and for every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-
-
-def _begins(part: str, layer: int, layers: int) -> bool:
-    return part.startswith("ffn_down") and layer < layers // 8

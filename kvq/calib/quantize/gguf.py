@@ -67,7 +67,9 @@ def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
     if work.text is not None and "_K" not in name:
         raise ConfigError(f"a text weighs errors in K types, got --type {name}; leave --text out")
     if work.dtype != "auto":
-        raise ConfigError("GGUF files keep no other types than --type's; leave --dtype out, or name --type F16")
+        raise ConfigError(
+            "GGUF files keep no other types than --type's; leave --dtype out, or name --type F16"
+        )
     check_gguf_target(work.out, overwrite=work.overwrite)
 
 
@@ -86,15 +88,15 @@ def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedM
     kinds, notes = _kinds(targets, name, attributes)
     metadata = _metadata(prepared, attributes, name)
     with GgufWriter(work.out, overwrite=work.overwrite) as writer:
-        begin = partial(_begin, writer, {one.name: (kinds[one.name], one.shape) for one in targets}, attributes)
+        begin = partial(
+            _begin, writer, {one.name: (kinds[one.name], one.shape) for one in targets}, attributes
+        )
         begin(metadata)
         check_same_config(config, config_of(read_gguf(writer.path).config), f"GGUF of {prepared.source.name}")
         recipe = _recipe(work, prepared, _is_exact(targets, kinds, prepared), notes)
         begin(metadata | _recipe_metadata(recipe, _NO_DIGEST))
         windows, weights = _input_weights(work, settings, prepared)
-        rounding = _Rounding(
-            stored=read_tensors(prepared.folder), weights=weights, device=prepared.device
-        )
+        rounding = _Rounding(stored=read_tensors(prepared.folder), weights=weights, device=prepared.device)
         progress = work.progress("writing")
         for at, target in enumerate(targets):
             progress(at, len(targets))
@@ -105,7 +107,9 @@ def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedM
     return GgufResult(rows=sorted(rounding.rows, key=lambda row: row.layer < 0), notes=notes, windows=windows)
 
 
-def _begin(writer: GgufWriter, tensors: Kinds, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+def _begin(
+    writer: GgufWriter, tensors: Kinds, config: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> None:
     factors = rope_factors(config)
     if factors is None:
         writer.begin(metadata, tensors)

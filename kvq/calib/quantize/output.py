@@ -30,7 +30,7 @@ KVScales = dict[str, torch.Tensor]  # names of tensors -> fp32 [1]
 
 
 def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
-    """Raise ConfigError unless the folder or file can be written and the file format can store the weights."""
+    """Raise ConfigError unless the output can be written and its format can store the weights."""
     file_format = work.file_format
     if file_format == "gguf":
         check_gguf(work, settings)

@@ -104,7 +104,7 @@ _SIMPLE: dict[str, Callable[[Tensor], Tensor]] = {  # fp32 [blocks, 32] -> uint8
 
 
 def _by_group(x: Tensor, kind: GgmlType) -> Tensor:
-    """[rows, in] -> contiguous [groups, values of a group, blocks]; sums over values are then sums of rows."""
+    """[rows, in] -> contiguous [groups, values of a group, blocks], which sums over values take fast."""
     return x.reshape(-1, kind.values // kind.group, kind.group).permute(1, 2, 0).contiguous()
 
 
@@ -196,9 +196,7 @@ class _Grid:
             best_low = torch.where(is_better, offset, best_low)
         return best_scale, best_low
 
-    def _rounded(
-        self, x: Tensor, w: Tensor, d: Tensor, d_min: Tensor, scale: Tensor, low: Tensor
-    ) -> _Blocks:
+    def _rounded(self, x: Tensor, w: Tensor, d: Tensor, d_min: Tensor, scale: Tensor, low: Tensor) -> _Blocks:
         """Round scales and minima of groups to whole numbers, times the block's."""
         d, d_min = d.half().float(), d_min.half().float()
         return self._coded(x, w, d, d_min, (scale * _inverse(d)).round(), (-low * _inverse(d_min)).round())

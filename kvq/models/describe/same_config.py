@@ -35,7 +35,9 @@ def _plain(value: Any) -> Any:
     """Return a value without what is neutral, with numbers in fp32."""
     if isinstance(value, dict):
         parts = {name: _plain(one) for name, one in value.items()}
-        return {name: one for name, one in parts.items() if one and (name, one) != ("partial_rotary_factor", 1)}
+        return {
+            name: one for name, one in parts.items() if one and (name, one) != ("partial_rotary_factor", 1)
+        }
     if isinstance(value, float):
         return struct.unpack("<f", struct.pack("<f", value))[0]
     return value or None

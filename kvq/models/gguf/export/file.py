@@ -65,7 +65,7 @@ class GgufWriter:
         with self._explained(), self.path.open("r+b") as file:
             file.seek(begin)
             for raw in pieces:
-                file.write(memoryview(raw.cpu().flatten().numpy()))
+                file.write(raw.cpu().numpy().tobytes())
             assert file.tell() == end, f"{file.tell() - begin} bytes for {end - begin}"
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
@@ -117,8 +117,8 @@ def check_gguf_target(out: Path, *, overwrite: bool) -> None:
 def _header(metadata: Mapping[str, Any], tensors: Kinds) -> bytes:
     parts = [struct.pack("<4sIQQ", MAGIC, _VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        (kind, raw) = _typed(value)
-        parts += [_text(key), struct.pack("<I", kind), raw]
+        number, raw = _typed(value)
+        parts += [_text(key), struct.pack("<I", number), raw]
     at = 0
     for name, (kind, shape) in tensors.items():
         dims = shape[::-1]
