@@ -12,7 +12,7 @@ from kvq.models.describe.modules import default_config
 _IDLE = re.compile(
     r"_.*|.*_token_id|.*dropout.*|dtype|architectures|model_type|transformers_version|initializer_.*|use_cache|"
     r"pretraining_tp|router_(aux_loss_coef|jitter_noise)|output_router_logits|max_window_layers|"
-    r"use_sliding_window|cache_implementation|sliding_window_pattern|_?no_rope_layer.*"
+    r"use_sliding_window|cache_implementation|sliding_window_pattern|num_local_experts"
 )
 
 
@@ -21,6 +21,7 @@ def check_same_config(wanted: Any, found: Any, where: str) -> None:
     from transformers import PreTrainedConfig
 
     before, after = wanted.to_dict(), found.to_dict()
+    before["head_dim"] = before.get("head_dim") or wanted.hidden_size // wanted.num_attention_heads
     own = default_config(before).to_dict().keys() | after.keys()
     own -= PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
     for name in sorted(one for one in own if not _IDLE.fullmatch(one)):
