@@ -42,14 +42,7 @@ _NO_DIGEST = "0" * 32
 _ROPE = "rope_freqs.weight"
 _PIECE = 1 << 22  # values at a time
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GgufResult:
-    """What was written, and what there is to say about it."""
-
-    rows: list[ModuleReport]
-    notes: list[str]
-    windows: list[list[int]]
+Written = tuple[list[ModuleReport], list[str], list[list[int]]]
 
 
 def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
@@ -73,8 +66,8 @@ def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
     check_gguf_target(work.out, overwrite=work.overwrite)
 
 
-def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel) -> GgufResult:
-    """Write the file completely or not at all.
+def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel) -> Written:
+    """Write the file completely or not at all; return the report's rows and notes, and the text's samples.
 
     Raises:
         ConfigError: the file can't be written.
@@ -83,6 +76,7 @@ def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedM
     verify_manifest(prepared.folder)
     config = load_config(prepared.folder)
     name, attributes = file_type(work.gguf_type or DEFAULT), config.to_dict()
+    attributes |= {alias: attributes.get(own) for alias, own in config.attribute_map.items()}
     shapes = {entry.name: entry.shape for entry in prepared.entries if not is_kv_scale(entry.name)}
     targets = find_targets(attributes, shapes)
     kinds, notes = _kinds(targets, name, attributes)
@@ -104,7 +98,7 @@ def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedM
         progress(len(targets), len(targets))
         digest = content_digest([writer.path])
         writer.finish(metadata | _recipe_metadata(recipe, digest))
-    return GgufResult(rows=sorted(rounding.rows, key=lambda row: row.layer < 0), notes=notes, windows=windows)
+    return sorted(rounding.rows, key=lambda row: row.layer < 0), notes, windows
 
 
 def _begin(

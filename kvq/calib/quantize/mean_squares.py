@@ -8,6 +8,8 @@ from kvq.calib.quantize.walk import Walk, decoder_layers
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.weights import load_plain
 
+_LEAST = 1e-4  # of the mean of all inputs, for inputs that were always 0
+
 
 @torch.no_grad()
 def mean_squares(prepared: PreparedModel, windows: list[list[int]], progress: Progress) -> dict[str, Tensor]:
@@ -44,4 +46,5 @@ def mean_squares(prepared: PreparedModel, windows: list[list[int]], progress: Pr
         for handle in handles:
             handle.remove()
         layer.to("meta")
-    return {name: total / counts[name] for name, total in sums.items() if counts[name]}
+    means = {name: total / counts[name] for name, total in sums.items() if counts[name]}
+    return {name: mean.clamp_min(_LEAST * float(mean.mean())) for name, mean in means.items()}

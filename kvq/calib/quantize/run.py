@@ -102,15 +102,15 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 
 def _quantize_to_gguf(work: Quantizing, settings: QuantizeSettings) -> Quantized:
-    done = write_gguf(work, settings, work.prepared())
+    rows, notes, windows = write_gguf(work, settings, work.prepared())
     return Quantized(
         out=work.out,
-        rows=tuple(done.rows),
+        rows=tuple(rows),
         ignored={},
         skipped={},
-        samples=len(done.windows),
-        tokens=sum(map(len, done.windows)),
-        notes=tuple(done.notes),
+        samples=len(windows),
+        tokens=sum(map(len, windows)),
+        notes=tuple(notes),
     )
 
 

@@ -6,7 +6,6 @@ same bytes. Source: ggml's `ggml-quants.c` for the bytes and the first types; th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from kvq.formats.ggml import GgmlType
 
 _PIECE = 1 << 18  # values at a time: a few tensors of them stay in the second cache
 _STEPS = [step / 10 for step in range(-10, 11)]  # codes by which a group's range is stretched, in the search
-_PARTS = [0.98, 0.95, 0.92, 0.88, 0.84]  # of the range of whole numbers that the largest scale may take
+_PARTS = [1.0, 0.98, 0.95, 0.92, 0.88, 0.84]  # of the range of whole numbers that the largest scale may take
 _ROUNDS = 2  # of choosing scales for the block's and the block's for the scales
 _TINY = 1e-30
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,10 +36,9 @@ def round_rows(values: Tensor, kind: GgmlType, weights: Tensor | None = None) ->
         if kind.name in _SIMPLE:
             made = _SIMPLE[kind.name](piece.reshape(-1, kind.values))
         else:
-            likely = weights[at : at + step] if weights is not None and weights.ndim == 2 else weights
-            likely = torch.ones_like(piece) if likely is None else likely.expand_as(piece)
-            grid = _GRIDS[kind.name]
-            made = grid.pack(grid.search(_by_group(piece, kind), _by_group(likely, kind)))
+            w = torch.ones(1, device=piece.device) if weights is None else weights
+            w = w[at : at + step] if w.ndim == 2 else w.expand_as(piece)
+            made = _k_blocks(_by_group(piece, kind), _by_group(w, kind), kind)
         blocks[at : at + step] = made.view(len(piece), -1)
     return blocks
 
@@ -108,149 +106,114 @@ def _by_group(x: Tensor, kind: GgmlType) -> Tensor:
     return x.reshape(-1, kind.values // kind.group, kind.group).permute(1, 2, 0).contiguous()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Blocks:
-    """Numbers of blocks: value = d * scale * code - d_min * minimum. Scales and minima are whole numbers."""
+def _k_blocks(x: Tensor, w: Tensor, kind: GgmlType) -> Tensor:
+    """Return blocks for values x with weights w, both fp32 [groups, values, blocks].
 
-    d: Tensor  # fp32 [blocks], exact in fp16, like d_min
-    d_min: Tensor
-    scales: Tensor  # fp32 [groups, blocks], like minima
-    minima: Tensor
-    codes: Tensor  # fp32 [groups, values, blocks]
-    errors: Tensor  # weighted and squared, fp32 [groups, blocks]
+    value = d * scale * code - d_min * minimum, where groups have scales and minima, whole numbers. Tried
+    numbers are kept as one tensor: d, d_min, scale, minimum and squared error, fp32 [5, groups, blocks].
+    """
+    scale, low = _ranges(x, w, kind)
+    furthest = scale.gather(0, scale.abs().argmax(0, keepdim=True))[0]  # with its sign
+    best = None
+    for part in _PARTS:
+        d = (furthest / (part * (63 if kind.has_minimum else -128))).half().float()
+        d_min = (low.amin(0) / (part * -63)).half().float()
+        tried = _tried(x, w, kind, d, d_min, (scale * _inverse(d)).round(), (-low * _inverse(d_min)).round())
+        best = tried if best is None else torch.where(tried[4].sum(0) < best[4].sum(0), tried, best)
+    assert best is not None
+    for _ in range(_ROUNDS):
+        d, d_min, scales, minima, _ = best
+        for step in (-1, 0, 1):
+            tried = _tried(x, w, kind, d, d_min, scales + step, minima)
+            best = torch.where(tried[4] < best[4], tried, best)
+            if kind.has_minimum:
+                product = (d * tried[2])[:, None] * _codes(x, kind, *tried[:4])
+                fitting = ((w * product.sub_(x)).sum(1) / w.sum(1) * _inverse(d_min)).round()
+                for lower in (-1, 0, 1):
+                    tried = _tried(x, w, kind, d, d_min, scales + step, fitting + lower)
+                    best = torch.where(tried[4] < best[4], tried, best)
+        tried = _tried(x, w, kind, *_refitted(x, w, kind, best), best[2], best[3])
+        best = torch.where(tried[4].sum(0) < best[4].sum(0), tried, best)
+    d, d_min, scales, minima, _ = best
+    return _PACKED[kind.name](d[0], d_min[0], scales.T, minima.T, _codes(x, kind, *best[:4]).movedim(2, 0))
 
-    def where(self, is_other: Tensor, other: "_Blocks") -> "_Blocks":
-        """Return these numbers, or those of `other` for the groups or blocks that are marked."""
-        is_block = is_other if is_other.ndim == 1 else torch.zeros_like(is_other[0])
-        return _Blocks(
-            d=torch.where(is_block, other.d, self.d),
-            d_min=torch.where(is_block, other.d_min, self.d_min),
-            scales=torch.where(is_other, other.scales, self.scales),
-            minima=torch.where(is_other, other.minima, self.minima),
-            codes=torch.where(is_other.expand_as(self.scales)[:, None], other.codes, self.codes),
-            errors=torch.where(is_other, other.errors, self.errors),
-        )
+
+def _codes(x: Tensor, kind: GgmlType, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """Return the nearest codes, fp32 like x."""
+    shifted = x + (d_min * minima)[:, None] if kind.has_minimum else x
+    return (shifted * _inverse(d * scales)[:, None]).round_().clamp_(*_limits(kind))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Grid:
-    """Codes, scales and minima that a K type can store."""
+def _limits(kind: GgmlType) -> tuple[int, int]:
+    least = 0 if kind.has_minimum else -1 << kind.bits - 1
+    return least, least + (1 << kind.bits) - 1
 
-    codes: tuple[int, int]  # least and most
-    scales: tuple[int, int]
-    has_minimum: bool
-    pack: Callable[[_Blocks], Tensor]
 
-    def search(self, x: Tensor, w: Tensor) -> _Blocks:
-        """Return numbers for values x of weights w, both fp32 [groups, values, blocks]."""
-        scale, low = self._ranges(x, w)
-        furthest = scale.gather(0, scale.abs().argmax(0, keepdim=True))[0]  # with its sign
-        limit = self.scales[1] if self.has_minimum else self.scales[0]
-        best = self._rounded(x, w, furthest / limit, low.amin(0) / -63, scale, low)
-        for part in _PARTS:  # a block's numbers decide how well those of small groups are met
-            tried = self._rounded(x, w, furthest / limit / part, low.amin(0) / -63 / part, scale, low)
-            best = best.where(tried.errors.sum(0) < best.errors.sum(0), tried)
-        for _ in range(_ROUNDS):
-            start = best
-            for step in (-1, 0, 1):
-                tried = self._coded(x, w, start.d, start.d_min, start.scales + step, start.minima)
-                best = best.where(tried.errors < best.errors, tried)
-                if self.has_minimum:
-                    over = (w * (tried.d * tried.scales)[:, None].mul(tried.codes).sub_(x)).sum(1) / w.sum(1)
-                    fitting = (over * _inverse(tried.d_min)).round()
-                    for lower in (-1, 0, 1):
-                        tried = self._coded(x, w, start.d, start.d_min, tried.scales, fitting + lower)
-                        best = best.where(tried.errors < best.errors, tried)
-            tried = self._coded(x, w, *self._refitted(x, w, best), best.scales, best.minima)
-            best = best.where(tried.errors.sum(0) < best.errors.sum(0), tried)
-        return best
+def _tried(
+    x: Tensor, w: Tensor, kind: GgmlType, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor
+) -> Tensor:
+    scales, minima = scales.clamp(*((0, 63) if kind.has_minimum else (-128, 127))), minima.clamp(0, 63)
+    found = _codes(x, kind, d, d_min, scales, minima).mul_((d * scales)[:, None]).sub_(x)
+    errors = (w * found.sub_((d_min * minima)[:, None]).square_()).sum(1)
+    return torch.stack([d.expand_as(scales), d_min.expand_as(scales), scales, minima, errors])
 
-    def _ranges(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scale and minimum (not above 0) of each group that fit best, fp32 [groups, blocks]."""
-        least, most = self.codes
-        if self.has_minimum:
-            low = x.amin(1).clamp_max(0)
-            reach, ends = x.amax(1) - low, most
-        else:
-            low = torch.zeros_like(x[:, 0])
-            reach, ends = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0], least
-        sum_w, sum_x = w.sum(1), (w * x).sum(1)
-        best_error = torch.full_like(low, torch.inf)
-        best_scale, best_low = torch.zeros_like(low), low
-        for step in _STEPS:
-            inverse = (ends + step) * _inverse(reach)
-            codes = ((x - low[:, None]) * inverse[:, None]).round().clamp_(least, most)
-            weighted = w * codes
-            sum_c, sum_cc, sum_xc = weighted.sum(1), (weighted * codes).sum(1), (weighted * x).sum(1)
-            scale, offset = sum_xc / sum_cc.clamp_min(_TINY), torch.zeros_like(low)
-            if self.has_minimum:
-                det = sum_w * sum_cc - sum_c * sum_c
-                free_low = (sum_cc * sum_x - sum_c * sum_xc) / det
-                is_free = (det > 0) & (free_low < 0)
-                offset = torch.where(is_free, free_low, 0.0)
-                scale = torch.where(is_free, (sum_w * sum_xc - sum_x * sum_c) / det, scale)
-            error = (w * (codes * scale[:, None] + offset[:, None] - x).square_()).sum(1)
-            is_better = error < best_error
-            best_error = torch.where(is_better, error, best_error)
-            best_scale = torch.where(is_better, scale, best_scale)
-            best_low = torch.where(is_better, offset, best_low)
-        return best_scale, best_low
 
-    def _rounded(self, x: Tensor, w: Tensor, d: Tensor, d_min: Tensor, scale: Tensor, low: Tensor) -> _Blocks:
-        """Round scales and minima of groups to whole numbers, times the block's."""
-        d, d_min = d.half().float(), d_min.half().float()
-        return self._coded(x, w, d, d_min, (scale * _inverse(d)).round(), (-low * _inverse(d_min)).round())
+def _ranges(x: Tensor, w: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
+    """Return the scale and minimum (not above 0) of each group that fit best, fp32 [groups, blocks]."""
+    low = x.amin(1).clamp_max(0) if kind.has_minimum else torch.zeros_like(x[:, 0])
+    peak = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
+    reach, end = (x.amax(1) - low, _limits(kind)[1]) if kind.has_minimum else (peak, _limits(kind)[0])
+    sum_w, sum_x = w.sum(1), (w * x).sum(1)
+    best = torch.stack([torch.zeros_like(low), low, torch.full_like(low, torch.inf)])
+    for step in _STEPS:
+        inverse = (end + step) * _inverse(reach)
+        codes = ((x - low[:, None]) * inverse[:, None]).round_().clamp_(*_limits(kind))
+        weighted = w * codes
+        sum_c, sum_cc, sum_xc = weighted.sum(1), (weighted * codes).sum(1), (weighted * x).sum(1)
+        scale, offset = sum_xc / sum_cc.clamp_min(_TINY), torch.zeros_like(low)
+        if kind.has_minimum:  # both by least squares, if that minimum is possible
+            det = sum_w * sum_cc - sum_c * sum_c
+            free = (sum_cc * sum_x - sum_c * sum_xc) / det
+            is_free = (det > 0) & (free < 0)
+            offset = torch.where(is_free, free, 0.0)
+            scale = torch.where(is_free, (sum_w * sum_xc - sum_x * sum_c) / det, scale)
+        errors = (w * codes.mul_(scale[:, None]).add_(offset[:, None]).sub_(x).square_()).sum(1)
+        best = torch.where(errors < best[2], torch.stack([scale, offset, errors]), best)
+    return best[0], best[1]
 
-    def _coded(
-        self, x: Tensor, w: Tensor, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor
-    ) -> _Blocks:
-        scales, minima = scales.clamp(*self.scales), minima.clamp(0, 63)
-        scale, low = (d * scales)[:, None], (d_min * minima)[:, None]
-        codes = ((x + low) * _inverse(scale)).round_().clamp_(*self.codes)
-        errors = (w * (scale * codes - low - x).square_()).sum(1)
-        return _Blocks(d=d, d_min=d_min, scales=scales, minima=minima, codes=codes, errors=errors)
 
-    def _refitted(self, x: Tensor, w: Tensor, given: _Blocks) -> tuple[Tensor, Tensor]:
-        """Return d and d_min that fit best to the other numbers, by least squares."""
-        a, b = given.scales[:, None] * given.codes, -given.minima[:, None].expand_as(x)
-        aa, ax = (w * a * a).sum((0, 1)), (w * a * x).sum((0, 1))
-        d, d_min = ax / aa.clamp_min(_TINY), given.d_min
-        if self.has_minimum:
-            ab, bb, bx = ((w * b * other).sum((0, 1)) for other in (a, b, x))
-            det = aa * bb - ab * ab
-            is_sound = det > 1e-6 * aa * bb
-            d = torch.where(is_sound, (bb * ax - ab * bx) / det, d)
-            d_min = torch.where(is_sound, (aa * bx - ab * ax) / det, d_min).clamp_min(0)
-        return d.half().float(), d_min.half().float()
+def _refitted(x: Tensor, w: Tensor, kind: GgmlType, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Return d and d_min that fit best to the other numbers, by least squares, fp32 [blocks]."""
+    a, b = given[2][:, None] * _codes(x, kind, *given[:4]), given[3][:, None].expand_as(x)
+    aa, ab, bb, ax, bx = ((w * p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, x), (b, x)))
+    det = aa * bb - ab * ab
+    is_both = det > 1e-6 * aa * bb
+    d = torch.where(is_both, (bb * ax - ab * bx) / det, ax / aa.clamp_min(_TINY))
+    d_min = torch.where(is_both, (ab * ax - aa * bx) / det, given[1][0]).clamp_min(0)
+    return d.half().float(), d_min.half().float()
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Whole numbers of fp32 [..., blocks] -> uint8 [blocks, ...]."""
-    return x.movedim(-1, 0).to(torch.int16).to(torch.uint8)
+    return x.to(torch.int16).to(torch.uint8)
 
 
-def _pack_q4_k(found: _Blocks) -> Tensor:
-    codes, scales, minima = _bytes(found.codes), _bytes(found.scales), _bytes(found.minima)
-    highest = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
-    packed = [_half(found.d), _half(found.d_min), *highest, scales[:, 4:] & 15 | minima[:, 4:] << 4]
-    return torch.cat([*packed, _planes(codes.view(-1, 4, 2, 32) & 15, 4).flatten(1)], 1)
+def _q4_k(d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor, codes: Tensor) -> Tensor:
+    """d, d_min fp32 [blocks]; scales, minima [blocks, groups]; codes [blocks, groups, values]."""
+    s, m = _bytes(scales), _bytes(minima)
+    highest = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (s, m)]
+    packed = [_half(d), _half(d_min), *highest, s[:, 4:] & 15 | m[:, 4:] << 4]
+    return torch.cat([*packed, _planes(_bytes(codes).view(-1, 4, 2, 32) & 15, 4).flatten(1)], 1)
 
 
-def _pack_q5_k(found: _Blocks) -> Tensor:
-    packed = _pack_q4_k(found)  # without the highest bits
-    return torch.cat([packed[:, :16], _planes(_bytes(found.codes) >> 4, 1), packed[:, 16:]], 1)
+def _q5_k(d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor, codes: Tensor) -> Tensor:
+    packed = _q4_k(d, d_min, scales, minima, codes)  # without the highest bits
+    return torch.cat([packed[:, :16], _planes(_bytes(codes) >> 4, 1), packed[:, 16:]], 1)
 
 
-def _pack_q6_k(found: _Blocks) -> Tensor:
-    codes = _bytes(found.codes + 32).view(-1, 2, 4, 32)  # by halves of the block
+def _q6_k(d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor, codes: Tensor) -> Tensor:
+    codes = _bytes(codes + 32).view(-1, 2, 4, 32)  # by halves of the block
     low = _planes((codes & 15).view(-1, 2, 2, 64), 4).flatten(1)
-    scales = found.scales.T.to(torch.int8).view(torch.uint8)
-    return torch.cat([low, _planes(codes >> 4, 2).flatten(1), scales, _half(found.d)], 1)
+    return torch.cat([low, _planes(codes >> 4, 2).flatten(1), _bytes(scales), _half(d)], 1)
 
 
-_GRIDS = {
-    "Q4_K": _Grid(codes=(0, 15), scales=(0, 63), has_minimum=True, pack=_pack_q4_k),
-    "Q5_K": _Grid(codes=(0, 31), scales=(0, 63), has_minimum=True, pack=_pack_q5_k),
-    "Q6_K": _Grid(codes=(-32, 31), scales=(-128, 127), has_minimum=False, pack=_pack_q6_k),
-}
-ROUNDED = ("F32", "F16", "BF16", *_SIMPLE, *_GRIDS)  # types that `round_rows` makes
+_PACKED: dict[str, Callable[..., Tensor]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}

@@ -12,7 +12,7 @@ from kvq.models.describe.modules import default_config
 _IDLE = re.compile(
     r"_.*|.*_token_id|.*dropout.*|dtype|architectures|model_type|transformers_version|initializer_.*|use_cache|"
     r"pretraining_tp|router_(aux_loss_coef|jitter_noise)|output_router_logits|max_window_layers|"
-    r"use_sliding_window|cache_implementation|sliding_window_pattern|num_local_experts"
+    r"use_sliding_window|cache_implementation|sliding_window_pattern"
 )
 
 
