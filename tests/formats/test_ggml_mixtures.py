@@ -49,5 +49,5 @@ def test_rows_that_blocks_do_not_divide():
 
 def test_names_are_read_as_llama_cpp_reads_them():
     assert [file_type(name) for name in ("q4_k", "Q5_K", "q8_0")] == ["Q4_K_M", "Q5_K_M", "Q8_0"]
-    with pytest.raises(ConfigError, match="unknown GGUF type 'Q4_K_L'.*'Q4_K"):
+    with pytest.raises(ConfigError, match=r"unknown GGUF type 'Q4_K_L'.*'Q4_K"):
         file_type("Q4_K_L")

@@ -57,7 +57,7 @@ def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
     given = [one.name for one in fields(plain) if getattr(settings, one.name) != getattr(plain, one.name)]
     if others := [f"--{one.replace('_', '-')}" for one in given if one not in _TAKEN]:
         raise ConfigError(f"GGUF files take bits and groups from --type; leave out {', '.join(others)}")
-    if work.text is not None and "_K" not in name:
+    if work.text is not None and not (work.kv_scales or "_K" in name):
         raise ConfigError(f"a text weighs errors in K types, got --type {name}; leave --text out")
     if work.dtype != "auto":
         raise ConfigError(
@@ -157,6 +157,8 @@ def _recipe(work: Quantizing, prepared: PreparedModel, is_exact: bool, notes: li
     if not prepared.recipe_beside.is_file():
         return None
     recipe = KVRecipe.load(prepared.recipe_beside)
+    if recipe.is_bound and is_exact:
+        prepared.check_belongs(recipe)
     if not recipe.is_bound or is_exact:
         return recipe
     notes.append(
@@ -185,7 +187,7 @@ def _input_weights(
     work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
     """Return the samples of the text, and mean squares of inputs by layer; nothing without a text."""
-    if work.text is None:
+    if work.text is None or "_K" not in file_type(work.gguf_type or DEFAULT):
         return [], {}
     windows = draw_samples(
         prepared.tokenizer,

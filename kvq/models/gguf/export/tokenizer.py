@@ -19,7 +19,7 @@ _KEY = "tokenizer.ggml."
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LOWEST = -1e6  # score of tokens that no merge makes
 _TEXTS = (  # every set of patterns in SPLITS cuts them in its own way
-    "Hello, world's 12345 plain words; they'LL cost $3,456.78 (50%)... <b>&amp;</b>",
+    "Hello, world's 12345 plain `words`; they'LL cost $3,456.78 (50%)... <b>&amp;</b>",
     "  def f(x):\n\treturn x**2  # f'{x}'\r\n\n\n    if a_b != c->d:   \n",
     "Стро́ка и ЗАГЛАВНАЯ; ελληνικά, العربية, हिन्दी में, 한국어 텍스트, ไทย",
     "日本語のテキスト、中文字符。½ x² €5 🙂👍🏽 camelCaseWord HTTPServer o'Neil WE'RE ver2.0 a/b\\c",
