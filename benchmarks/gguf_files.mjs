@@ -1,13 +1,13 @@
 // What llama.cpp, in node-llama-cpp, makes of a GGUF file; run by gguf_files.py in a folder with the package:
 // node gguf_files.mjs FILE < {"windows": [[ids], ...], "text": "...", "prompt": "...", "greedy": 24}
-import {readFileSync} from "node:fs";
 import {createRequire} from "node:module";
 import {join} from "node:path";
+import {json} from "node:stream/consumers";
 import {pathToFileURL} from "node:url";
 
 const found = createRequire(join(process.cwd(), "/")).resolve("node-llama-cpp");  // not beside this file
 const {getLlama, LlamaLogLevel} = await import(pathToFileURL(found));
-const {windows, text, prompt, greedy} = JSON.parse(readFileSync(0, "utf8"));
+const {windows, text, prompt, greedy} = await json(process.stdin);
 const llama = await getLlama({gpu: false, build: "never", logLevel: LlamaLogLevel.error, maxThreads: 1});
 const model = await llama.loadModel({modelPath: process.argv[2], gpuLayers: 0});
 const context = await model.createContext({contextSize: windows[0].length + 256, threads: 1});

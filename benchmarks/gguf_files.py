@@ -54,7 +54,9 @@ def in_llama_cpp(path: Path, node: Path, asked: dict[str, Any]) -> dict[str, Any
     """What gguf_files.mjs prints."""
     script = Path(__file__).resolve().with_suffix(".mjs")
     words = ["node", str(script), str(path.resolve())]
-    run = subprocess.run(words, cwd=node, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        words, cwd=node, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
 
@@ -70,12 +72,13 @@ def measure(model: str, kind: str, node: Path, context: int, count: int) -> dict
         loaded = kvq.load(path, kv="fp32", device="cpu")
         ids = loaded.tokenizer(text).input_ids
         asked = {
-            "windows": windows_of(ids, context, count), "text": text, "prompt": PROMPT, "greedy": GREEDY
+            "windows": (windows := windows_of(ids, context, count)), "text": text, "prompt": PROMPT,
+            "greedy": GREEDY,
         }  # fmt: skip
         theirs = in_llama_cpp(path, node, asked)
         if theirs["text_ids"] != ids:
             raise SystemExit(f"{model}: llama.cpp makes other ids of the text")
-        ours, other = loss(loaded, asked["windows"]), theirs["nll"] / theirs["tokens"]
+        ours, other = loss(loaded, windows), theirs["nll"] / theirs["tokens"]
         made = greedy(loaded, loaded.tokenizer(PROMPT).input_ids)
         same = [a == b for a, b in zip([*made, -1], [*theirs["greedy_ids"], -2], strict=False)].index(False)
         return {
