@@ -27,5 +27,5 @@ const made = [];
 for await (const token of sequence.evaluate(model.tokenize(prompt, true), {temperature: 0, yieldEogToken: true})) {
     if (made.push(token) >= greedy || model.isEogToken(token)) break;
 }
-console.log(JSON.stringify({nll, tokens, text_ids: model.tokenize(text, true), greedy_ids: made}));
-process.exit(0);
+const answer = JSON.stringify({nll, tokens, text_ids: model.tokenize(text, true), greedy_ids: made});
+process.stdout.write(`${answer}\n`, () => process.exit(0));

@@ -149,7 +149,7 @@ def _is_exact(targets: list[Target], kinds: Mapping[str, GgmlType], prepared: Pr
 
 def _recipe(work: Quantizing, prepared: PreparedModel, is_exact: bool, notes: list[str]) -> KVRecipe | None:
     """Return the KV recipe that the file will hold: with new scales, or the one beside the model."""
-    if work.kv_scales:  # D381: as for folders
+    if work.kv_scales:
         whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
         text = work.text or calibration_text()
         scales = observe(whole, text, progress=work.progress("observing K and V")).scales()

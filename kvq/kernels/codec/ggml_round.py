@@ -106,7 +106,7 @@ def _by_group(x: Tensor, kind: GgmlType) -> Tensor:
     return x.reshape(-1, kind.values // kind.group, kind.group).permute(1, 2, 0).contiguous()
 
 
-def _k_blocks(x: Tensor, w: Tensor, kind: GgmlType) -> Tensor:
+def _k_blocks(x: Tensor, w: Tensor, kind: GgmlType) -> Tensor:  # D381: plain squares, or inputs'
     """Return blocks for values x with weights w, both fp32 [groups, values, blocks].
 
     value = d * scale * code - d_min * minimum, where groups have scales and minima, whole numbers. Tried

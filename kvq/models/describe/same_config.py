@@ -16,7 +16,7 @@ _IDLE = re.compile(
 )
 
 
-def check_same_config(wanted: Any, found: Any, where: str) -> None:
+def check_same_config(wanted: Any, found: Any, where: str) -> None:  # D382
     """Raise ModelError unless two of transformers' configs agree; `where`: what can't say the first."""
     from transformers import PreTrainedConfig
 
