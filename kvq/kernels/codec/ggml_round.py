@@ -6,6 +6,8 @@ same bytes. Source: ggml's `ggml-quants.c` for the bytes and the first types; th
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,9 +38,12 @@ def round_rows(values: Tensor, kind: GgmlType, weights: Tensor | None = None) ->
         if kind.name in _SIMPLE:
             made = _SIMPLE[kind.name](piece.reshape(-1, kind.values))
         else:
-            w = torch.ones(1, device=piece.device) if weights is None else weights
-            w = w[at : at + step] if w.ndim == 2 else w.expand_as(piece)
-            made = _k_blocks(_by_group(piece, kind), _by_group(w, kind), kind)
+            w = torch.ones_like(piece) if weights is None else weights
+            w = w[at : at + step] if weights is not None and w.ndim == 2 else w.expand_as(piece)
+            least = 0 if kind.has_minimum else -1 << kind.bits - 1
+            span = least, least + (1 << kind.bits) - 1
+            x, w = _by_group(piece, kind), _by_group(w, kind)
+            made = _Search(x=x, w=w, kind=kind, codes_range=span).blocks()
         blocks[at : at + step] = made.view(len(piece), -1)
     return blocks
 
@@ -106,91 +111,103 @@ def _by_group(x: Tensor, kind: GgmlType) -> Tensor:
     return x.reshape(-1, kind.values // kind.group, kind.group).permute(1, 2, 0).contiguous()
 
 
-def _k_blocks(x: Tensor, w: Tensor, kind: GgmlType) -> Tensor:  # D381: plain squares, or inputs'
-    """Return blocks for values x with weights w, both fp32 [groups, values, blocks].
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Search:  # D381: plain squared errors, or weighted by inputs
+    """Search for the numbers of blocks: value = d * scale * code - d_min * minimum.
 
-    value = d * scale * code - d_min * minimum, where groups have scales and minima, whole numbers. Tried
-    numbers are kept as one tensor: d, d_min, scale, minimum and squared error, fp32 [5, groups, blocks].
+    Groups have scales and minima, which are whole numbers. What is tried is one tensor: d, d_min, scale,
+    minimum and squared error, fp32 [5, groups, blocks].
     """
-    scale, low = _ranges(x, w, kind)
-    furthest = scale.gather(0, scale.abs().argmax(0, keepdim=True))[0]  # with its sign
-    best = None
-    for part in _PARTS:
-        d = (furthest / (part * (63 if kind.has_minimum else -128))).half().float()
-        d_min = (low.amin(0) / (part * -63)).half().float()
-        tried = _tried(x, w, kind, d, d_min, (scale * _inverse(d)).round(), (-low * _inverse(d_min)).round())
-        best = tried if best is None else torch.where(tried[4].sum(0) < best[4].sum(0), tried, best)
-    assert best is not None
-    for _ in range(_ROUNDS):
+
+    x: Tensor  # fp32 [groups, values, blocks], like w
+    w: Tensor
+    kind: GgmlType
+    codes_range: tuple[int, int]
+
+    def blocks(self) -> Tensor:
+        """Return uint8 [blocks, nbytes]."""
+        scale, low = self._ranges()
+        furthest = scale.gather(0, scale.abs().argmax(0, keepdim=True))[0]  # with its sign
+        first = []
+        for part in _PARTS:
+            d = (furthest / (part * (63 if self.kind.has_minimum else -128))).half().float()
+            d_min = (low.amin(0) / (part * -63)).half().float()
+            first.append(
+                self._tried(d, d_min, (scale * _inverse(d)).round(), (-low * _inverse(d_min)).round())
+            )
+        best = reduce(_better_blocks, first)
+        for _ in range(_ROUNDS):
+            best = self._moved(best)
+            best = _better_blocks(best, self._tried(*self._refitted(best), best[2], best[3]))
+        d, d_min, scales, minima, _ = best
+        codes = self._codes(*best[:4]).movedim(2, 0)
+        return _PACKED[self.kind.name](d[0], d_min[0], scales.T, minima.T, codes)
+
+    def _moved(self, best: Tensor) -> Tensor:
+        """Try neighbouring scales, with the minima that suit them."""
         d, d_min, scales, minima, _ = best
         for step in (-1, 0, 1):
-            tried = _tried(x, w, kind, d, d_min, scales + step, minima)
+            tried = self._tried(d, d_min, scales + step, minima)
             best = torch.where(tried[4] < best[4], tried, best)
-            if kind.has_minimum:
-                product = (d * tried[2])[:, None] * _codes(x, kind, *tried[:4])
-                fitting = ((w * product.sub_(x)).sum(1) / w.sum(1) * _inverse(d_min)).round()
-                for lower in (-1, 0, 1):
-                    tried = _tried(x, w, kind, d, d_min, scales + step, fitting + lower)
-                    best = torch.where(tried[4] < best[4], tried, best)
-        tried = _tried(x, w, kind, *_refitted(x, w, kind, best), best[2], best[3])
-        best = torch.where(tried[4].sum(0) < best[4].sum(0), tried, best)
-    d, d_min, scales, minima, _ = best
-    return _PACKED[kind.name](d[0], d_min[0], scales.T, minima.T, _codes(x, kind, *best[:4]).movedim(2, 0))
+            if not self.kind.has_minimum:
+                continue
+            product = (d * tried[2])[:, None] * self._codes(*tried[:4])
+            fitting = ((self.w * product.sub_(self.x)).sum(1) / self.w.sum(1) * _inverse(d_min)).round()
+            for lower in (-1, 0, 1):
+                tried = self._tried(d, d_min, scales + step, fitting + lower)
+                best = torch.where(tried[4] < best[4], tried, best)
+        return best
+
+    def _codes(self, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+        """Return the nearest codes, fp32 like x."""
+        shifted = self.x + (d_min * minima)[:, None] if self.kind.has_minimum else self.x
+        return (shifted * _inverse(d * scales)[:, None]).round_().clamp_(*self.codes_range)
+
+    def _tried(self, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+        scales = scales.clamp(*((0, 63) if self.kind.has_minimum else (-128, 127)))
+        minima = minima.clamp(0, 63)
+        found = self._codes(d, d_min, scales, minima).mul_((d * scales)[:, None]).sub_(self.x)
+        errors = (self.w * found.sub_((d_min * minima)[:, None]).square_()).sum(1)
+        return torch.stack([d.expand_as(scales), d_min.expand_as(scales), scales, minima, errors])
+
+    def _ranges(self) -> tuple[Tensor, Tensor]:
+        """Return the scale and minimum (not above 0) of each group that fit best, fp32 [groups, blocks]."""
+        x, w, is_affine, (least, most) = self.x, self.w, self.kind.has_minimum, self.codes_range
+        low = x.amin(1).clamp_max(0) if is_affine else torch.zeros_like(x[:, 0])
+        peak = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
+        reach, end = (x.amax(1) - low, most) if is_affine else (peak, least)
+        sum_w, sum_x = w.sum(1), (w * x).sum(1)
+        best = torch.stack([torch.zeros_like(low), low, torch.full_like(low, torch.inf)])
+        for step in _STEPS:
+            inverse = (end + step) * _inverse(reach)
+            codes = ((x - low[:, None]) * inverse[:, None]).round_().clamp_(least, most)
+            weighted = w * codes
+            sum_c, sum_cc, sum_xc = weighted.sum(1), (weighted * codes).sum(1), (weighted * x).sum(1)
+            scale, offset = sum_xc / sum_cc.clamp_min(_TINY), torch.zeros_like(low)
+            if is_affine:  # both by least squares, if that minimum is possible
+                det = sum_w * sum_cc - sum_c * sum_c
+                free = (sum_cc * sum_x - sum_c * sum_xc) / det
+                is_free = (det > 0) & (free < 0)
+                offset = torch.where(is_free, free, 0.0)
+                scale = torch.where(is_free, (sum_w * sum_xc - sum_x * sum_c) / det, scale)
+            errors = (w * codes.mul_(scale[:, None]).add_(offset[:, None]).sub_(x).square_()).sum(1)
+            best = torch.where(errors < best[2], torch.stack([scale, offset, errors]), best)
+        return best[0], best[1]
+
+    def _refitted(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return d and d_min that fit best to the other numbers, by least squares, fp32 [blocks]."""
+        x, w = self.x, self.w
+        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(x)
+        aa, ab, bb, ax, bx = ((w * p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, x), (b, x)))
+        det = aa * bb - ab * ab
+        is_both = det > 1e-6 * aa * bb
+        d = torch.where(is_both, (bb * ax - ab * bx) / det, ax / aa.clamp_min(_TINY))
+        d_min = torch.where(is_both, (ab * ax - aa * bx) / det, given[1][0]).clamp_min(0)
+        return d.half().float(), d_min.half().float()
 
 
-def _codes(x: Tensor, kind: GgmlType, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """Return the nearest codes, fp32 like x."""
-    shifted = x + (d_min * minima)[:, None] if kind.has_minimum else x
-    return (shifted * _inverse(d * scales)[:, None]).round_().clamp_(*_limits(kind))
-
-
-def _limits(kind: GgmlType) -> tuple[int, int]:
-    least = 0 if kind.has_minimum else -1 << kind.bits - 1
-    return least, least + (1 << kind.bits) - 1
-
-
-def _tried(
-    x: Tensor, w: Tensor, kind: GgmlType, d: Tensor, d_min: Tensor, scales: Tensor, minima: Tensor
-) -> Tensor:
-    scales, minima = scales.clamp(*((0, 63) if kind.has_minimum else (-128, 127))), minima.clamp(0, 63)
-    found = _codes(x, kind, d, d_min, scales, minima).mul_((d * scales)[:, None]).sub_(x)
-    errors = (w * found.sub_((d_min * minima)[:, None]).square_()).sum(1)
-    return torch.stack([d.expand_as(scales), d_min.expand_as(scales), scales, minima, errors])
-
-
-def _ranges(x: Tensor, w: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
-    """Return the scale and minimum (not above 0) of each group that fit best, fp32 [groups, blocks]."""
-    low = x.amin(1).clamp_max(0) if kind.has_minimum else torch.zeros_like(x[:, 0])
-    peak = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
-    reach, end = (x.amax(1) - low, _limits(kind)[1]) if kind.has_minimum else (peak, _limits(kind)[0])
-    sum_w, sum_x = w.sum(1), (w * x).sum(1)
-    best = torch.stack([torch.zeros_like(low), low, torch.full_like(low, torch.inf)])
-    for step in _STEPS:
-        inverse = (end + step) * _inverse(reach)
-        codes = ((x - low[:, None]) * inverse[:, None]).round_().clamp_(*_limits(kind))
-        weighted = w * codes
-        sum_c, sum_cc, sum_xc = weighted.sum(1), (weighted * codes).sum(1), (weighted * x).sum(1)
-        scale, offset = sum_xc / sum_cc.clamp_min(_TINY), torch.zeros_like(low)
-        if kind.has_minimum:  # both by least squares, if that minimum is possible
-            det = sum_w * sum_cc - sum_c * sum_c
-            free = (sum_cc * sum_x - sum_c * sum_xc) / det
-            is_free = (det > 0) & (free < 0)
-            offset = torch.where(is_free, free, 0.0)
-            scale = torch.where(is_free, (sum_w * sum_xc - sum_x * sum_c) / det, scale)
-        errors = (w * codes.mul_(scale[:, None]).add_(offset[:, None]).sub_(x).square_()).sum(1)
-        best = torch.where(errors < best[2], torch.stack([scale, offset, errors]), best)
-    return best[0], best[1]
-
-
-def _refitted(x: Tensor, w: Tensor, kind: GgmlType, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Return d and d_min that fit best to the other numbers, by least squares, fp32 [blocks]."""
-    a, b = given[2][:, None] * _codes(x, kind, *given[:4]), given[3][:, None].expand_as(x)
-    aa, ab, bb, ax, bx = ((w * p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, x), (b, x)))
-    det = aa * bb - ab * ab
-    is_both = det > 1e-6 * aa * bb
-    d = torch.where(is_both, (bb * ax - ab * bx) / det, ax / aa.clamp_min(_TINY))
-    d_min = torch.where(is_both, (ab * ax - aa * bx) / det, given[1][0]).clamp_min(0)
-    return d.half().float(), d_min.half().float()
+def _better_blocks(one: Tensor, other: Tensor) -> Tensor:
+    return torch.where(other[4].sum(0) < one[4].sum(0), other, one)
 
 
 def _bytes(x: Tensor) -> Tensor:
