@@ -9,7 +9,7 @@ from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import TunePlan, default_codes, parse_budget
 from kvq.calib.candidates import Trial, codes_of
-from kvq.calib.quantize import Quantized, QuantizeSettings, Quantizing, quantize_model
+from kvq.calib.quantize import Quantized, QuantizeSettings, Quantizing, default_method, quantize_model
 from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
 from kvq.calib.sensitivity import Keep as KeepTrials
@@ -113,6 +113,7 @@ class _QuantizeKeywords(TypedDict, total=False):
     """Keywords of `quantize`: fields of `Quantizing` and of `QuantizeSettings`."""
 
     file_format: str
+    gguf_type: str | None
     text: EvalText | str | None
     kv_scales: bool
     device: str
@@ -136,12 +137,14 @@ class _QuantizeKeywords(TypedDict, total=False):
 
 @checked
 def quantize(
-    model: str | Path, out: str | Path, method: str = "gptq", **options: Unpack[_QuantizeKeywords]
+    model: str | Path, out: str | Path, method: str | None = None, **options: Unpack[_QuantizeKeywords]
 ) -> Quantized:
     """Quantize a model's weights into the folder `out`, which kvq, vLLM and transformers load.
 
-    `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
-    `text`: calibration text, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
+    `method`: rtn, gptq (the default), awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or
+    autoawq; or gguf, which makes `out` a file that kvq and llama.cpp load, of `gguf_type` (Q4_K_M), by rtn.
+    `text`: calibration text, by default CPython's help topics, or none for GGUF. `kv_scales` adds static FP8
+    scales of K and V.
     After an interruption, the same call resumes the work, unless `restart` is set. bits, group_size,
     symmetric, activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.
 
@@ -151,7 +154,8 @@ def quantize(
         RequestError: the text is too short, or activations are not finite.
     """
     given, of_settings = _split(options, [field.name for field in fields(QuantizeSettings)])
-    settings = QuantizeSettings(method=method, **of_settings)
+    chosen = method or default_method(given.get("file_format", ""))
+    settings = QuantizeSettings(method=chosen, **of_settings)
     text = given.pop("text", None)
     named = None if text is None else _named(text, "text")
     return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)

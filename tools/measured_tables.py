@@ -289,6 +289,35 @@ def quantizing_table(result: dict) -> str:
     )
 
 
+def gguf_table(result: dict) -> str:
+    """Return the table of a benchmarks/gguf_files.py result."""
+    first = result["rows"][0]
+    return markdown(
+        "model | type | MB: | seconds to write: | perplexity: | in llama.cpp: | difference:",
+        [
+            [
+                row["name"],
+                row["type"],
+                f"{row['file_bytes'] / 1e6:,.0f}",
+                f"{row['seconds']:.1f}",
+                f"{row['perplexity']:.3f}",
+                f"{row['perplexity_llama_cpp']:.3f}",
+                f"{row['change']:+.2%}",
+            ]
+            for row in result["rows"]
+        ],
+        f"Unquantized: {_before(result)}. {result['text']}, {first['tokens']:,} tokens in windows of "
+        f"{result['context']}; llama.cpp of node-llama-cpp {result['node_llama_cpp']}, which keeps K and V "
+        f"in F16 and rounds inputs to 8 bits. {_origin(result, 'transformers')}",
+    )
+
+
+def _before(result: dict) -> str:
+    """Return the perplexity of every model of a benchmarks/gguf_files.py result without quantization."""
+    found = {row["name"]: row["perplexity_before"] for row in result["rows"]}
+    return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+
+
 def decode_table(result: dict) -> str:
     """Return the table of weights-decode-cpu.json, whose benchmark benchmarks/peers replaces."""
     return markdown(
@@ -757,6 +786,7 @@ _KINDS: tuple[tuple[str, str, Callable[[dict], str]], ...] = (
     ("last", "quantize_seconds", weights_table),
     ("first", "statistics_seconds_per_1024_tokens", quantizing_table),
     ("first", "over_fp32", decode_table),
+    ("first", "perplexity_llama_cpp", gguf_table),
     ("first", "intervals", quality_table),
     ("first", "step_ms_median", caches_table),
     ("result", "rows", perplexity_table),

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from kvq.calib.quantize.gguf import check_gguf
 from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
@@ -29,8 +30,13 @@ KVScales = dict[str, torch.Tensor]  # names of tensors -> fp32 [1]
 
 
 def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
-    """Raise ConfigError unless the folder can be written and the file format can store the weights."""
+    """Raise ConfigError unless the output can be written and its format can store the weights."""
     file_format = work.file_format
+    if file_format == "gguf":
+        check_gguf(work, settings)
+        return
+    if work.gguf_type is not None:
+        raise ConfigError(f"--type names types of GGUF files, got --format {file_format}; leave one out")
     check_fits(file_format, settings.fmt)
     grouped = settings.act_order == "group" and settings.fmt.group_size is not None
     if grouped and file_format != "autogptq":

@@ -8,6 +8,7 @@ import torch
 
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
+from kvq.calib.quantize.gguf import write_gguf
 from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Partial, count_finished
@@ -50,7 +51,7 @@ class Quantized:
 
 
 def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
-    """Quantize a model's weights into a new folder.
+    """Quantize a model's weights into a new folder, or a GGUF file.
 
     Finished layers are kept in OUT.partial until the new folder is complete. After an interruption, a run
     with the same settings continues from these layers and writes the same bytes.
@@ -61,6 +62,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         RequestError: the text is too short, or activations are not finite.
     """
     check_output(work, settings)
+    if work.file_format == "gguf":
+        return _quantize_to_gguf(work, settings)
     dtype = work.stored_dtype()
     prepared = work.prepared()
     geometry = prepared.geometry
@@ -95,6 +98,19 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         samples=len(windows),
         tokens=sum(map(len, windows)),
         notes=_notes(work, settings, targets, len(windows), text),
+    )
+
+
+def _quantize_to_gguf(work: Quantizing, settings: QuantizeSettings) -> Quantized:
+    rows, notes, windows = write_gguf(work, settings, work.prepared())
+    return Quantized(
+        out=work.out,
+        rows=tuple(rows),
+        ignored={},
+        skipped={},
+        samples=len(windows),
+        tokens=sum(map(len, windows)),
+        notes=tuple(notes),
     )
 
 

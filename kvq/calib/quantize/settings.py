@@ -23,6 +23,11 @@ METHODS = (*_OWN_METHODS, "nf4", "int8-bnb")  # the last two are bitsandbytes' o
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
+def default_method(file_format: str) -> str:
+    """Return the method for files of this format."""
+    return "rtn" if file_format == "gguf" else "gptq"
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
     """A method, its weight format and its calibration samples; defaults depend on the method."""
@@ -132,6 +137,7 @@ class Quantizing:
     model: str | Path | ModelSource | PreparedModel
     out: Path
     file_format: str = "compressed-tensors"
+    gguf_type: str | None = None  # as llama.cpp names types of files; None: Q4_K_M, or no GGUF
     text: EvalText | None = None  # None: CPython's help topics
     device: str = "auto"
     dtype: str = "auto"
@@ -151,6 +157,8 @@ class Quantizing:
         """
         if self.file_format == "compressed-tensors":
             return self.dtype
+        if self.file_format == "gguf":
+            raise ConfigError("types in GGUF files come from --type, such as F16; leave --dtype out")
         if self.dtype not in ("auto", "fp16"):
             raise ConfigError(
                 f"{self.file_format} keeps fp16, got dtype {self.dtype!r}; leave --dtype out, or write "

@@ -26,6 +26,7 @@ from kvq.commands.shared.results import begin, measured, write_rows
 from kvq.commands.shared.terminal import echo, say_model
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
+from kvq.formats.ggml_mixtures import DEFAULT, NAMES, file_type
 
 if TYPE_CHECKING:
     from kvq.calib.quantize import QuantizeSettings, Quantizing
@@ -40,7 +41,9 @@ _HELD_OUT = "held-out help topics of CPython"
 class _MethodOptions:
     """Options for the quantization method and the weight format: fields of `QuantizeSettings`."""
 
-    method: str = option("gptq", "Quantization method.", type=click.Choice(_METHODS))
+    method: str | None = option(
+        None, "Quantization method.  [default: gptq; rtn for GGUF]", type=click.Choice(_METHODS)
+    )
     bits: str | None = option(
         None, "Bits per weight.  [default: 4; 8 where fixed]", type=click.Choice(["8", "4", "3"])
     )
@@ -69,12 +72,13 @@ class _MethodOptions:
     context: int | None = option(None, "Tokens of a sample.  [default: 2048 or the context]", type=TOKENS)
     seed: int = option(0, "Seed of the choice of samples.")
 
-    def settings(self) -> "QuantizeSettings":
+    def settings(self, file_format: str) -> "QuantizeSettings":
         """Convert the options to settings of the quantizer."""
-        from kvq.calib.quantize import QuantizeSettings
+        from kvq.calib.quantize import QuantizeSettings, default_method
 
         bits = None if self.bits is None else int(self.bits)
-        return QuantizeSettings(**asdict(self) | {"bits": bits})
+        method = self.method or default_method(file_format)
+        return QuantizeSettings(**asdict(self) | {"bits": bits, "method": method})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +89,13 @@ class _QuantizeOptions:
         "compressed-tensors",
         "File format of the checkpoint.",
         names="--format",
-        type=click.Choice(["compressed-tensors", "autogptq", "autoawq"]),
+        type=click.Choice(["compressed-tensors", "autogptq", "autoawq", "gguf"]),
+    )
+    gguf_type: str | None = option(
+        None,
+        f"Type of a GGUF file, as llama.cpp names it.  [default: {DEFAULT}]",
+        names="--type",
+        type=click.Choice(NAMES, case_sensitive=False),
     )
     out: str
     kv_scales: bool = option(False, "Add static FP8 scales of K and V, and a kvq.json with them.")
@@ -106,7 +116,7 @@ class _QuantizeOptions:
         from kvq.calib.quantize import Quantizing
         from kvq.evals import read_text
 
-        names = ("file_format", "device", "dtype", "kv_scales", "overwrite", "revision", "token")
+        names = ("file_format", "gguf_type", "device", "dtype", "kv_scales", "overwrite", "revision", "token")
         return Quantizing(
             model=model,
             out=Path(self.out),
@@ -128,7 +138,7 @@ class _QuantizeOptions:
     type=click.Choice(["none", "static", "group"]),
     help="gptq: most active inputs first; group: also groups in that order, for --format autogptq.",
 )
-@click.option("--out", required=True, type=click.Path(), help="Folder to write; a new one.")
+@click.option("--out", required=True, type=click.Path(), help="Folder to write, a new one, or GGUF file.")
 @text_options("help topics of CPython that are not held out")
 @gathered(_QuantizeOptions, "options")
 @click.option(
@@ -142,6 +152,8 @@ class _QuantizeOptions:
 def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> None:
     """Quantize the weights of MODEL, and write a folder that kvq, vLLM and transformers can load.
 
+    With --format gguf, write a file that kvq and llama.cpp can load; --text weighs its rounding errors.
+
     Each layer is calibrated on the outputs of the quantized layers before it. Finished layers are kept in
     OUT.partial until the folder is complete, so the same command continues after an interruption.
     """
@@ -149,9 +161,9 @@ def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> No
     if method.method in ("nf4", "int8-bnb"):
         _by_package(model, method.method, options)
         return
-    settings = method.settings()
-    if options.text is not None and not (settings.needs_text or options.kv_scales):
-        raise ConfigError(f"method {method.method} uses no text, but --text names one; drop it")
+    settings, is_gguf = method.settings(options.file_format), options.file_format == "gguf"
+    if options.text is not None and not (settings.needs_text or options.kv_scales or is_gguf):
+        raise ConfigError(f"method {settings.method} uses no text, but --text names one; drop it")
     _quantize(options.work(model), settings, _held_out(options.eval_text), options)
 
 
@@ -188,7 +200,9 @@ def _quantize(
     quality = None
     if held_out is not None:
         quality = _perplexities([model.source, work.out], held_out, tokens, options.device)
-    facts = {"model": model.source.name, "settings": settings.described()}
+    facts: dict[str, Any] = {"model": model.source.name, "settings": settings.described()}
+    if work.file_format == "gguf":
+        facts["settings"]["format"] = file_type(work.gguf_type or DEFAULT)
     facts |= report(done, used, quality, work.file_format)
     write_rows(done.rows, options.json_path, model.device, facts)
     print_report(done, used, quality, work.file_format)
@@ -242,7 +256,7 @@ def _by_package(model: str, method: str, options: _QuantizeOptions) -> None:
 
     require(f"--method {method}", BITSANDBYTES)
     own = {one.name for one in fields(_MethodOptions)} - {"method"}
-    own |= {"file_format", "text", "kv_scales", "eval_text", "json_path"}
+    own |= {"file_format", "gguf_type", "text", "kv_scales", "eval_text", "json_path"}
     if given := [spelled for name, spelled in given_options().items() if name in own]:
         raise ConfigError(
             f"method {method} is bitsandbytes' own and takes none of kvq's options; leave out "

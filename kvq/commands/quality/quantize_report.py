@@ -48,14 +48,15 @@ def print_report(
     which = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
     echo(f"{which} (relative error of {worst[0].error_of})")
     print_columns([asdict(row) | {"module": row.module.removeprefix(prefix)} for row in worst], _COLUMNS)
+    what, others = ("tensors", "llama.cpp") if file_format == "gguf" else ("Linear layers", "vLLM")
     saved = 1 - done.bytes_after / done.bytes_before
     echo(
-        f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
+        f"wrote {done.out}: {len(done.rows)} {what}, {binary(done.bytes_before)} to "
         f"{binary(done.bytes_after)} ({saved:.0%} less); {used_line(used)}"
     )
     needed = TRANSFORMERS_NEEDS[file_format]
     echo(
-        f"kvq and vLLM load it as it is; transformers needs {' and '.join(needed)} for it "
+        f"kvq and {others} load it as it is; transformers needs {' and '.join(needed)} for it "
         f"(pip install {' '.join(needed)})"
     )
     if done.samples:

@@ -65,6 +65,11 @@ class Architecture:
     local_theta: float | None = None
     layers_of_largest: int = 0
 
+    @property
+    def has_windows(self) -> bool:
+        """True if attention may be limited to a window."""
+        return self.pattern > 0 or self.model_type == "phi3"
+
 
 _ATTENTION = {"attn_q": "attention_bias"}
 _LLAMA_BIASES = _ATTENTION | {"ffn_up": "mlp_bias"}
@@ -132,7 +137,7 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture(model_type="smollm3", biases=_LLAMA_BIASES, is_permuted=True),
 }  # fmt: skip
-_VARIANTS = {"mixtral": "llama", "olmo3": "olmo2"}  # ours -> as files name them
+VARIANTS = {"mixtral": "llama", "olmo3": "olmo2"}  # ours -> as files name them
 
 
 def architecture_of(metadata: Mapping[str, Any], where: str) -> Architecture:
@@ -142,7 +147,7 @@ def architecture_of(metadata: Mapping[str, Any], where: str) -> Architecture:
         ModelError: the metadata name none that kvq reads.
     """
     name = metadata.get("general.architecture")
-    known = [one for one in ARCHITECTURES if one not in _VARIANTS]
+    known = [one for one in ARCHITECTURES if one not in VARIANTS]
     if name not in known:
         hint = nearest(str(name), known) or ";"
         raise ModelError(

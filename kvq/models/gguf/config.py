@@ -11,7 +11,7 @@ from kvq.models.gguf.header import GgufTensor
 
 Tensors = Mapping[str, GgufTensor]
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_SIZES = {
+SIZES = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
 }  # fmt: skip
@@ -56,7 +56,7 @@ class _Config:
         self.name = metadata["general.architecture"]
 
     def whole(self) -> dict[str, Any]:
-        own, sizes = self.own, {field: self.count(key) for key, field in _SIZES.items()}
+        own, sizes = self.own, {field: self.count(key) for key, field in SIZES.items()}
         heads, hidden, layers = (
             sizes[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
         )
@@ -125,7 +125,7 @@ class _Config:
     def _check_understood(self, head_dim: int) -> None:
         """Raise ModelError if a key asks for something that the family's code would not do."""
         for key, neutral in _NEUTRAL.items():
-            is_read = key in self.own.keys or (key == "attention.sliding_window" and self._has_windows())
+            is_read = key in self.own.keys or (key == "attention.sliding_window" and self.own.has_windows)
             if not is_read and (value := self.get(key)) is not None and value not in neutral:
                 raise self.unfit(
                     key, f"is {value!r:.80}, which kvq doesn't support in GGUF files of {self.name}"
@@ -133,12 +133,9 @@ class _Config:
         if self.count("attention.value_length", head_dim) != head_dim:
             raise self.unfit("attention.value_length", f"must be attention.key_length, {head_dim}")
 
-    def _has_windows(self) -> bool:
-        return self.own.pattern > 0 or self.own.model_type == "phi3"
-
     def _windows(self, layers: int) -> dict[str, Any]:
         """Return the fields about sliding windows, with the layers that have one."""
-        if not self._has_windows():
+        if not self.own.has_windows:
             return {}
         window = self.count("attention.sliding_window", 0) or None
         if self.own.model_type == "phi3":
@@ -242,7 +239,7 @@ class _Config:
         waves = [2 * math.pi * theta ** (2 * i / dims) for i in range(dims // 2)]
         factor = round(max(factors), 4)
         for original in _ORIGINS if 1 <= factor < math.inf else ():
-            made = (_llama3_factor(wave, factor, original) for wave in waves)
+            made = (llama3_factor(wave, factor, original) for wave in waves)
             if all(abs(one - own) <= _CLOSE * own for one, own in zip(made, factors, strict=True)):
                 return {
                     "rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original,
@@ -254,6 +251,7 @@ class _Config:
         )
 
 
-def _llama3_factor(wave: float, factor: float, original: int) -> float:
+def llama3_factor(wave: float, factor: float, original: int) -> float:
+    """Return by what Llama 3's scaling divides a frequency, given its wavelength in tokens."""
     smooth = min(max((original / wave - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
     return 1 / ((1 - smooth) / factor + smooth)

@@ -12,6 +12,7 @@ from kvq.models.gguf.config import gguf_config
 from kvq.models.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from kvq.models.gguf.names import Source, find_sources
 
+RECIPE = "kvq.recipe"  # key of the metadata: a KV recipe as JSON
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _PROJECTOR = "mmproj"  # part of the names of files with a model's eyes or ears
 

@@ -10,13 +10,14 @@ from kvq.models.gguf.architectures import Architecture, architecture_of
 from kvq.models.gguf.config import ROPE_TENSORS, Tensors
 from kvq.models.gguf.header import GgufTensor
 
-_WHOLE = {
+WHOLE = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"
 }  # fmt: skip
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 _MOST_EXPERTS = 10_000
-_ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in transformers
+HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # parts with rows in heads' order
+ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in transformers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,7 @@ def _sources(
     else:
         match = _OTHER.fullmatch(tensor.name)
         part, kind = match.groups() if match else ("", "")
-        name = f"{_WHOLE[part]}.{kind}" if part in _WHOLE else None
+        name = f"{WHOLE[part]}.{kind}" if part in WHOLE else None
     if name is None or ("{}" in name and tensor.shape[0] > _MOST_EXPERTS):
         raise ModelError(
             f"{tensor.path} holds tensor {tensor.name!r:.80}, for which {own.model_type} models have no "
@@ -72,8 +73,8 @@ def _sources(
         raise ModelError(
             f"{tensor.path}: vector {tensor.name} is stored as {tensor.kind.name}; take another copy"
         )
-    shape = (1, *tensor.shape) if part == _ROW_OF_ONE and len(tensor.shape) == 1 else tensor.shape
-    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
+    shape = (1, *tensor.shape) if part == ROW_OF_ONE and len(tensor.shape) == 1 else tensor.shape
+    heads = HEADS.get(part)
     if "{}" in name:
         size = (tensor.end - tensor.begin) // shape[0]
         for i in range(shape[0]):

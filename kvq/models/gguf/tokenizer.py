@@ -1,7 +1,7 @@
 """Tokenizer of a GGUF file: transformers' own, made from the file's metadata."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.errors import ModelError, first_lines, nearest
@@ -12,7 +12,7 @@ from kvq.models.gguf.vocabulary import NORMAL, UNDEFINED, UNUSED, Vocabulary
 
 _log = logging.getLogger("kvq")
 _TEMPLATE = "tokenizer.chat_template"
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _MERGED = (UNDEFINED, NORMAL, UNUSED)  # kinds of tokens that merges may make
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # control tokens of Phi-3 that keep what follows
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -60,18 +60,18 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
         fuse_unk=True,
         byte_fallback=True,
     )
-    prefix, strip = [normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]
+    prefix, strip = [normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]
     if not vocabulary.get("add_space_prefix", bool, True):
         prefix, strip = [], []
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     backend.decoder = decoders.Sequence([*steps, *strip])
     return backend
 
 
 def _byte_level(vocabulary: Vocabulary, split: str) -> Any:
     """Return a tokenizer that splits texts and merges their bytes in the file's order."""
-    from tokenizers import Regex, decoders, pre_tokenizers
+    from tokenizers import decoders
 
     lines = dict.fromkeys(vocabulary.values("merges", str))  # the first of equal ones counts
     used = zip(vocabulary.ids.items(), vocabulary.kinds, strict=True)
@@ -82,11 +82,18 @@ def _byte_level(vocabulary: Vocabulary, split: str) -> Any:
         merges=[tuple(line.split(" ", 1)) for line in lines],
         ignore_merges=split in WHOLE,
     )
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[split]]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
+    backend.pre_tokenizer = splitter(SPLITS[split])
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def splitter(patterns: Sequence[str]) -> Any:
+    """Return what cuts texts at the matches of these patterns, and writes the parts as bytes."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*cuts, to_bytes])
 
 
 def _bpe(vocabulary: Vocabulary, key: str, **given: Any) -> Any:

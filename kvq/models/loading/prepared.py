@@ -12,10 +12,11 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from kvq import strict_json
 from kvq.arguments import checked
 from kvq.cache.backend import CacheBackend, cache_backend, with_stores
 from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError, ModelError, nearest
+from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.ggml import GGML_TYPES
 from kvq.formats.weights import Inputs, WeightFormat, parse_weight_format
@@ -29,6 +30,7 @@ from kvq.models.describe.ends import read_end_ids
 from kvq.models.describe.kv_scales import is_kv_scale, read_kv_scales
 from kvq.models.describe.resolve import ModelSource, resolve_model
 from kvq.models.describe.text_part import read_config, read_entries
+from kvq.models.gguf.files import RECIPE, read_gguf
 from kvq.models.loading.quantized import check_scheme
 from kvq.models.loading.tokenizer import check_vocabulary, load_tokenizer
 from kvq.models.observe.support import check_supported
@@ -90,6 +92,19 @@ class PreparedModel:
     def recipe_beside(self) -> Path:
         """Path of the kvq.json that belongs to the model, which need not exist; of x.gguf, x.kvq.json."""
         return self.folder.with_suffix(".kvq.json") if self.is_gguf else self.folder / "kvq.json"
+
+    @property
+    def recipe_inside(self) -> KVRecipe | None:
+        """The recipe in a GGUF file's metadata; None if there is none.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        text = read_gguf(self.folder).metadata.get(RECIPE) if self.is_gguf else None
+        try:
+            return None if text is None else KVRecipe.from_json(strict_json.loads(str(text)))
+        except ValueError as error:
+            raise ConfigError(f"{RECIPE} in {self.folder}: {first_lines(error)}") from error
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -314,12 +329,14 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Return static scales from the kvq.json at `path`, else beside the model, else from the checkpoint.
+    """Return static scales from the kvq.json at `path`, else beside the model, else from its own files.
 
     Raises:
         ConfigError: the file is unreadable, or contains no static scales or those of another model.
     """
     beside = model.recipe_beside
+    if path is None and not beside.is_file() and (inside := model.recipe_inside) is not None:
+        return inside.static_scales
     if path is None and not beside.is_file():
         names = [entry.name for entry in model.entries if is_kv_scale(entry.name)]
         if (layers := read_kv_scales(model.folder, model.geometry, names)) is None:

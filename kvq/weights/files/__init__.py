@@ -22,6 +22,7 @@ TRANSFORMERS_NEEDS = {  # packages in addition to transformers 5, which reports 
     "compressed-tensors": ("compressed-tensors",),
     "autogptq": ("gptqmodel", "optimum", "accelerate"),
     "autoawq": ("gptqmodel", "accelerate"),
+    "gguf": ("gguf",),
 }
 _TOLD = ("code", "group_size", "inputs")  # properties of a format that every config contains
 _OTHER = "write compressed-tensors"
@@ -31,8 +32,8 @@ def check_fits(file_format: str, fmt: WeightFormat) -> None:
     """Raise ConfigError with alternatives unless files of this format can store weights in `fmt`."""
     if file_format not in FILE_FORMATS:
         raise ConfigError(
-            f"unknown file format {file_format!r}{nearest(file_format, list(FILE_FORMATS)) or ';'} "
-            f"allowed: {', '.join(FILE_FORMATS)}"
+            f"unknown file format {file_format!r}{nearest(file_format, [*FILE_FORMATS, 'gguf']) or ';'} "
+            f"allowed: {', '.join(FILE_FORMATS)} and, for one file, gguf"
         )
     plain = fmt.code.is_integer and fmt.inputs is Inputs.FULL
     if file_format == "autogptq" and not (plain and fmt.symmetric):

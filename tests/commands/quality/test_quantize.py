@@ -184,3 +184,39 @@ def test_without_bitsandbytes_its_methods_say_how_to_get_it(kvq, model, tmp_path
     status, _, error = kvq("quantize", model, "--method", "nf4", "--out", tmp_path / "out")
     assert status == 2
     assert "pip install '.[bnb]'" in error
+
+
+def test_a_gguf_file_is_written_measured_and_reported(kvq, model, tmp_path):
+    out = tmp_path / "a.gguf"
+    held_out = tmp_path / "text.txt"
+    held_out.write_text(default_text().text[:20_000])
+    status, said, _ = kvq(
+        "quantize", model, "--format", "gguf", "--type", "q5_k", "--out", out, "--json", tmp_path / "r.json",
+        "--eval", held_out, "--eval-windows", 1,
+    )  # fmt: skip
+    assert status == 0
+    assert f"wrote {out}: 15 tensors" in said
+    assert "kvq and llama.cpp load it as it is" in said
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["settings"]["method"] == "rtn"
+    assert report["settings"]["format"] == "Q5_K_M"
+    assert (
+        report["rows"][0] | {"module": "model.layers.0.self_attn.q_proj", "format": "Q5_K"}
+        == report["rows"][0]
+    )
+    assert report["rows"][-1]["module"] == "model.embed_tokens"
+    assert abs(report["perplexity"]["perplexity_change"]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--format", "gguf", "--method", "awq"), "method awq makes no GGUF blocks"),
+        (("--format", "gguf", "--bits", 4), "leave out --bits"),
+        (("--type", "Q8_0"), "--type names types of GGUF files"),
+    ],
+)
+def test_what_does_not_go_with_gguf_is_refused(kvq, model, tmp_path, given, message):
+    status, _, error = kvq("quantize", model, "--out", tmp_path / "a.gguf", *given)
+    assert status == 2
+    assert message in error

@@ -1,0 +1,1 @@
+"""GGUF files from transformers' models: metadata, tensors' names and order, and the bytes."""
