@@ -69,7 +69,7 @@ def _all_entries(folder: Path) -> Iterator[TensorEntry]:
                 yield replace(entry, name=name)
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class _StoredTensors(Mapping[str, Tensor]):
     """Mapping from names to tensors in several files; each tensor is memory-mapped on access."""
 
     def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
@@ -109,7 +109,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-ModelTensors = StoredTensors | GgufTensors
+ModelTensors = _StoredTensors | GgufTensors
 
 
 def read_tensors(folder: Path) -> ModelTensors:
@@ -121,4 +121,4 @@ def read_tensors(folder: Path) -> ModelTensors:
     if is_gguf(folder):
         return GgufTensors(read_gguf(folder))
     named, unread = namer(folder), read_unread(folder)
-    return StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)
+    return _StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)
