@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq import quantize
 from kvq.bench.engine.load import Load, LoadRequest
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import percentile
 from kvq.capacity.fleet.arrivals import Call
@@ -43,7 +43,7 @@ from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import CapacityPlan, plan
 from kvq.capacity.plan.step_time import StepTime, efficiency, roofline
 from kvq.capacity.plan.target import make_target
-from kvq.engine import LLM, SamplingParams
+from kvq.engine import LLM, EngineConfig, SamplingParams
 from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
@@ -62,7 +62,7 @@ class Case:
     """One load, and what the engine has for it."""
 
     load: Load
-    limits: EngineLimits = field(default_factory=EngineLimits)
+    limits: EngineConfig = field(default_factory=EngineConfig)
 
 
 def cases(model: Model) -> dict[str, Case]:
@@ -118,7 +118,7 @@ def cases(model: Model) -> dict[str, Case]:
                 output_lengths=lengths(128, 128),
                 seed=5,
             ),
-            limits=EngineLimits(num_blocks=40),
+            limits=EngineConfig(num_blocks=40),
         ),
     }
 

@@ -24,10 +24,11 @@ import torch
 from kvq.bench.engine.engine import EnginePlan, bench_engine
 from kvq.bench.engine.load import LoadRequest, ServedLoad, burst, row
 from kvq.bench.engine.rivals import RIVALS, check_requests, compare, one_by_one
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.bench.figures import engine_figure
 from kvq.bench.timing import in_turn, percentile
 from kvq.capacity.lengths import Lengths
+from kvq.engine import EngineConfig
 from kvq.evals.report.figure import write_figure
 from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import Model, load
@@ -42,7 +43,7 @@ Case = tuple[KvqServer, Draw]
 @contextmanager
 def a_server(model: Model, kv: str, draw: Draw, **limits: Any) -> Iterator[KvqServer]:
     """An engine that gave the same tokens in a batch as one by one."""
-    server = KvqServer(model, kv, EngineLimits(**limits), draw(0))
+    server = KvqServer(model, kv, EngineConfig(**limits), draw(0))
     few = check_requests(draw(0))
     together = [output.token_ids for output in server.generate(few)]
     compare(f"kvq {kv}", model, one_by_one(server, few), together)
@@ -70,7 +71,7 @@ def uniform(model: Model, repeats: int) -> Rows:
     """16 requests of 128 and 64 tokens, beside both rivals."""
     plan = EnginePlan(
         load=burst(model, 16, (128, 128), (64, 64)),
-        limits=EngineLimits(),
+        config=EngineConfig(),
         rivals=tuple(RIVALS),
         repeats=repeats,
     )
@@ -178,7 +179,7 @@ def sweep(model: Model, repeats: int) -> Rows:
     """bf16, int8 and int4 under 1 to 32 users; stops where throughput grows no more."""
     plan = EnginePlan(
         load=replace(burst(model, 32, (128, 128), (32, 32)), priority=Priority.INTERACTIVE),
-        limits=EngineLimits(),
+        config=EngineConfig(),
         users=(1, 2, 4, 8, 16, 32),
         repeats=repeats,
         slo_ttft_ms=2000,

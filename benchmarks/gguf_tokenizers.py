@@ -194,19 +194,18 @@ def llama_ids(model: str, texts: list[str], modules: Path) -> dict[str, Any]:
 
 def measured(model: str, pieces: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """One row: the counts of equal ids, and the seconds that loading takes."""
-    header, seconds = read_gguf_header(Path(model)), []
+    (metadata, _), seconds = read_gguf_header(Path(model)), []
     import_module("transformers").PreTrainedTokenizerFast  # imported when it is first asked for  # noqa: B018
     tokenizer: Any = None
     for _ in range(LOADS):
         del tokenizer  # before the clock starts
         began = time.process_time()
-        tokenizer = load_gguf_tokenizer(header.metadata, model)
+        tokenizer = load_gguf_tokenizer(metadata, model)
         seconds.append(time.process_time() - began)
     texts = varied(pieces, random.Random(args.seed))
     told, control = llama_ids(model, texts, args.modules), ControlTokens(tokenizer)
     own = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     plain = [control.encode_plain(text, special=False) for text in texts]
-    metadata = header.metadata
     kinds = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
     by_name = {text for text in BY_NAME if kinds.get(text, CONTROL) != CONTROL}
     by_template = {text for text in control.spellings if kinds[text] != CONTROL}

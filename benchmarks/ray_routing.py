@@ -28,7 +28,7 @@ import openai
 import torch
 
 from kvq.bench.engine.load import Load
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.bench.engine.step_costs import fit_costs
 from kvq.capacity.fleet.arrivals import Arrivals, Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
@@ -38,6 +38,7 @@ from kvq.capacity.lengths import Lengths
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.step_time import efficiency, roofline
 from kvq.capacity.plan.target import make_target
+from kvq.engine import EngineConfig
 from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from tests.scale.ray.cluster import local_ray
@@ -77,7 +78,7 @@ def measured_engine(model: Model, folder: str, kv: str) -> EngineSpec:
         rate=2.0,
         seed=7,
     )
-    server = KvqServer(model, kv, EngineLimits(num_blocks=BLOCKS, max_num_seqs=SEATS), mixed.draw(0))
+    server = KvqServer(model, kv, EngineConfig(num_blocks=BLOCKS, max_num_seqs=SEATS), mixed.draw(0))
     server.run(mixed.draw(1000), None)
     costs = fit_costs(server.measure_steps(mixed.draw(0), None), server.llm.core.model)
     assert costs is not None, "too few steps"

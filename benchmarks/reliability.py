@@ -295,7 +295,8 @@ async def overhead(run: Run) -> Rows:
     if run.model is None:
         raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
     from kvq.bench.engine.load import ServedLoad
-    from kvq.bench.engine.server import EngineLimits, KvqServer
+    from kvq.bench.engine.server import KvqServer
+    from kvq.engine import EngineConfig
     from kvq.models import load
 
     cores = sorted(os.sched_getaffinity(0))
@@ -306,7 +307,7 @@ async def overhead(run: Run) -> Rows:
         torch.set_num_threads(max(1, len(cores) - 1))
         os.sched_setaffinity(0, cores[1:])
         draws = [a_load(server, 48, lengths, lengths, repeat=i) for i in range(run.count(5))]
-        alone = KvqServer(load(run.model, "int4"), "int4", EngineLimits(kv_memory="1GiB"), draws[0])
+        alone = KvqServer(load(run.model, "int4"), "int4", EngineConfig(kv_memory="1GiB"), draws[0])
         for repeat, drawn in enumerate(draws):
             for name in ("engine", "serve") if repeat % 2 else ("serve", "engine"):
                 os.sched_setaffinity(0, cores[1:] if name == "engine" else cores[:1])

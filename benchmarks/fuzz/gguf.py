@@ -1,7 +1,7 @@
 """A door of the fuzzer: damaged GGUF files. Each is refused in kvq's own words, or loads.
 
-Three small files are made once, of values and of two mixtures of blocks. A case changes bytes of one of them,
-most of them in its header, or the file's length, prepares it, and now and then loads it whole and takes a step.
+Three small files are made once, of values and of two mixtures of blocks. A case changes bytes of one of
+them, mostly in its header, or the file's length, prepares it, and now and then loads it whole.
 """
 
 import atexit

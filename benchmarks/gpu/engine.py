@@ -39,18 +39,18 @@ def served(
     """
     from kvq.bench.engine.engine import EnginePlan, bench_engine
     from kvq.bench.engine.load import burst
-    from kvq.bench.engine.server import EngineLimits
+    from kvq.engine import EngineConfig
 
     model = models.model(target, "small", stored=True)
     high = target.pick(1024, 40)
     load = burst(model, target.pick(256, 16), (target.pick(100, 9), high), (target.pick(100, 9), high))
     demand = sum(request.tokens for request in load.draw(0)) * model.with_kv("bf16").kv_bytes_per_token
-    limits = EngineLimits(
+    limits = EngineConfig(
         max_num_seqs=min(seats, load.num_requests),
         max_num_batched_tokens=32 * seats,
         kv_memory=None if share == 1 else round(share * demand),
     )
-    plan = EnginePlan(load=load, limits=limits, rivals=rivals, repeats=1)
+    plan = EnginePlan(load=load, config=limits, rivals=rivals, repeats=1)
     rows = bench_engine(model, formats, plan)
     return [{"model": model.description, "share_of_demand": share, **row} for row in rows]
 
@@ -92,14 +92,14 @@ def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
     """Serve as many requests of 7,680 and 512 tokens as fit in both formats, 64 at most, all at once."""
     from kvq.bench.engine.engine import EnginePlan, bench_engine
     from kvq.bench.engine.load import burst
-    from kvq.bench.engine.server import EngineLimits
+    from kvq.engine import EngineConfig
 
     model = models.model(target, "large")
     count = batch(target, model, ["bf16", "int4"])  # whatever is measured, so that runs compare
     prompt, output = target.pick(7680, 40), target.pick(512, 8)
     load = burst(model, count, (prompt, prompt), (output, output))
-    limits = EngineLimits(max_num_seqs=count, max_num_batched_tokens=8192, prefix_caching=False)
-    rows = bench_engine(model, formats, EnginePlan(load=load, limits=limits, repeats=1))
+    limits = EngineConfig(max_num_seqs=count, max_num_batched_tokens=8192, prefix_caching=False)
+    rows = bench_engine(model, formats, EnginePlan(load=load, config=limits, repeats=1))
     return [{"model": model.description, **row} for row in rows]
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from benchmarks.gpu.profile import profiled, summed_up
 from kvq.bench.engine.load import Load, LoadRequest
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.bench.engine.step_costs import read_bytes
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
-from kvq.engine import StepStats
+from kvq.engine import EngineConfig, StepStats
 from kvq.errors import EngineError, first_lines
 from kvq.models import Model
 from kvq.scheduler import Priority
@@ -48,7 +48,7 @@ def bench_steps(
         priority=Priority.BATCH,
     )
     requests = load.draw(0)
-    limits = EngineLimits(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, prefix_caching=False)
+    limits = EngineConfig(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, prefix_caching=False)
     with _opened(model, kv, limits, requests) as server:
         found = _measured(server, requests, steps)
     depth = context + meanwhile // 2 + _WARM_UP + steps // 2
@@ -91,7 +91,7 @@ def _measured(server: KvqServer, requests: list[LoadRequest], steps: int) -> dic
 
 
 @contextmanager
-def _opened(model: Model, kv: str, limits: EngineLimits, requests: list[LoadRequest]) -> Iterator[KvqServer]:
+def _opened(model: Model, kv: str, limits: EngineConfig, requests: list[LoadRequest]) -> Iterator[KvqServer]:
     server = KvqServer(model, kv, limits, requests)
     try:
         yield server

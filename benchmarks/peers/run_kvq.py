@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.peers.answering import answer
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
+from kvq.engine import EngineConfig
 from kvq.kernels.native.library import loaded
 from kvq.models import Model, load
 from kvq.scheduler import Priority
@@ -34,7 +35,7 @@ def load_model(given: dict[str, Any]) -> Model:
 def make_server(given: dict[str, Any]) -> KvqServer:
     """An engine whose pool holds the load."""
     most = requests_of([[0] * given["tokens"]] * given["requests"], 0)
-    return KvqServer(load_model(given), given["kv"], EngineLimits(prefix_caching=False), most)
+    return KvqServer(load_model(given), given["kv"], EngineConfig(prefix_caching=False), most)
 
 
 class Kvq:

@@ -8,14 +8,14 @@ import transformers
 from benchmarks.peers.answering import answer
 from benchmarks.peers.run_kvq import load_model, requests_of
 from kvq.bench.engine.hf import StaticBatches, load_rival
-from kvq.bench.engine.server import EngineLimits
+from kvq.engine import EngineConfig
 
 
 class Transformers:
     """One model, as transformers runs it."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self._rival = StaticBatches(load_rival(load_model(given)), EngineLimits(), 0)
+        self._rival = StaticBatches(load_rival(load_model(given)), EngineConfig(), 0)
         self.about = {
             "version": transformers.__version__,
             "torch": torch.__version__,

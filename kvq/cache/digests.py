@@ -11,24 +11,21 @@ from kvq.formats import KVRecipe
 from kvq.layout import VERSION, GroupLayout, KVLayout
 
 
-class BlockDigests:
-    """Hasher of one layer group's blocks: xxh3-128 over their bytes, layout, recipe and location.
+def digest_context(layout: GroupLayout, recipe: KVRecipe) -> bytes:
+    """Return everything that determines how the bytes of a layer group's blocks are interpreted."""
+    return json.dumps([layout_numbers(layout), recipe.digest()], sort_keys=True).encode()
 
-    The digests cover everything that determines how a block's bytes are interpreted.
+
+def block_digest(content: Tensor, place: int, context: bytes) -> bytes:
+    """Return the 16-byte digest of `content`, host bytes uint8 [...], as stored at `place`: xxh3-128.
+
+    `place` is a host slot or the index of a stored block, so bytes moved elsewhere don't match. `context`:
+    from `digest_context`.
     """
-
-    def __init__(self, layout: GroupLayout, recipe: KVRecipe) -> None:
-        self._context = json.dumps([layout_numbers(layout), recipe.digest()], sort_keys=True).encode()
-
-    def of(self, content: Tensor, place: int) -> bytes:
-        """Return the 16-byte digest of `content`, host bytes uint8 [...], as stored at `place`.
-
-        `place` is a host slot or the index of a stored block, so bytes moved elsewhere don't match.
-        """
-        hasher = xxhash.xxh3_128(self._context)
-        hasher.update(place.to_bytes(8, "little"))
-        hasher.update(content.numpy().data)
-        return hasher.digest()
+    hasher = xxhash.xxh3_128(context)
+    hasher.update(place.to_bytes(8, "little"))
+    hasher.update(content.numpy().data)
+    return hasher.digest()
 
 
 def layout_numbers(layout: GroupLayout) -> dict[str, object]:

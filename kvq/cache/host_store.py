@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq.cache.digests import BlockDigests
+from kvq.cache.digests import block_digest, digest_context
 from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.layout import KVLayout
@@ -46,7 +46,7 @@ class HostStore:
         pools = (n * size for n, size in zip(host_slots, self._sizes, strict=True))
         *self._offsets, self.nbytes = accumulate(pools, initial=0)
         self.host_slots = list(host_slots)
-        self._digests = [BlockDigests(group, layout.recipe) for group in layout.groups]
+        self._contexts = [digest_context(group, layout.recipe) for group in layout.groups]
         self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
         self._storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
 
@@ -62,7 +62,7 @@ class HostStore:
         except OSError as error:
             _log.warning("a swapped-out block is lost: %s", error.strerror or error)
             return
-        self._stored[group, slot] = self._digests[group].of(content, slot)
+        self._stored[group, slot] = block_digest(content, slot, self._contexts[group])
 
     def get(self, group: int, slot: int) -> Tensor | None:
         """Return a slot's bytes, uint8 [block_bytes], or None if they differ from the stored bytes."""
@@ -75,7 +75,7 @@ class HostStore:
         except OSError as error:
             _log.warning("a swapped-out block can't be read: %s", error.strerror or error)
             return None
-        if self._digests[group].of(content, slot) != expected:
+        if block_digest(content, slot, self._contexts[group]) != expected:
             _log.warning("a swapped-out block changed outside: group %d, slot %d; a miss", group, slot)
             return None
         return content

@@ -20,7 +20,7 @@ from kvq import fileio
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, PrefixQuery
-from kvq.cache.digests import BlockDigests, header_text, layout_digest, seal
+from kvq.cache.digests import block_digest, digest_context, header_text, layout_digest, seal
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, OutOfBlocks, first_lines
 
@@ -225,7 +225,8 @@ def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tens
 
 
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:
-    return BlockDigests(cache.layout.groups[group], cache.layout.recipe).of(blocks, start).hex()
+    context = digest_context(cache.layout.groups[group], cache.layout.recipe)
+    return block_digest(blocks, start, context).hex()
 
 
 def _name(group: int) -> str:

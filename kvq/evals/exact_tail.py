@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvq.errors import ConfigError
 from kvq.evals.report.sections import MOST, exactness_warning
 from kvq.formats import KVRecipe
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.layout import KVLayout
 from kvq.models.loading.prepared import PreparedModel
 
@@ -21,7 +21,7 @@ def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = 
     """
     if not layout.recipe.is_staged:
         return 0.0
-    young = Part(age=Age.YOUNG, recent=layout.exact.recent, block_size=layout.block_size)
+    young = Part(is_young=True, recent=layout.exact.recent, block_size=layout.block_size)
     sinks, shares = layout.exact.sinks, 0.0
     for group in layout.sealed:
         window = min(filter(None, (group.layers[0].geometry.window, attention_window)), default=queries.stop)

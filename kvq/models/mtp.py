@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.cache.transformers.attention import PackedAttention
 from kvq.errors import ConfigError, KVQError, ModelError, first_lines
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
@@ -31,6 +30,7 @@ from kvq.models.model import Model
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, pack_linears
+from kvq.models.parts.step import PackedStep
 
 _REMEDY = "take the method ngram, self or draft"
 _TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # tensor names of MTP layers
@@ -52,7 +52,7 @@ class MtpHead:  # D261: transformers' class, kvq's attention and blocks
             self.geometry, recipe, block_size=self.prepared.block_size, order=self.prepared.order
         )
 
-    def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedAttention) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedStep) -> Tensor:
         """Return the layer's hidden states after its final norm, [rows, hidden_size].
 
         `states`: hidden states of the tokens before `tokens`, after the final norm of the model or of this

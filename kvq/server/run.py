@@ -5,11 +5,13 @@ import contextlib
 import gc
 import logging
 import os
+import selectors
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from time import thread_time
 from typing import Any
 
 from kvq.errors import EngineError, KVQError
@@ -22,11 +24,29 @@ from kvq.server.assembly import make_remote, make_service
 from kvq.server.engine.messages import Ready
 from kvq.server.engine.remote import Remote
 from kvq.server.http.credentials import Credentials
-from kvq.server.http.loop_budget import Stretches
 from kvq.server.http.server import HttpServer, listen
 from kvq.server.logs import configure, log_event
 
 _log = logging.getLogger("kvq")
+
+
+class _Stretches(selectors.DefaultSelector):
+    """Event loop selector that records the longest time for which the loop does not poll its sockets.
+
+    The time between two polls is measured as processor time, so other processes do not affect it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest_s = 0.0  # since the start, or since the last reset
+        self._since_s: float | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._since_s is not None:
+            self.longest_s = max(self.longest_s, thread_time() - self._since_s)
+        found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+        self._since_s = thread_time()
+        return found
 
 
 def serve(config: ServerConfig) -> None:
@@ -37,7 +57,7 @@ def serve(config: ServerConfig) -> None:
         EngineError: the engine ended too many times.
         KeyboardInterrupt: a signal arrived before the server was ready.
     """
-    logs, stretches = configure(config.log), Stretches()
+    logs, stretches = configure(config.log), _Stretches()
     try:
         with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, stretches)) as runner:
             runner.run(_serve(config, stretches))
@@ -45,7 +65,7 @@ def serve(config: ServerConfig) -> None:
         logs.stop()
 
 
-async def _serve(config: ServerConfig, stretches: Stretches) -> None:  # D316
+async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
     sock = listen(config.host, config.port)
     credentials = Credentials(config.access, config.tls, config.read_access)
     end = _End()
@@ -150,7 +170,7 @@ async def _make_service(
     return service
 
 
-async def _settle(stretches: Stretches) -> None:
+async def _settle(stretches: _Stretches) -> None:
     """Collect garbage, exempt the remaining objects from later collections, and reset `longest_s`."""
     gc.collect()
     gc.freeze()  # otherwise every collection scans all objects of the libraries, which takes 50 ms

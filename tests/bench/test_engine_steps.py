@@ -8,7 +8,8 @@ from benchmarks.gpu import models
 from benchmarks.gpu.case import Target
 from benchmarks.gpu.engine_steps import _opened, _prefill, _watched, bench_steps
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.engine.server import EngineLimits, _GraphsRefused
+from kvq.bench.engine.server import _GraphsRefused
+from kvq.engine import EngineConfig
 from kvq.engine.device.graphs import DecodeGraphs, decode_graphs
 from kvq.errors import EngineError
 from kvq.models import Model
@@ -43,7 +44,7 @@ def test_a_steps_limit_is_reading_weights_and_kv_once(small: Model) -> None:
 
 def test_steps_are_not_measured_when_a_request_ends_meanwhile(small: Model) -> None:
     requests = [LoadRequest(index=i, prompt=[1, 2, 3], output_tokens=n) for i, n in enumerate((6, 60))]
-    with _opened(small, "bf16", EngineLimits(num_blocks=16), requests) as server:
+    with _opened(small, "bf16", EngineConfig(num_blocks=16), requests) as server:
         _prefill(server, requests)
         with pytest.raises(EngineError, match="ended, or was preempted"):
             _watched(server, 10, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvq.cache import host_store, memory
-from kvq.cache.digests import BlockDigests, layout_numbers
+from kvq.cache.digests import block_digest, digest_context, layout_numbers
 from kvq.cache.host_store import HostStore
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.formats import ExactTokens, KVRecipe
@@ -148,26 +148,28 @@ def test_a_digest_holds_for_one_place_layout_recipe_and_group_only() -> None:
     layout, recipe = planned("int8_per_head")
     content = torch.arange(100, dtype=torch.uint8)
     group = layout.groups[0]
-    known = BlockDigests(group, recipe).of(content, 3)
+    known = block_digest(content, 3, digest_context(group, recipe))
     assert len(known) == 16
-    assert BlockDigests(group, recipe).of(content, 3) == known
+    assert block_digest(content, 3, digest_context(group, recipe)) == known
     other = static_scales([3, 3, 3])
     changed = replace(other, layers=(replace(other.layers[0], k=(9.0, 9.0, 9.0)), *other.layers[1:]))
     region = replace(group.layers[1].v_scales, offset=16)
     layers = (group.layers[0], replace(group.layers[1], v_scales=region))
     with_means = replace(group.layers[0], k_means=Region(offset=0, row_bytes=34, nbytes=102))
     variants = [
-        BlockDigests(group, recipe).of(content, 4),
-        BlockDigests(group, recipe).of(content[:-1], 3),
-        BlockDigests(layout.groups[1], recipe).of(content, 3),
-        BlockDigests(group, recipe.with_scales(changed)).of(content, 3),
-        BlockDigests(replace(group, block_size=4), recipe).of(content, 3),
-        BlockDigests(replace(group, layers=layers), recipe).of(content, 3),
-        BlockDigests(replace(group, role=Role.RECENT), recipe).of(content, 3),
-        BlockDigests(replace(group, limit=32), recipe).of(content, 3),
-        BlockDigests(group, replace(recipe, exact=ExactTokens(sinks=4))).of(content, 3),
-        BlockDigests(replace(group, layers=(with_means, *group.layers[1:])), recipe).of(content, 3),
-        BlockDigests(replace(group, layers=group.layers[::-1]), recipe).of(content, 3),
+        block_digest(content, 4, digest_context(group, recipe)),
+        block_digest(content[:-1], 3, digest_context(group, recipe)),
+        block_digest(content, 3, digest_context(layout.groups[1], recipe)),
+        block_digest(content, 3, digest_context(group, recipe.with_scales(changed))),
+        block_digest(content, 3, digest_context(replace(group, block_size=4), recipe)),
+        block_digest(content, 3, digest_context(replace(group, layers=layers), recipe)),
+        block_digest(content, 3, digest_context(replace(group, role=Role.RECENT), recipe)),
+        block_digest(content, 3, digest_context(replace(group, limit=32), recipe)),
+        block_digest(content, 3, digest_context(group, replace(recipe, exact=ExactTokens(sinks=4)))),
+        block_digest(
+            content, 3, digest_context(replace(group, layers=(with_means, *group.layers[1:])), recipe)
+        ),
+        block_digest(content, 3, digest_context(replace(group, layers=group.layers[::-1]), recipe)),
     ]
     assert len({known, *variants}) == 1 + len(variants)
 
@@ -175,9 +177,9 @@ def test_a_digest_holds_for_one_place_layout_recipe_and_group_only() -> None:
 def test_the_layout_version_is_in_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, recipe = planned("int4")
     content = torch.zeros(8, dtype=torch.uint8)
-    before = BlockDigests(layout.groups[0], recipe).of(content, 0)
+    before = block_digest(content, 0, digest_context(layout.groups[0], recipe))
     monkeypatch.setattr("kvq.cache.digests.VERSION", 2)
-    assert BlockDigests(layout.groups[0], recipe).of(content, 0) != before
+    assert block_digest(content, 0, digest_context(layout.groups[0], recipe)) != before
 
 
 def test_block_order_does_not_change_what_a_block_is() -> None:

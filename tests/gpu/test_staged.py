@@ -12,7 +12,7 @@ import torch
 from kvq.bench.kernels.measure import relative_error
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, StagedBatch
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.kernels.attend.reference import attend as reference_attend
 from kvq.kernels.gather_dense.reference import gather_dense as reference_gather
 from kvq.kernels.seal import reference
@@ -88,7 +88,7 @@ def test_every_part_of_a_staged_layer_is_attended_to(kv: str, size: int) -> None
     assert relative_error(out.cpu(), want.double()) < 3e-2
     assert float((lse.cpu() - want_lse).abs().max()) < 0.1
     exact = cache.stores[0].kv.exact
-    part = Part(age=Age.OLD, recent=exact.recent, block_size=size, first=exact.sinks)
+    part = Part(is_young=False, recent=exact.recent, block_size=size, first=exact.sinks)
     old = replace(options, part=part)
     want, _ = reference_attend(q.float(), cache.layer(0), batch.sealed, old)
     out, _ = attend(q.to(GPU), copy.layer(0), given.sealed, old)

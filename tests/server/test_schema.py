@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fuzz.inside import DOORS
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
     [
         pytest.param(("--doors", "http", "--cases", "120"), id="requests"),
         pytest.param(
-            ("--doors", "results,options,streams,folders,gguf,templates", "--cases", "6"), id="inside"
+            ("--doors", ",".join(DOORS), "--cases", "6"), id="inside"
         ),
         pytest.param(("--seconds", "60"), id="all", marks=pytest.mark.long),
     ],

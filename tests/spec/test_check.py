@@ -16,7 +16,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from kvq.blockmgr.prefix import PrefixIndex
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.models.describe.checkpoint import content_digest
 from tests.waiting import HANG_S
 from tools.make_vectors import make
@@ -191,5 +191,5 @@ def test_the_chain_and_the_edges_of_the_document_are_right(spec) -> None:
     index = PrefixIndex(block_size=2, num_groups=1, identity=own["identity"].encode())
     assert index.root_digest(own["tenant"]).hex() == own["chain"][0]
     (own,) = examples("edges")
-    part = Part(age=Age.OLD, recent=own["recent"], block_size=own["block_size"])
+    part = Part(is_young=False, recent=own["recent"], block_size=own["block_size"])
     assert {p: part.edge(int(p)) for p in own["edges"]} == own["edges"]

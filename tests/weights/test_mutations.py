@@ -17,7 +17,7 @@ from kvq.errors import KVQError, ModelError
 from kvq.formats.weights import WeightCode, WeightFormat, parse_weight_format
 from kvq.kernels import QuantizedWeight
 from kvq.models.describe.checkpoint import read_header, read_json, weight_files
-from kvq.models.describe.text_part import StoredTensors
+from kvq.models.describe.text_part import _StoredTensors
 from kvq.models.loading.prepared import prepare
 from kvq.models.loading.quantized import plain_tensors, read_weights
 from kvq.models.loading.weights import load_weights
@@ -84,7 +84,7 @@ def load(folder: Path) -> dict[str, QuantizedWeight]:
     for path in files:
         read_header(path)
     scheme = parse_config(config.get("quantization_config"))
-    stored = StoredTensors(files)
+    stored = _StoredTensors(files)
     weights = read_weights(scheme, stored)
     plain = plain_tensors(scheme, stored, weights)
     found = {name: (weight.out_features, weight.in_features) for name, weight in weights.items()}

@@ -7,9 +7,10 @@ from typing import Any
 
 from kvq.bench.engine.load import Load, ServedLoad, is_saturated, mark, row
 from kvq.bench.engine.rivals import RIVALS, Server, check_requests, compare, one_by_one, open_rivals
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import in_turn
+from kvq.engine import EngineConfig
 from kvq.errors import ConfigError, nearest
 from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
@@ -20,7 +21,7 @@ _Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlan:
-    """Plan of one benchmark: a load, the engine's limits, rivals and goals.
+    """Plan of one benchmark: a load, the engine's configuration, rivals and goals.
 
     `users`: numbers of concurrent users in closed loops, in ascending order; if empty, requests are sent at
     their arrival times. With several numbers, a server is no longer measured once its throughput stops
@@ -28,7 +29,7 @@ class EnginePlan:
     """
 
     load: Load
-    limits: EngineLimits
+    config: EngineConfig
     users: tuple[int, ...] = ()
     rivals: tuple[str, ...] = ()
     repeats: int = 3
@@ -96,12 +97,12 @@ def _servers(model: Model, formats: Sequence[str], plan: EnginePlan) -> Iterator
     refused: _Rows = []
     with ExitStack() as stack:
         for kv in formats:
-            server = KvqServer(model, kv, plan.limits, requests)
+            server = KvqServer(model, kv, plan.config, requests)
             stack.callback(server.close)
             together = [output.token_ids for output in server.generate(few)]
             check = compare(f"kvq {kv}", model, one_by_one(server, few), together)
             checks[server] = check | server.graphs
-        for rival, found in open_rivals(plan.rivals, model, plan.limits, few):
+        for rival, found in open_rivals(plan.rivals, model, plan.config, few):
             if rival is None:
                 refused.append(found)
             else:

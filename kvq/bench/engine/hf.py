@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvq.bench.engine.load import ArrivalQueue, LoadRequest, Served, ServedLoad
-from kvq.bench.engine.server import EngineLimits
+from kvq.bench.engine.server import blocks_for
+from kvq.engine import EngineConfig
 from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.models.describe.modules import quiet_logs
@@ -56,10 +57,10 @@ class StaticBatches:  # D244: the rival is a static batch of `generate`
 
     name = "hf-static"
 
-    def __init__(self, rival: Any, limits: EngineLimits, _: int) -> None:
+    def __init__(self, rival: Any, config: EngineConfig, _: int) -> None:
         self.kv = own_format(rival)
         self._rival = rival
-        self._most = limits.max_num_seqs
+        self._most = config.max_num_seqs
 
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
         """Serve all requests; in a closed loop, `users` is the batch size."""
@@ -129,11 +130,11 @@ class ContinuousBatching:
 
     name = "hf-continuous"
 
-    def __init__(self, rival: Any, limits: EngineLimits, block_size: int) -> None:
+    def __init__(self, rival: Any, config: EngineConfig, block_size: int) -> None:
         self.kv = own_format(rival)
         self.attention = "sdpa"
         self._rival = rival
-        self._limits = limits
+        self._config = config
         self._block_size = block_size
 
     def choose_attention(self, requests: Sequence[LoadRequest]) -> None:
@@ -192,9 +193,9 @@ class ContinuousBatching:
             "page_size": _PAGE,
             "block_size": _PAGE,  # the name of page_size until transformers 5.17
             "num_blocks": self._num_pages(requests),
-            "max_batch_tokens": self._limits.max_num_batched_tokens,
-            "max_requests_per_batch": self._limits.max_num_seqs,
-            "allow_block_sharing": self._limits.prefix_caching,
+            "max_batch_tokens": self._config.max_num_batched_tokens,
+            "max_requests_per_batch": self._config.max_num_seqs,
+            "allow_block_sharing": self._config.prefix_caching,
             "auto_switch_to_flash": self._rival.device.type == "cuda",
         }
         known = signature(ContinuousBatchingConfig).parameters
@@ -217,16 +218,16 @@ class ContinuousBatching:
 
     def _num_pages(self, requests: Sequence[LoadRequest]) -> int:
         """Return how many pages fit in the memory of kvq's pool, at least enough for the longest request."""
-        limits = self._limits
+        config = self._config
         longest = -(-max(request.tokens for request in requests) // _PAGE) + 1
-        if limits.kv_memory is not None:
-            config = self._rival.config
-            width = config.num_key_value_heads * config.head_dim * self._rival.dtype.itemsize
-            page_bytes: int = 2 * config.num_hidden_layers * width * _PAGE
-            return max(longest, parse_bytes(limits.kv_memory, "kv_memory") // page_bytes)
-        if limits.num_blocks is not None:
-            return max(longest, limits.num_blocks * self._block_size // _PAGE)
-        return limits.blocks_for(requests, _PAGE)
+        if config.kv_memory is not None:
+            rival = self._rival.config
+            width = rival.num_key_value_heads * rival.head_dim * self._rival.dtype.itemsize
+            page_bytes: int = 2 * rival.num_hidden_layers * width * _PAGE
+            return max(longest, parse_bytes(config.kv_memory, "kv_memory") // page_bytes)
+        if config.num_blocks is not None:
+            return max(longest, config.num_blocks * self._block_size // _PAGE)
+        return blocks_for(requests, config, _PAGE)
 
 
 def _served(output: Any, request: LoadRequest, due_s: dict[str, float], begin: float) -> Served:

@@ -9,8 +9,8 @@ import torch
 
 from kvq.bench.engine.hf import ContinuousBatching, StaticBatches, load_rival, own_format
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.engine.server import EngineLimits, KvqServer
-from kvq.engine import CompletionOutput
+from kvq.bench.engine.server import KvqServer
+from kvq.engine import CompletionOutput, EngineConfig
 from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.models.run.prompts import num_common
@@ -82,7 +82,7 @@ RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}
 
 
 def open_rivals(
-    names: Sequence[str], model: Model, limits: EngineLimits, requests: Sequence[LoadRequest]
+    names: Sequence[str], model: Model, config: EngineConfig, requests: Sequence[LoadRequest]
 ) -> Iterator[tuple[Server | None, dict[str, Any]]]:
     """Load the model with transformers, and compare each rival with kvq, using KV of the same dtype.
 
@@ -94,12 +94,12 @@ def open_rivals(
     """
     if not names:
         return
-    with closing(KvqServer(model, "auto", EngineLimits(), requests)) as server:
+    with closing(KvqServer(model, "auto", EngineConfig(), requests)) as server:
         alone = one_by_one(server, requests)
     loaded = load_rival(model)
     for name in names:
         try:
-            rival = RIVALS[name](loaded, limits, model.layout.block_size)
+            rival = RIVALS[name](loaded, config, model.layout.block_size)
             tokens = rival.generate(requests)
             if isinstance(rival, ContinuousBatching):
                 rival.choose_attention(requests)

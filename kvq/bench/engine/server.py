@@ -5,13 +5,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from time import perf_counter, sleep
 
 from kvq.bench.engine.load import ArrivalQueue, LoadRequest, Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
-from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
+from kvq.engine import LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams, StepStats
 from kvq.engine.requests.outputs import Event
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.models import Model
@@ -23,20 +23,10 @@ _SAMPLE_EVERY = 8  # interval in steps, because counting filled slots takes time
 _Ended = tuple[LoadRequest, float, RequestOutput]  # with its due time
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineLimits:
-    """Limits of an engine, named as options of `LLM`. Without a size, the pool fits all requests at once."""
-
-    kv_memory: int | str | None = None
-    num_blocks: int | None = None  # per layer group
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
-    prefix_caching: bool = True
-
-    def blocks_for(self, requests: Sequence[LoadRequest], block_size: int) -> int:
-        """Return the number of blocks that the longest `max_num_seqs` requests take at full length."""
-        blocks = sorted((-(-request.tokens // block_size) for request in requests), reverse=True)
-        return round(1.02 * sum(blocks[: self.max_num_seqs])) + _SLACK_BLOCKS
+def blocks_for(requests: Sequence[LoadRequest], config: EngineConfig, block_size: int) -> int:
+    """Return the number of blocks that the longest `max_num_seqs` requests take at full length."""
+    blocks = sorted((-(-request.tokens // block_size) for request in requests), reverse=True)
+    return round(1.02 * sum(blocks[: config.max_num_seqs])) + _SLACK_BLOCKS
 
 
 class KvqServer:
@@ -44,19 +34,19 @@ class KvqServer:
 
     name = "kvq"
 
-    def __init__(self, model: Model, kv: str, limits: EngineLimits, requests: Sequence[LoadRequest]) -> None:
-        """Start an engine. `requests`: requests of the load, used to size the pool if `limits` don't.
+    def __init__(self, model: Model, kv: str, config: EngineConfig, requests: Sequence[LoadRequest]) -> None:
+        """Start an engine. Unless `config` sizes the pool, it fits all `requests` of the load at once.
 
         Raises:
             ConfigError: the format doesn't fit the model.
             OutOfMemory: the pool doesn't fit.
         """
         self.kv = kv
-        if limits.num_blocks is None and limits.kv_memory is None:
-            limits = replace(limits, num_blocks=limits.blocks_for(requests, model.layout.block_size))
+        if config.num_blocks is None and config.kv_memory is None:
+            config = replace(config, num_blocks=blocks_for(requests, config, model.layout.block_size))
         refused = _GraphsRefused()
         with refused.listening():
-            self.llm = LLM(model, kv, **asdict(limits))
+            self.llm = LLM(model, kv, **asdict(config))
         if model.weights.device.type != "cuda":
             refused.reason = "not on a GPU"
         self.graphs = {  # for decode steps

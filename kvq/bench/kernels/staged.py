@@ -19,7 +19,7 @@ from kvq.cache import KVCache
 from kvq.cache.stores.staged import StagedStore
 from kvq.errors import ConfigError
 from kvq.kernels import StagedBatch
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.kernels.paged import PagedRows
 from kvq.layout import KVLayout
 
@@ -115,7 +115,7 @@ def read_bytes(layout: KVLayout, context: int) -> float:
 def _old(layout: KVLayout, context: int) -> tuple[int, int]:
     """Return the range (first, end) of tokens that are quantized for the last of `context` tokens."""
     exact = layout.exact
-    edge = Part(age=Age.YOUNG, recent=exact.recent, block_size=layout.block_size).edge(context - 1)
+    edge = Part(is_young=True, recent=exact.recent, block_size=layout.block_size).edge(context - 1)
     return min(exact.sinks, edge), edge
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.rivals import compare, one_by_one
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.bench.timing import in_turn, percentile, spread
 from kvq.bench.vllm.engine import OWN, STEP_TOKENS, VllmServer
 from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmLoad, require_context
-from kvq.engine import CompletionOutput
+from kvq.engine import CompletionOutput, EngineConfig
 from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 
@@ -77,7 +77,7 @@ def _entrants(model: Model, formats: Sequence[str], loads: Sequence[VllmLoad]) -
 
 def kvq_outputs(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
     """Return the results of kvq's own engine, which runs one request after another."""
-    with closing(KvqServer(model, kv, EngineLimits(), requests)) as server:
+    with closing(KvqServer(model, kv, EngineConfig(), requests)) as server:
         return one_by_one(server, requests)
 
 

@@ -1,13 +1,14 @@
 """Layer store: K and V of one layer, in any storage form."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 from torch import Tensor
 
 from kvq.errors import ConfigError, UnsupportedKernel
-from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, StagedBatch, StagedKV
+from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, StagedBatch
+from kvq.kernels.decoder.cpu import CpuDecoder
+from kvq.kernels.decoder.stack import StackLayer
 from kvq.kernels.paged import Rows
 from kvq.kernels.rope_write.reference import Angles, LayerHeads, turned_heads
 from kvq.layout import Role
@@ -15,17 +16,6 @@ from kvq.layout import Role
 LayerBatch = SequenceBatch | StagedBatch  # the sequences of a step as one layer sees them
 Attended = tuple[Tensor, Tensor]  # out [tokens, q_heads, v_head_dim], lse fp32 [tokens, q_heads]
 Views = Mapping[Role, PagedKV]  # one layer's blocks in the pools of its layer groups
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CompiledLayer:
-    """Blocks of a layer whose K and V are written and read entirely in C++."""
-
-    kv: PagedKV | StagedKV
-    group: int  # layer group
-    exact: bool  # attention in fp32 for all formats
-    sees_old: bool = True  # False if a window ends before any sealed block
-    num_kinds: int = 1  # number of layer kinds: the distance from a sealed group to its recent one
 
 
 class LayerStore(Protocol):
@@ -88,8 +78,8 @@ class LayerStore(Protocol):
         """Return the indices of the sequences for which expanding latents to heads saves work."""
         return []
 
-    def compiled(self) -> CompiledLayer | None:
-        """Return the blocks for C++ code that runs entire steps; None if other code also uses them."""
+    def stack_layer(self, decoder: CpuDecoder, options: AttentionOptions, angles: int) -> StackLayer | None:
+        """Return the layer for C++ code that runs entire steps; None if other code also uses its blocks."""
         return None
 
 

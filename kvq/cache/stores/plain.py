@@ -6,8 +6,10 @@ from typing import Self
 
 from torch import Tensor
 
-from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, PagedStore, Views
+from kvq.cache.stores.base import Attended, LayerBatch, PagedStore, Views
 from kvq.kernels import AttentionOptions, Kernel, PagedKV, SequenceBatch
+from kvq.kernels.decoder.cpu import CpuDecoder
+from kvq.kernels.decoder.stack import StackLayer
 from kvq.kernels.paged import Rows
 from kvq.kernels.rope_write.reference import Angles, LayerHeads
 from kvq.layout import Role
@@ -48,10 +50,17 @@ class PlainStore(PagedStore):
         )
         return rows
 
-    def compiled(self) -> CompiledLayer | None:
+    def stack_layer(self, decoder: CpuDecoder, options: AttentionOptions, angles: int) -> StackLayer | None:
         if not runs_in_cpp(self.kernels, "attend", "write_kv"):
             return None
-        return CompiledLayer(kv=self.blocks, group=self.group, exact=self.backend_of("attend") == "cpu-fp32")
+        return StackLayer(
+            decoder=decoder,
+            kv=self.blocks,
+            options=options,
+            exact=self.backend_of("attend") == "cpu-fp32",
+            group=self.group,
+            angles=angles,
+        )
 
     def backend_of(self, operation: str) -> str:
         return self.kernels[operation].backend

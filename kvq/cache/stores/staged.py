@@ -12,11 +12,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, Views
+from kvq.cache.stores.base import Attended, LayerBatch, Views
 from kvq.cache.stores.plain import PlainStore, runs_in_cpp, turned_queries
 from kvq.formats import ExactTokens
 from kvq.kernels import AttentionOptions, Kernel, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.attend.options import parts_of
+from kvq.kernels.decoder.cpu import CpuDecoder
+from kvq.kernels.decoder.stack import StackLayer
 from kvq.kernels.paged import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.reference import Angles, LayerHeads
 from kvq.layout import Role
@@ -60,13 +62,16 @@ class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate lay
         self.seal(batch)
         return _attend_all_forms(self.kernels, q, self.kv, batch, options)
 
-    def compiled(self) -> CompiledLayer | None:
+    def stack_layer(self, decoder: CpuDecoder, options: AttentionOptions, angles: int) -> StackLayer | None:
         if not runs_in_cpp(self.kernels, "attend", "write_kv", "seal"):
             return None
-        return CompiledLayer(
+        return StackLayer(
+            decoder=decoder,
             kv=self.kv,
-            group=self.group,
+            options=options,
             exact=self.backend_of("attend") == "cpu-fp32",
+            group=self.group,
+            angles=angles,
             sees_old=self.sees_old,
             num_kinds=self.num_kinds,
         )

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class PackedAttention(Protocol):
+class _PackedAttention(Protocol):
     """Step over a packed batch, passed through the model as the keyword `kvq_step`."""
 
     geometry: ModelGeometry
@@ -79,7 +79,7 @@ class _Passed(TypedDict, total=False):
     softcap: float | None
     s_aux: Tensor | None
     sliding_window: int | None
-    kvq_step: PackedAttention
+    kvq_step: _PackedAttention
 
 
 class _MaskKeywords(TypedDict, total=False):

@@ -27,7 +27,7 @@ _SHORTEST = 1024  # tokens, in plots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Serving:
+class _Serving:
     """Latency and throughput of `users` concurrent requests."""
 
     users: int
@@ -37,13 +37,13 @@ class Serving:
     requests_per_s: float
 
 
-def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
+def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> _Serving:
     """Return the speed if a new prompt replaces every finished request and is computed while the others wait.
 
     By Little's law, `users` = requests per second x seconds per request.
     """
     per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens for one user
-    return Serving(
+    return _Serving(
         users=users,
         ttft_s=prefill_s + step_s,
         itl_s=per_token_s,
@@ -52,7 +52,7 @@ def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: f
     )
 
 
-def serving(time: StepTime, demand: Demand, users: int) -> Serving:
+def serving(time: StepTime, demand: Demand, users: int) -> _Serving:
     """Return the speed of `users` concurrent requests, averaged over lengths, with shared prefixes cached."""
     lengths = demand.lengths
     halfway = [x.prompt + x.output // 2 for x in lengths]
@@ -64,7 +64,7 @@ def serving(time: StepTime, demand: Demand, users: int) -> Serving:
     return closed_loop(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
 
 
-def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
+def at_rate(serve: Callable[[int], _Serving], rate: float, *, most: int) -> _Serving | None:
     """Return the speed at `rate` requests per second, or None if `most` concurrent requests can't keep up.
 
     This is the speed at the smallest concurrency whose throughput reaches the rate, which is the average
@@ -95,10 +95,10 @@ class CapacityPlan:
     users: Users
     vllm: Mapping[str, Any] | None = None  # figures that vLLM prints at startup, if vLLM is the engine
     kv_bytes_per_token: float  # on the fullest GPU
-    serving: Serving | None  # with all users that fit; None if only the total size of the weights is known
+    serving: _Serving | None  # with all users that fit; None if only the total size of the weights is known
     state_bytes: int  # of a sequence's recurrent states, on the fullest GPU; in a separate pool
     time: StepTime | None = field(repr=False, compare=False)  # step times
-    serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # speed at a number of users
+    serve: Callable[[int], _Serving] | None = field(repr=False, compare=False)  # speed at a number of users
     usd_per_million_tokens: float | None  # generated tokens, at full load
     refused: str | None = None  # why kvq's engine does not run the model
 

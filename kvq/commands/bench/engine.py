@@ -102,7 +102,7 @@ def engine(
 
 def _plan(model: "PreparedModel", traffic: TrafficOptions, options: _EngineOptions) -> "EnginePlan":
     from kvq.bench.engine.engine import EnginePlan
-    from kvq.bench.engine.server import EngineLimits
+    from kvq.engine import EngineConfig
     from kvq.engine.build import check_cache
     from kvq.engine.requests.request_options import as_priority
 
@@ -122,7 +122,7 @@ def _plan(model: "PreparedModel", traffic: TrafficOptions, options: _EngineOptio
             max_context=model.max_context,
             priority=as_priority(options.priority or ("batch" if at_once else "interactive")),
         ),
-        limits=EngineLimits(num_blocks=options.blocks, **picked(options, *limits)),
+        config=EngineConfig(num_blocks=options.blocks, **picked(options, *limits)),
         users=users,
         rivals=() if options.rivals == "none" else tuple(name.strip() for name in options.rivals.split(",")),
         **picked(options, "repeats", "step_costs", "slo_ttft_ms", "slo_itl_ms"),

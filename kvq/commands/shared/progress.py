@@ -21,7 +21,7 @@ FIRST_S = 5.0  # delay before the first plain line; shorter work prints no lines
 EVERY_S = 30.0  # time between further lines, or a tenth of the elapsed time if longer
 
 
-class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth of the time
+class _PlainLines:  # D360: a line after 5 s, then every 30 s or tenth of the time
     """Progress in plain lines, printed by a separate thread so that stalled work is also reported."""
 
     def __init__(self, what: str) -> None:
@@ -87,7 +87,7 @@ def progress_bar(what: str) -> Iterator[Update]:
     """Yield a function (done, total) that shows the progress of the work."""
     console = _console()
     if not console.is_terminal:
-        with PlainLines(what) as lines:
+        with _PlainLines(what) as lines:
             yield lines.update
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -124,7 +124,7 @@ def status(what: str) -> Iterator[None]:
             spinner = stack.enter_context(console.status(what))
             stack.enter_context(hear_stages(lambda stage: spinner.update(f"{what}: {stage}")))
         else:
-            lines = stack.enter_context(PlainLines(what))
+            lines = stack.enter_context(_PlainLines(what))
             stack.enter_context(hear_stages(lines.stage))
         yield
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
+class _ServeOptions:
     """Options of the HTTP server."""
 
     check: bool = option(False, "Only check whether this configuration can work, then end.")
@@ -102,8 +102,8 @@ class ServeOptions:
     multiple=True,
     help="API key, or several with commas. Process lists show it: a file or KVQ_API_KEY is better.",
 )
-@gathered(ServeOptions, "options")
-def command(service: Callable[[], dict[str, Any]], options: ServeOptions) -> None:
+@gathered(_ServeOptions, "options")
+def command(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> None:
     """Serve a model over HTTP with an OpenAI-compatible API: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop handles signals
@@ -133,7 +133,7 @@ command.sections = {
 }
 
 
-def _config(service: Callable[[], dict[str, Any]], options: ServeOptions) -> "ServerConfig":
+def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "ServerConfig":
     from kvq.server.admission.admission import AdmissionConfig
     from kvq.server.admission.config import ServerConfig
     from kvq.server.admission.metric_names import parse_names
@@ -164,7 +164,7 @@ def _config(service: Callable[[], dict[str, Any]], options: ServeOptions) -> "Se
     )
 
 
-def _access(options: ServeOptions) -> "Access":
+def _access(options: _ServeOptions) -> "Access":
     from kvq.server.admission.config import allowed_hosts, read_keys
     from kvq.server.http.credentials import Access
 
@@ -178,7 +178,7 @@ def _access(options: ServeOptions) -> "Access":
     )
 
 
-def _events(options: ServeOptions) -> Any:
+def _events(options: _ServeOptions) -> Any:
     from kvq.server.kv_events.config import EventsConfig, listening
 
     if options.kv_events is None:

@@ -63,7 +63,7 @@ class NGrams:
         return found
 
 
-class Recent:
+class _Recent:
     """Outputs of ended requests, keyed by owner. Other owners can't use them: timing would reveal content."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS, most_in_all: int = _MOST_IN_ALL) -> None:
@@ -101,7 +101,7 @@ class Lookup(Proposer):
 
     def __init__(self) -> None:
         self._texts: dict[Branch, NGrams] = {}
-        self._recent = Recent()
+        self._recent = _Recent()
         self._found: dict[Branch, list[int]] = {}
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
@@ -127,7 +127,7 @@ class Lookup(Proposer):
 
     def reset(self) -> None:
         """Drop all outputs of ended requests."""
-        self._recent = Recent()
+        self._recent = _Recent()
 
     def forget(self, branch: Branch, job: Job) -> None:
         """Keep the branch's output for later requests."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.cache.digests import BlockDigests, header_text, layout_digest, seal
+from kvq.cache.digests import block_digest, digest_context, header_text, layout_digest, seal
 from kvq.errors import ConfigError, DamagedData, NumericalError
 from kvq.formats import ExactTokens, KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
@@ -65,7 +65,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks, whose bytes are the pa
         self._layout = _layout(recipe, channels, dims)
         [group] = self._layout.groups
         self._block_bytes = group.block_bytes
-        self._digests = BlockDigests(group, recipe)
+        self._context = digest_context(group, recipe)
         self._cache = KVCache(self._layout, num_blocks=[1], device=device or torch.device("cpu"))
 
     def nbytes(self, num_tokens: int) -> int:
@@ -99,7 +99,8 @@ class ChunkCodec:  # D350: chunks are block-major blocks, whose bytes are the pa
             if bool(bad):
                 raise NumericalError(f"K or V of layer {layer} hold NaN or infinity; the chunk is not stored")
         content = blocks.cpu()
-        header = header_text(self._header(num_tokens, place, self._digests.of(content, 0).hex())).encode()
+        digest = block_digest(content, 0, self._context).hex()
+        header = header_text(self._header(num_tokens, place, digest)).encode()
         front = _FRONT.pack(_MAGIC, FORMAT_VERSION, len(header), seal(header.decode()).encode()) + header
         out[: len(front)] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
         out[len(front) : needed] = content
@@ -126,7 +127,7 @@ class ChunkCodec:  # D350: chunks are block-major blocks, whose bytes are the pa
                 f"a stored chunk holds {payload.numel()} bytes of blocks, expected {blocks.numel()}: it is "
                 f"cut short, or too long; {_AGAIN}"
             )
-        if header != {**expected, "blocks": self._digests.of(payload, 0).hex()}:
+        if header != {**expected, "blocks": block_digest(payload, 0, self._context).hex()}:
             raise DamagedData(f"a stored chunk's blocks are damaged; {_AGAIN}")
         blocks.copy_(payload)
         table = torch.arange(self._num_blocks(num_tokens), device=out.device)[None]

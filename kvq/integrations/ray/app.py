@@ -76,10 +76,10 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     return options | {"autoscaling_config": AutoscalingConfig(**scaling, **bounds)}
 
 
-class Arguments(BaseModel):
+class _Arguments(BaseModel):
     """Arguments of `serve run kvq.integrations.ray:build`, and of a file for `serve deploy`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", title="Arguments")
     model: str = "tiny"
     kv: str = "auto"
     served_model_name: str | None = None
@@ -92,6 +92,6 @@ class Arguments(BaseModel):
     engine: dict[str, Any] = Field(default_factory=dict)
 
 
-def build(args: Arguments) -> serve.Application:
+def build(args: _Arguments) -> serve.Application:
     """Return the application that the arguments of Ray's command line or configuration file describe."""
     return application(**args.model_dump())

@@ -51,7 +51,7 @@ class KvqGpuBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """Return the class that builds a step's metadata."""
-        return KvqGpuBuilder
+        return _KvqGpuBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -90,7 +90,7 @@ class KvqGpuBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
 
-class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
+class _KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
     """Builder of step metadata for kvq's kernels; owns the tensors that captured graphs read."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # grids depend on the numbers of new tokens

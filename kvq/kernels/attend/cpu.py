@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.attend.options import Age, AttentionOptions, Part
+from kvq.kernels.attend.options import AttentionOptions, Part
 from kvq.kernels.native.abi import NUMBERS, batch_of, check_shape, dense_of, layer_of, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -102,7 +102,7 @@ def _part(part: Part | None) -> dict[str, int]:
     if part is None:
         return {"part": NUMBERS["KVQ_ALL"]}
     return {
-        "part": NUMBERS["KVQ_OLD" if part.age is Age.OLD else "KVQ_YOUNG"],
+        "part": NUMBERS["KVQ_YOUNG" if part.is_young else "KVQ_OLD"],
         "recent": min(part.recent, _MOST),
         "edge_size": part.block_size,
         "first": min(part.first, _MOST),

@@ -1,20 +1,12 @@
 """Attention options: scale, window, chunks, softcap, sinks, and parts of the keys by age."""
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.formats import ExactTokens
-
-
-class Age(Enum):
-    """Age of a key relative to a query."""
-
-    OLD = "old"  # in blocks that are full and followed by `recent` tokens, up to the query
-    YOUNG = "young"  # the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +18,11 @@ class Part:
     [first, min(edge, last)) are old.
     """
 
-    age: Age
+    is_young: bool  # False: the old keys, in full blocks that `recent` tokens up to the query follow
     recent: int  # tokens
     block_size: int
-    first: int = 0  # OLD: earlier keys are left out; a multiple of the block size
-    last: int | None = None  # OLD: later keys, from here on, are left out; None: none are
+    first: int = 0  # of old keys: earlier keys are left out; a multiple of the block size
+    last: int | None = None  # of old keys: later keys, from here on, are left out; None: none are
 
     def edge(self, position: int) -> int:
         """Return the first key that is young for a query at `position`."""
@@ -42,18 +34,18 @@ class Part:
 
     def oldest(self, position: int) -> int:
         """Return the first key that a query at `position`, or at any later one, may see."""
-        return self.edge(position) if self.age is Age.YOUNG else self.first
+        return self.edge(position) if self.is_young else self.first
 
     def end(self, position: int) -> int:
         """Return the end of the range of keys that a query at `position`, or at any earlier one, may see."""
-        if self.age is Age.YOUNG:
+        if self.is_young:
             return position + 1
         return self.edge(position) if self.last is None else min(self.edge(position), self.last)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
         """Return a bool tensor that is True where the key is not in this part."""
         edge = self.edges(query)
-        if self.age is Age.YOUNG:
+        if self.is_young:
             return key < edge
         outside = (key >= edge) | (key < self.first)
         return outside if self.last is None else outside | (key >= self.last)
@@ -61,8 +53,8 @@ class Part:
 
 def parts_of(exact: ExactTokens, block_size: int) -> tuple[Part, Part, Part]:
     """Return the parts of the keys that a staged layer reads from sealed blocks, recent blocks and sinks."""
-    old = Part(age=Age.OLD, recent=exact.recent, block_size=block_size, first=exact.sinks)
-    return old, replace(old, age=Age.YOUNG, first=0), replace(old, first=0, last=exact.sinks)
+    old = Part(is_young=False, recent=exact.recent, block_size=block_size, first=exact.sinks)
+    return old, replace(old, is_young=True, first=0), replace(old, first=0, last=exact.sinks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

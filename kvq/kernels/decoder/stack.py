@@ -30,9 +30,9 @@ class StackLayer:
     kv: PagedKV | StagedKV
     options: AttentionOptions
     exact: bool  # attention in fp32 for every format
-    group: int  # index in the step's batches
+    group: int  # layer group: index in the step's batches
     angles: int  # index in the step's angles
-    sees_old: bool = True  # False for a staged layer without any sealed block
+    sees_old: bool = True  # False for a staged layer whose window ends before any sealed block
     num_kinds: int = 1  # kinds of layers; each has a group of recent blocks, then one of sinks
 
     @property

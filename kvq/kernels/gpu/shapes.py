@@ -317,16 +317,19 @@ def target(x: Tensor) -> str:
     return FP32 if is_fp32 else device_name(x.device)
 
 
-@lru_cache(maxsize=8)
 def device_name(device: torch.device) -> str:
     """Return the table's name for a device: its architecture, such as `sm90` or `gfx942`."""
-    return "interpreter" if device.type == "cpu" else Device.of(device).architecture
+    return _facts(device)[0]
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return a GPU's number of multiprocessors, or 1 for the interpreter."""
+    return _facts(device)[1]
 
 
 @lru_cache(maxsize=8)
-def multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors, or 1 for the interpreter."""
+def _facts(device: torch.device) -> tuple[str, int]:
+    """Return a device's name and number of multiprocessors, which take torch microseconds to tell."""
     if device.type == "cpu":
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+        return "interpreter", 1
+    return Device.of(device).architecture, torch.cuda.get_device_properties(device).multi_processor_count

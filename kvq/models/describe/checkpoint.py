@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -10,8 +9,9 @@ import xxhash
 
 from kvq import strict_json
 from kvq.errors import ModelError, first_lines
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.files import read_gguf
-from kvq.models.gguf.header import MAGIC, GgufTensor, read_gguf_header
+from kvq.models.gguf.header import MAGIC, read_gguf_header
 
 UNREAD = {"C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # not read
 _DTYPE_BITS = {
@@ -21,17 +21,6 @@ _DTYPE_BITS = {
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
 _CHUNK_BYTES = 1 << 20  # still in the L2 cache when they are hashed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor of a safetensors or GGUF file; offsets are from the start of the file, in bytes."""
-
-    name: str
-    dtype: str  # as the file writes it: BF16, Q4_K
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def is_gguf(place: Path) -> bool:
@@ -128,7 +117,7 @@ def read_header(path: Path) -> list[TensorEntry]:
         with path.open("rb") as file:
             prefix = file.read(8)
             if prefix.startswith(MAGIC):  # as a safetensors header, this would be longer than any
-                return [_gguf_entry(tensor) for tensor in read_gguf_header(path).tensors]
+                return read_gguf_header(path)[1]
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
@@ -153,12 +142,6 @@ def read_header(path: Path) -> list[TensorEntry]:
     return entries
 
 
-def _gguf_entry(tensor: GgufTensor) -> TensorEntry:
-    """Return a tensor of a GGUF file, under its name there."""
-    own = tensor.kind.name
-    return TensorEntry(name=tensor.name, dtype=own, shape=tensor.shape, begin=tensor.begin, end=tensor.end)
-
-
 def _entry(path: Path, name: str, info: object, start: int) -> TensorEntry:
     if not isinstance(info, dict):
         raise _damaged(path, f"tensor {name} has no description")
@@ -169,9 +152,8 @@ def _entry(path: Path, name: str, info: object, start: int) -> TensorEntry:
     nbytes = offsets[1] - offsets[0]
     if nbytes * 8 != math.prod(shape) * bits:
         raise _damaged(path, f"tensor {name} of {dtype} {shape} can't have {nbytes} bytes")
-    return TensorEntry(
-        name=name, dtype=str(dtype), shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1]
-    )
+    begin, end = start + offsets[0], start + offsets[1]
+    return TensorEntry(name=name, dtype=str(dtype), shape=tuple(shape), path=path, begin=begin, end=end)
 
 
 def _is_counts(values: object) -> TypeGuard[list[int]]:

@@ -15,8 +15,9 @@ from torch import nn
 
 from kvq.errors import ModelError
 from kvq.formats.checkpoints.fields import shown
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.geometry import ModelGeometry, field_name
-from kvq.models.describe.checkpoint import TensorEntry, config_place, is_gguf, read_json
+from kvq.models.describe.checkpoint import config_place, is_gguf, read_json
 
 _LARGEST = 1 << 53  # exact in all JSON readers; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # since a module is built for each

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import with_modelopt_config
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.geometry.support import KINDS, text_config, text_name
 from kvq.models.describe.checkpoint import (
     UNREAD,
-    TensorEntry,
     is_gguf,
     read_config_json,
     read_header,
     weight_files,
 )
 from kvq.models.gguf.files import read_gguf
-from kvq.models.gguf.names import Source
 from kvq.models.gguf.tensors import GgufTensors
 
 
@@ -60,7 +59,8 @@ def read_unread(folder: Path) -> dict[str, str]:
 
 def _all_entries(folder: Path) -> Iterator[TensorEntry]:
     if is_gguf(folder):
-        yield from (_gguf_entry(name, source) for name, source in read_gguf(folder).sources.items())
+        for own, source in read_gguf(folder).sources.items():
+            yield replace(source.tensor, name=own, shape=source.shape, begin=source.begin, end=source.end)
         return
     named = namer(folder)
     for path in weight_files(folder):
@@ -69,12 +69,7 @@ def _all_entries(folder: Path) -> Iterator[TensorEntry]:
                 yield replace(entry, name=name)
 
 
-def _gguf_entry(name: str, source: Source) -> TensorEntry:
-    kind = source.tensor.kind.name
-    return TensorEntry(name=name, dtype=kind, shape=source.shape, begin=source.begin, end=source.end)
-
-
-class StoredTensors(Mapping[str, Tensor]):
+class _StoredTensors(Mapping[str, Tensor]):
     """Mapping from names to tensors in several files; each tensor is memory-mapped on access."""
 
     def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
@@ -114,7 +109,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-ModelTensors = StoredTensors | GgufTensors
+ModelTensors = _StoredTensors | GgufTensors
 
 
 def read_tensors(folder: Path) -> ModelTensors:
@@ -126,4 +121,4 @@ def read_tensors(folder: Path) -> ModelTensors:
     if is_gguf(folder):
         return GgufTensors(read_gguf(folder))
     named, unread = namer(folder), read_unread(folder)
-    return StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)
+    return _StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)

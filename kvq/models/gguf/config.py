@@ -6,10 +6,10 @@ from struct import unpack
 from typing import Any
 
 from kvq.errors import ModelError
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.architectures import Architecture, architecture_of
-from kvq.models.gguf.header import GgufTensor
 
-Tensors = Mapping[str, GgufTensor]
+Tensors = Mapping[str, TensorEntry]
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SIZES = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
@@ -64,7 +64,7 @@ class _Config:
             raise self.unfit("block_count", f"may be up to {_MOST_LAYERS}, got {layers}")
         head_dim = self.count("attention.key_length", max(1, hidden // heads))
         self._check_understood(head_dim)
-        is_fp32 = all(tensor.kind.name == "F32" for tensor in self.tensors.values())
+        is_fp32 = all(tensor.dtype == "F32" for tensor in self.tensors.values())
         config = {
             "model_type": own.model_type,
             **sizes,
@@ -117,7 +117,7 @@ class _Config:
             raise self.unfit(key, f"must be a number, got {value!r:.80}")
         return value
 
-    def _tensor(self, name: str) -> GgufTensor:
+    def _tensor(self, name: str) -> TensorEntry:
         if name not in self.tensors:
             raise ModelError(f"{self.where} lacks tensor {name}; download it again, or take another copy")
         return self.tensors[name]
@@ -223,9 +223,9 @@ class _Config:
     def _floats(self, name: str, dims: int) -> list[float]:
         """Return the values of a small tensor, one for each pair of rotated dimensions."""
         tensor = self._tensor(name)
-        if tensor.kind.name != "F32" or tensor.shape != (dims // 2,) or dims > _MOST_DIMS:
+        if tensor.dtype != "F32" or tensor.shape != (dims // 2,) or dims > _MOST_DIMS:
             raise ModelError(
-                f"{self.where}: {name} must be F32 of shape [{dims // 2}], got {tensor.kind.name} of "
+                f"{self.where}: {name} must be F32 of shape [{dims // 2}], got {tensor.dtype} of "
                 f"{list(tensor.shape)}; take another copy"
             )
         with tensor.path.open("rb") as file:

@@ -1,15 +1,16 @@
 """GGUF files of one model: a single one, or all parts of a split one."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError
 from kvq.formats.ggml import GgmlType
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.config import gguf_config
-from kvq.models.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from kvq.models.gguf.header import read_gguf_header
 from kvq.models.gguf.names import Source, find_sources
 
 RECIPE = "kvq.recipe"  # key of the metadata: a KV recipe as JSON
@@ -20,16 +21,17 @@ _PROJECTOR = "mmproj"  # part of the names of files with a model's eyes or ears
 class GgufModel:
     """Description of a model in GGUF files, by their headers."""
 
-    def __init__(self, headers: tuple[GgufHeader, ...]) -> None:
-        """`headers`: of all parts, in order.
+    def __init__(
+        self, paths: Sequence[Path], metadata: Mapping[str, Any], tensors: Iterable[TensorEntry]
+    ) -> None:
+        """`metadata`: of the first part; `tensors`: of all parts.
 
         Raises:
             ModelError: several parts hold a tensor.
         """
-        self.paths = [header.path for header in headers]
-        self.metadata: Mapping[str, Any] = headers[0].metadata
-        self.tensors: dict[str, GgufTensor] = {}  # by their names in GGUF
-        for tensor in (tensor for header in headers for tensor in header.tensors):
+        self.paths, self.metadata = list(paths), metadata
+        self.tensors: dict[str, TensorEntry] = {}  # by their names in GGUF
+        for tensor in tensors:
             if (other := self.tensors.get(tensor.name)) is not None:
                 raise ModelError(
                     f"{other.path} and {tensor.path} both hold tensor {tensor.name!r:.80}; download "
@@ -92,15 +94,15 @@ def read_gguf(path: Path) -> GgufModel:
 @lru_cache(maxsize=2)  # a model and its draft
 def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufModel:
     """Read the headers; `stamps`: of the files, so that changed files are read again."""
-    headers = tuple(map(read_gguf_header, paths))
-    for number, header in enumerate(headers):
-        said = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1) or 1
+    headers = [read_gguf_header(path) for path in paths]
+    for number, (path, (metadata, _)) in enumerate(zip(paths, headers, strict=True)):
+        said = metadata.get("split.no", 0), metadata.get("split.count", 1) or 1
         if said != (number, len(paths)) and (len(paths) > 1 or said[1] != 1):
             raise ModelError(
-                f"{header.path} says that it is part {said[0]!r:.20} of {said[1]!r:.20}, counted from 0, and "
+                f"{path} says that it is part {said[0]!r:.20} of {said[1]!r:.20}, counted from 0, and "
                 f"its name stands for {number} of {len(paths)}; parts are called NAME-00001-of-00003.gguf"
             )
-    model = GgufModel(headers)
+    model = GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
     wanted = model.metadata.get("split.tensors.count")
     if len(paths) > 1 and wanted not in (None, len(model.tensors)):
         raise ModelError(

@@ -5,7 +5,7 @@ damaged or forged file ends in an error. Source: the GGUF specification, version
 """
 
 import mmap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from struct import Struct
@@ -13,6 +13,7 @@ from typing import Any
 
 from kvq.errors import ModelError
 from kvq.formats.ggml import TYPES_BY_NUMBER, UNREAD_TYPES, GgmlType
+from kvq.formats.tensor_entry import TensorEntry
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -29,40 +30,21 @@ _U32, _U64 = Struct("<I"), Struct("<Q")
 _AGAIN = "download or copy it again"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GgufTensor:
-    """One tensor of a GGUF file; `begin` and `end` are from the start of the file, in bytes."""
-
-    name: str
-    kind: GgmlType
-    shape: tuple[int, ...]  # as torch writes it: [out, in]; a row of `in` values is contiguous
-    path: Path
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GgufHeader:
-    """Metadata and tensors of a file. Bytes of strings that are no UTF-8 are kept as lone surrogates."""
-
-    path: Path
-    metadata: dict[str, Any]
-    tensors: tuple[GgufTensor, ...]
-
-
 def has_magic(path: Path) -> bool:
     """Return True if a file begins as a GGUF file does; the caller must handle OSError."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_gguf_header(path: Path) -> GgufHeader:  # D381: gguf's reader takes seconds
-    """Read the header of a GGUF file and compare it with the file's size.
+def read_gguf_header(path: Path) -> tuple[dict[str, Any], list[TensorEntry]]:
+    """Return the metadata and the tensors of a GGUF file, after comparing its header with the file's size.
+
+    Bytes of strings that are no UTF-8 are kept as lone surrogates.
 
     Raises:
         ModelError: the file is unreadable or damaged, or kvq doesn't read its version or a type.
     """
-    try:
+    try:  # D381: gguf's reader takes seconds
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 24:
@@ -81,7 +63,7 @@ class _Reader:
         self._path, self._data, self._size, self._at = path, data, size, 0
         self._what = "the header"
 
-    def header(self) -> GgufHeader:
+    def header(self) -> tuple[dict[str, Any], list[TensorEntry]]:
         self._check_version()
         num_tensors, num_keys = self._number(_U64), self._number(_U64)
         self._check_count(num_keys, _KEY_BYTES, "keys")
@@ -95,7 +77,7 @@ class _Reader:
         self._what = "the list of tensors"
         self._check_count(num_tensors, _TENSOR_BYTES, "tensors")
         found = [self._tensor() for _ in range(num_tensors)]
-        return GgufHeader(path=self._path, metadata=metadata, tensors=self._placed(found, metadata))
+        return metadata, self._placed(found, metadata)
 
     def damaged(self, at: int, why: str) -> ModelError:
         return ModelError(f"{self._path} is damaged at byte {at}: {why}; {_AGAIN}")
@@ -187,7 +169,7 @@ class _Reader:
         self._at += form.size
         return list(map(bool, found)) if kind == _BOOL else found
 
-    def _tensor(self) -> tuple[int, GgufTensor]:
+    def _tensor(self) -> tuple[int, TensorEntry]:
         """Return the place of a tensor's description, and the tensor as if all data began at byte 0."""
         at, name = self._at, self._name()
         self._what = f"tensor {name!r:.80}"
@@ -202,7 +184,9 @@ class _Reader:
             why = f"{self._what} has rows of {shape[-1]} values, and blocks of {kind.name} have {kind.values}"
             raise self.damaged(at, why)
         end = offset + prod(shape) // kind.values * kind.nbytes
-        return at, GgufTensor(name=name, kind=kind, shape=shape, path=self._path, begin=offset, end=end)
+        return at, TensorEntry(
+            name=name, dtype=kind.name, shape=shape, path=self._path, begin=offset, end=end
+        )
 
     def _kind(self, number: int) -> GgmlType:
         if number not in TYPES_BY_NUMBER:
@@ -214,9 +198,7 @@ class _Reader:
             )
         return TYPES_BY_NUMBER[number]
 
-    def _placed(
-        self, found: list[tuple[int, GgufTensor]], metadata: dict[str, Any]
-    ) -> tuple[GgufTensor, ...]:
+    def _placed(self, found: list[tuple[int, TensorEntry]], metadata: dict[str, Any]) -> list[TensorEntry]:
         """Return the tensors with their places in the file, after checking that they are whole and apart."""
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -242,4 +224,4 @@ class _Reader:
                 f"{self._path} is truncated: it has {self._size} bytes, and tensor {last.name!r:.80} ends at "
                 f"byte {whole}, so {whole - self._size} bytes are missing; {_AGAIN}"
             )
-        return tuple(replace(one, begin=start + one.begin, end=start + one.end) for _, one in found)
+        return [replace(one, begin=start + one.begin, end=start + one.end) for _, one in found]

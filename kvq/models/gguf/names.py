@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import ModelError
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.architectures import Architecture, architecture_of
 from kvq.models.gguf.config import ROPE_TENSORS, Tensors
-from kvq.models.gguf.header import GgufTensor
 
 WHOLE = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"
@@ -28,7 +28,7 @@ class Source:
     `shift`: what GGUF has added to the values.
     """
 
-    tensor: GgufTensor
+    tensor: TensorEntry
     shape: tuple[int, ...]  # in transformers
     begin: int  # in the file, in bytes
     end: int
@@ -53,7 +53,7 @@ def find_sources(
 
 
 def _sources(
-    own: Architecture, tensor: GgufTensor, config: Mapping[str, Any]
+    own: Architecture, tensor: TensorEntry, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Source]]:
     """Yield the tensors of transformers that a tensor of GGUF holds: one, or one for each expert."""
     if match := _LAYER.fullmatch(tensor.name):
@@ -71,7 +71,7 @@ def _sources(
         )
     if len(tensor.shape) == 1 and not tensor.kind.is_float:
         raise ModelError(
-            f"{tensor.path}: vector {tensor.name} is stored as {tensor.kind.name}; take another copy"
+            f"{tensor.path}: vector {tensor.name} is stored as {tensor.dtype}; take another copy"
         )
     shape = (1, *tensor.shape) if part == ROW_OF_ONE and len(tensor.shape) == 1 else tensor.shape
     heads = HEADS.get(part)

@@ -1,7 +1,8 @@
 """Tokenizer of a GGUF file: transformers' own, made from the file's metadata."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvq.errors import ModelError, first_lines, nearest
@@ -47,19 +48,20 @@ def load_gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> Any:
 
 def _sentencepiece(vocabulary: Vocabulary) -> Any:
     """Return a tokenizer that merges characters by scores, and writes unknown ones as bytes."""
-    from tokenizers import decoders, normalizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores, kinds, unknown = vocabulary.scores, vocabulary.kinds, vocabulary.special.get("unknown")
     best_first = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-    backend = _bpe(
-        vocabulary,
-        "scores",
-        vocab=vocabulary.ids,
-        merges=scored_merges([vocabulary.tokens[i] for i in best_first if kinds[i] in _MERGED]),
-        unk_token=None if unknown is None else vocabulary.tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    merges = scored_merges([vocabulary.tokens[i] for i in best_first if kinds[i] in _MERGED])
+    with _blamed_on(vocabulary, "scores"):
+        model = models.BPE(
+            vocab=vocabulary.ids,
+            merges=merges,
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    backend = Tokenizer(model)
     prefix, strip = [normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]
     if not vocabulary.get("add_space_prefix", bool, True):
         prefix, strip = [], []
@@ -71,17 +73,14 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
 
 def _byte_level(vocabulary: Vocabulary, split: str) -> Any:
     """Return a tokenizer that splits texts and merges their bytes in the file's order."""
-    from tokenizers import decoders
+    from tokenizers import Tokenizer, decoders, models
 
     lines = dict.fromkeys(vocabulary.values("merges", str))  # the first of equal ones counts
     used = zip(vocabulary.ids.items(), vocabulary.kinds, strict=True)
-    backend = _bpe(
-        vocabulary,
-        "merges",
-        vocab=dict(item for item, kind in used if kind != UNUSED),
-        merges=[tuple(line.split(" ", 1)) for line in lines],
-        ignore_merges=split in WHOLE,
-    )
+    ids = dict(item for item, kind in used if kind != UNUSED)
+    merges: Any = [tuple(line.split(" ", 1)) for line in lines]
+    with _blamed_on(vocabulary, "merges"):
+        backend = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=split in WHOLE))
     backend.pre_tokenizer = splitter(SPLITS[split])
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -96,11 +95,11 @@ def splitter(patterns: Sequence[str]) -> Any:
     return pre_tokenizers.Sequence([*cuts, to_bytes])
 
 
-def _bpe(vocabulary: Vocabulary, key: str, **given: Any) -> Any:
-    from tokenizers import Tokenizer, models
-
+@contextmanager
+def _blamed_on(vocabulary: Vocabulary, key: str) -> Iterator[None]:
+    """Blame a key of the file for errors of the library, which says only that something doesn't fit."""
     try:
-        return Tokenizer(models.BPE(**given))
+        yield
     except Exception as error:  # the library raises plain exceptions
         raise vocabulary.wrong(key, f"doesn't fit the tokens: {first_lines(error)}") from error
 

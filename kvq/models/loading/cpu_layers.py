@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kvq.cache.stores.base import LayerStore
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
-from kvq.kernels.decoder.stack import CpuStack, StackLayer
+from kvq.kernels.decoder.stack import CpuStack
 from kvq.kernels.decoder.whole import CpuPass, ReadyPass
 from kvq.models.parts.angles import Angles
 from kvq.models.parts.step import PackedStep
@@ -82,18 +82,9 @@ class CpuLayers:
         layers = []
         for decoder in self._layers:
             parts = decoder.parts
-            if (own := step.cache.stores[parts.index].compiled()) is None:
+            store, options = step.cache.stores[parts.index], step.options_of(parts.index, parts.options)
+            layer = store.stack_layer(decoder, options, self._kinds.index(parts.angles))
+            if layer is None:
                 return None
-            layers.append(
-                StackLayer(
-                    decoder=decoder,
-                    kv=own.kv,
-                    options=step.options_of(parts.index, parts.options),
-                    exact=own.exact,
-                    group=own.group,
-                    angles=self._kinds.index(parts.angles),
-                    sees_old=own.sees_old,
-                    num_kinds=own.num_kinds,
-                )
-            )
+            layers.append(layer)
         return CpuStack(layers)

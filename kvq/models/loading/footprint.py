@@ -10,8 +10,8 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.stored import Stored, stored_layers
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.formats.weights import WeightCode, WeightFormat
-from kvq.models.describe.checkpoint import TensorEntry
 from kvq.models.describe.modules import build_on_meta, unquantized
 from kvq.models.describe.text_part import read_tensors
 from kvq.models.gguf.files import read_gguf

@@ -18,13 +18,13 @@ from kvq.cache.backend import CacheBackend, cache_backend, with_stores
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.formats import KVRecipe, StaticScales
-from kvq.formats.ggml import GGML_TYPES
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.formats.weights import Inputs, WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.geometry.support import rope_types
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
-from kvq.models.describe.checkpoint import TensorEntry, content_digest, is_gguf, weight_files
+from kvq.models.describe.checkpoint import content_digest, is_gguf, weight_files
 from kvq.models.describe.config_values import check_headers, check_values
 from kvq.models.describe.ends import read_end_ids
 from kvq.models.describe.kv_scales import is_kv_scale, read_kv_scales
@@ -85,7 +85,7 @@ class PreparedModel:
     def is_quantized(self) -> bool:
         """True if the weights are stored as codes."""
         if self.is_gguf:
-            return any(not GGML_TYPES[entry.dtype].is_float for entry in self.entries)
+            return any(not entry.kind.is_float for entry in self.entries)
         return self.config.get("quantization_config") is not None
 
     @property

@@ -56,7 +56,7 @@ _SWITCH_S = 5e-4  # maximum wait of a step for Python code of other threads; Pyt
 STUCK = 70  # exit status after a step that never ended
 
 
-class Worker:
+class _Worker:
     """Main loop of the engine process: runs steps and sends their results until the HTTP process ends."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -258,7 +258,7 @@ def main() -> None:
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its log may go to a terminal of another process group
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         try:
-            Worker(sock).run()
+            _Worker(sock).run()
         except BrokenPipeError:
             _log.warning("the HTTP process is gone")
     os._exit(0)  # everything is closed; unloading torch would take a second of processor time

@@ -1,10 +1,9 @@
 """Event loop time: a budget for work in slices of milliseconds, and the longest time without a pause."""
 
 import asyncio
-import selectors
 from collections.abc import Callable, Iterator
 from enum import Enum
-from time import perf_counter, thread_time
+from time import perf_counter
 
 from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
@@ -138,22 +137,3 @@ class LoopBudget:
 
 def _closing() -> EngineError:
     return EngineError("the server is shutting down")
-
-
-class Stretches(selectors.DefaultSelector):
-    """Event loop selector that records the longest time for which the loop does not poll its sockets.
-
-    The time between two polls is measured as processor time, so other processes do not affect it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.longest_s = 0.0  # since the start, or since the last reset
-        self._since_s: float | None = None
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if self._since_s is not None:
-            self.longest_s = max(self.longest_s, thread_time() - self._since_s)
-        found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
-        self._since_s = thread_time()
-        return found

@@ -14,8 +14,9 @@ from kvq.bench.engine.engine import EnginePlan, bench_engine
 from kvq.bench.engine.hf import ContinuousBatching
 from kvq.bench.engine.load import ArrivalQueue, Load, LoadRequest, Served, ServedLoad, is_saturated, mark, row
 from kvq.bench.engine.rivals import check_requests, compare, one_by_one
-from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.capacity.lengths import Lengths, parse_lengths
+from kvq.engine import EngineConfig
 from kvq.errors import ConfigError, EngineError
 from kvq.models import Model
 
@@ -142,7 +143,7 @@ def test_saturation_and_the_best_row_within_the_slo_are_marked() -> None:
 def test_a_server_gives_every_token_and_counts_blocks_and_hits(model: Model) -> None:
     load = replace(LOAD, shared_prefix=0.9, input_lengths=Lengths(low=80, high=80))
     requests = load.draw(0)
-    server = KvqServer(model, "int4_g32", EngineLimits(), requests)
+    server = KvqServer(model, "int4_g32", EngineConfig(), requests)
     found, again = server.run(requests, 1), server.run(requests, 1)
     server.close()
     assert [len(one.token_s) for one in found.served] == [request.output_tokens for request in requests]
@@ -157,7 +158,7 @@ def test_a_server_gives_every_token_and_counts_blocks_and_hits(model: Model) -> 
 
 def test_other_tokens_than_one_by_one_stop_the_benchmark(model: Model) -> None:
     few = check_requests(LOAD.draw(0))
-    server = KvqServer(model, "fp32", EngineLimits(), few)
+    server = KvqServer(model, "fp32", EngineConfig(), few)
     alone = one_by_one(server, few)
     server.close()
     tokens = [list(output.token_ids) for output in alone]
@@ -191,7 +192,7 @@ def test_a_rival_that_cannot_run_has_a_row_that_says_why(
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(ContinuousBatching, "generate", broken)
-    plan = EnginePlan(load=LOAD, limits=EngineLimits(), rivals=("hf-continuous",), repeats=1)
+    plan = EnginePlan(load=LOAD, config=EngineConfig(), rivals=("hf-continuous",), repeats=1)
     rows = bench_engine(model, ["fp32"], plan)
     assert rows[1]["reason"] == "ValueError: no such kernel"
     assert rows[1]["output_tokens_per_s"] is None
@@ -201,7 +202,7 @@ def test_a_rival_that_cannot_run_has_a_row_that_says_why(
 def test_pressure_shows_as_preemptions(model: Model) -> None:
     load = replace(LOAD, input_lengths=Lengths(low=60, high=60), output_lengths=Lengths(low=40, high=40))
     requests = load.draw(0)
-    server = KvqServer(model, "int4_g32", EngineLimits(num_blocks=9), requests)
+    server = KvqServer(model, "int4_g32", EngineConfig(num_blocks=9), requests)
     found = server.run(requests, None)
     server.close()
     assert found.preemptions

@@ -9,7 +9,7 @@ from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.formats import Centers, KVRecipe, LayerCenters
 from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.layout import plan_layout
 from tests.kernels.kit import CPU, geometry, rows_like_kv
 
@@ -114,7 +114,7 @@ def test_a_part_without_keys_stays_empty() -> None:
     cache, work = cache_of("int4"), batch(23, 1)
     cache.write(0, *biased(23), work.slots)
     q = torch.randn(1, 2 * HEADS, DIM)
-    none = Part(age=Age.OLD, recent=23, block_size=cache.layout.block_size)
+    none = Part(is_young=False, recent=23, block_size=cache.layout.block_size)
     out, lse = cache.attend(0, q, work, AttentionOptions(scale=0.125, part=none))
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.isneginf(lse).all()

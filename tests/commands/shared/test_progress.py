@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvq.commands.shared import progress
-from kvq.commands.shared.progress import PlainLines, named_progress, progress_bar, status
+from kvq.commands.shared.progress import _PlainLines, named_progress, progress_bar, status
 from tests.waiting import wait_for
 
 
@@ -87,8 +87,8 @@ def test_lines_grow_rarer(lines, monkeypatch):
 
     monkeypatch.setattr(threading, "Event", Ended)
     elapsed_s = iter([5, 5, 35, 35, 600, 600, 600])
-    monkeypatch.setattr(PlainLines, "_elapsed_s", property(lambda self: next(elapsed_s)))
-    PlainLines("tuning")._run()
+    monkeypatch.setattr(_PlainLines, "_elapsed_s", property(lambda self: next(elapsed_s)))
+    _PlainLines("tuning")._run()
     assert waits == [5, 30, 30, 60]
 
 

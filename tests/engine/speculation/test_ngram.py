@@ -7,7 +7,7 @@ import pytest
 
 from kvq.engine import SamplingParams
 from kvq.engine.speculation import ngram
-from kvq.engine.speculation.ngram import NGrams, Recent
+from kvq.engine.speculation.ngram import NGrams, _Recent
 from tests.engine.kit import drive, submit
 from tests.engine.speculation.kit import counts, speculating
 
@@ -62,7 +62,7 @@ def test_another_text_is_searched_by_the_end_of_ones_own():
 
 
 def test_answers_are_kept_by_owner_and_bounded():
-    recent = Recent(most_tokens=100)
+    recent = _Recent(most_tokens=100)
     for i in range(50):
         recent.add(("a", None), [i, i + 1, i + 2] * 10)
     text = recent.of(("a", None))
@@ -74,7 +74,7 @@ def test_answers_are_kept_by_owner_and_bounded():
 
 
 def test_of_many_tenants_those_heard_of_last_are_known():
-    recent = Recent(most_tokens=100, most_in_all=300)
+    recent = _Recent(most_tokens=100, most_in_all=300)
     for i in range(40):
         recent.add((str(i), None), [i, 1, 2] * 10)
         recent.add(("never says anything", None), [])

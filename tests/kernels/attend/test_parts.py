@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import reference
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.kernels.merge_partials.reference import merge_partials
 from tests.kernels.attend.test_attend import Case, relative_error
 from tests.kernels.backends import every_backend
@@ -35,8 +35,8 @@ def case_of(kv: str, block_size: int) -> Case:
 def parts(recent: int, block_size: int, sinks: int) -> list[Part]:
     """All keys before a query, as a staged layer shares them out."""
     same = {"recent": recent, "block_size": block_size}
-    whole = Part(age=Age.OLD, first=sinks, **same), Part(age=Age.YOUNG, **same)
-    return [*whole, *([Part(age=Age.OLD, last=sinks, **same)] if sinks else [])]
+    whole = Part(is_young=False, first=sinks, **same), Part(is_young=True, **same)
+    return [*whole, *([Part(is_young=False, last=sinks, **same)] if sinks else [])]
 
 
 def without_unseen(batch: SequenceBatch, part: Part, block_size: int, window: int | None) -> SequenceBatch:

@@ -21,7 +21,7 @@ from kvq.errors import ConfigError, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, Device, KernelSpec, registry, select
 from kvq.kernels.attend.cpu import attend
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.kernels.gather_dense.cpu import gather_dense
 from kvq.kernels.merge_partials.cpu import merge_partials
 from kvq.kernels.native import library
@@ -276,5 +276,5 @@ def test_windows_softcaps_and_lengths_out_of_range_are_refused_and_never_wrap() 
             attend(q, kv, replace(batch, context_lens=(context,)), PLAIN)
     plain = attend(q, kv, batch, PLAIN)[0]
     assert torch.equal(attend(q, kv, batch, AttentionOptions(scale=1.0, window=(1 << 32) + 1))[0], plain)
-    none = Part(age=Age.OLD, recent=1 << 32, block_size=kv.block_size)
+    none = Part(is_young=False, recent=1 << 32, block_size=kv.block_size)
     assert not attend(q, kv, batch, AttentionOptions(scale=1.0, part=none))[0].any()

@@ -7,7 +7,7 @@ import torch
 
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, StagedBatch, StagedKV
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.kernels.attend.reference import attend as attend_reference
 from kvq.kernels.attend.triton.attend import attend
 from kvq.kernels.gather_dense.reference import gather_dense as gather_reference
@@ -71,7 +71,7 @@ def test_sealed_blocks_are_gathered_and_attended_to_with_what_they_have_once(
         for want, got in zip(wanted, gather_dense(layer, *at, unrotate=unrotate), strict=True):
             assert torch.equal(want, got)
     q, batch = rows_like_kv(21, 6, 64, 5), tables.batch([20, 1], contexts)
-    part = Part(age=Age.OLD, recent=views.exact.recent, block_size=block_size)
+    part = Part(is_young=False, recent=views.exact.recent, block_size=block_size)
     options = AttentionOptions(scale=0.1, part=part, softcap=30.0)
     out, lse = attend(q, layer, batch, options)
     want_out, want_lse = attend_reference(q, layer, batch, options)

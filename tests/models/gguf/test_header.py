@@ -48,16 +48,15 @@ def tensor(
 
 
 def test_names_shapes_and_places(tmp_path):
-    found = read(tmp_path, GOOD)
-    assert found.metadata == META
-    row, vector = found.tensors
-    assert (row.name, row.kind.name, row.shape, row.end - row.begin) == (
+    metadata, (row, vector) = read(tmp_path, GOOD)
+    assert metadata == META
+    assert (row.name, row.dtype, row.shape, row.end - row.begin) == (
         "blk.0.attn_q.weight",
         "Q8_0",
         (2, 64),
         136,
     )
-    assert (vector.kind.name, vector.shape) == ("F32", (3,))
+    assert (vector.dtype, vector.shape) == ("F32", (3,))
     assert vector.begin % 32 == 0
     assert vector.path.read_bytes()[vector.begin : vector.end] == VECTOR.data
 
@@ -71,20 +70,20 @@ def test_names_shapes_and_places(tmp_path):
 )
 def test_every_type_of_value(tmp_path, kind, code, value):
     one, many = struct.pack(f"<{code}", value), struct.pack(f"<IQ2{code}", kind, 2, value, value)
-    found = read(tmp_path, head(keys=key(b"one", kind, one) + key(b"many", 9, many), num_keys=2)).metadata
+    found = read(tmp_path, head(keys=key(b"one", kind, one) + key(b"many", 9, many), num_keys=2))[0]
     assert found == {"one": value, "many": [value, value]}
     assert type(found["one"]) is type(value)
 
 
 def test_arrays_in_arrays_and_bytes_that_are_no_text(tmp_path):
     inner = struct.pack("<IQ", 8, 1) + text(b"\xff\x00")
-    found = read(tmp_path, head(keys=key(b"k", 9, struct.pack("<IQ", 9, 2) + inner * 2), num_keys=1)).metadata
+    found = read(tmp_path, head(keys=key(b"k", 9, struct.pack("<IQ", 9, 2) + inner * 2), num_keys=1))[0]
     assert [one[0].encode("utf-8", "surrogateescape") for one in found["k"]] == [b"\xff\x00"] * 2
 
 
 def test_another_alignment(tmp_path):
     found = read(tmp_path, pack(META | {"general.alignment": 64}, TENSORS))
-    assert [one.begin % 64 for one in found.tensors] == [0, 0]
+    assert [one.begin % 64 for one in found[1]] == [0, 0]
 
 
 DEEP = struct.pack("<IQ", 9, 1) * 5 + struct.pack("<IQ", 4, 0)
@@ -155,7 +154,7 @@ def test_a_large_vocabulary_is_read_quickly(tmp_path):
     tokens = struct.pack("<IQ", 8, 1 << 18) + b"".join(text(f"token{i}") for i in range(1 << 18))
     raw = head(keys=key(b"tokenizer.ggml.tokens", 9, tokens), num_keys=1)
     start = time.perf_counter()
-    found = read(tmp_path, raw).metadata["tokenizer.ggml.tokens"]
+    found = read(tmp_path, raw)[0]["tokenizer.ggml.tokens"]
     assert time.perf_counter() - start < 3  # 0.1 s alone
     assert (len(found), found[-1]) == (1 << 18, "token262143")
 

@@ -15,7 +15,7 @@ import kvq
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import calibration_text
 from kvq.models.describe.checkpoint import read_json, weight_files
-from kvq.models.describe.text_part import StoredTensors
+from kvq.models.describe.text_part import _StoredTensors
 from kvq.models.loading.quantized import read_weights
 from kvq.weights import packed_experts, quantized_layers
 from kvq.weights.files import parse_config
@@ -43,7 +43,7 @@ def reference_logits(plain: Path, folder: Path, dtype: torch.dtype) -> torch.Ten
     """Of transformers' own model that holds the weights as kvq reads and dequantizes them."""
     scheme = parse_config(read_json(folder / "config.json")["quantization_config"])
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, attn_implementation="eager")
-    for name, weight in read_weights(scheme, StoredTensors(weight_files(folder))).items():
+    for name, weight in read_weights(scheme, _StoredTensors(weight_files(folder))).items():
         model.get_submodule(name).weight = torch.nn.Parameter(weight.dequantize(dtype))
     return model(torch.tensor([IDS])).logits[0]
 

@@ -19,7 +19,7 @@ CONFIG = SimpleNamespace(
 
 
 def builder() -> Any:
-    return gpu_backend.KvqGpuBuilder(None, [], CONFIG, torch.device("cpu"))
+    return gpu_backend._KvqGpuBuilder(None, [], CONFIG, torch.device("cpu"))
 
 
 def step(new: list[int], contexts: list[int], known: bool = True) -> CommonAttentionMetadata:
@@ -118,7 +118,7 @@ def test_steps_of_a_real_engine_attend_to_the_same(  # D345: vLLM's Python alone
         want = greedy(llm, prompts[:12], 10)
     steps = []
 
-    class Builder(gpu_backend.KvqGpuBuilder):
+    class Builder(gpu_backend._KvqGpuBuilder):
         def build(self, *args: Any, **named: Any) -> Any:
             steps.append(super().build(*args, **named))
             return steps[-1]

@@ -25,7 +25,7 @@ from kvq.server.engine import worker
 from kvq.server.engine.frames import MAX_FRAME, encode, from_engine, read, to_engine
 from kvq.server.engine.messages import Ended, Refused, Start, Submit, pack
 from kvq.server.engine.remote import Remote, State
-from kvq.server.engine.worker import STUCK, Worker
+from kvq.server.engine.worker import STUCK, _Worker
 from tests.waiting import HANG_S, wait_for_async
 
 OPTIONS = {"num_blocks": 64, "max_num_seqs": 8}
@@ -269,7 +269,7 @@ def answer_of_a_worker(sent):
         with theirs, contextlib.suppress(EngineError):
             ours.sendall(sent)
             ours.shutdown(socket.SHUT_WR)
-            Worker(theirs).run()
+            _Worker(theirs).run()
         return b"".join(iter(lambda: ours.recv(1 << 16), b""))
 
 

@@ -14,7 +14,7 @@ from kvq.server.engine import frames
 from kvq.server.engine.frames import from_engine, read
 from kvq.server.engine.memory import Memory
 from kvq.server.engine.messages import Ended, Submit, pack
-from kvq.server.engine.worker import Worker
+from kvq.server.engine.worker import _Worker
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_log_probabilities_beyond_a_frame_fail_their_own_request(core, monkeypat
     monkeypatch.setattr(frames, "MAX_FRAME", 1000)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker = Worker(theirs)
+        worker = _Worker(theirs)
         worker._ended = [Ended(number=1, prompt_logprobs=scored), Ended(number=2)]
         worker._tell(core, Memory(core.model.weights.device))
         stepped = read(ours, from_engine)
@@ -43,7 +43,7 @@ def test_log_probabilities_beyond_a_frame_fail_their_own_request(core, monkeypat
 def test_a_request_that_came_while_a_step_ran_has_waited_since_then(core):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker = Worker(theirs)
+        worker = _Worker(theirs)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         submit = Submit(number=1, prompt=pack([5, 6]), options=RequestOptions(params=params))
         worker._do(core, submit, perf_counter() - 3600.0)

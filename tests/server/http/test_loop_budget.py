@@ -10,7 +10,8 @@ from time import thread_time
 import pytest
 
 from kvq.errors import EngineError
-from kvq.server.http.loop_budget import Again, LoopBudget, Stretches
+from kvq.server.http.loop_budget import Again, LoopBudget
+from kvq.server.run import _Stretches
 from tests.waiting import HANG_S
 
 
@@ -92,7 +93,7 @@ def test_who_holds_much_is_next_of_its_owner():
 
 
 def test_what_many_begin_at_once_is_spread():
-    stretches = Stretches()
+    stretches = _Stretches()
 
     def work():
         began = thread_time()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvq import extras
-from kvq.commands.use.serve import ServeOptions, _events
+from kvq.commands.use.serve import _events, _ServeOptions
 from kvq.errors import ConfigError
 from kvq.server.kv_events.config import EventsConfig, listening
 
@@ -50,16 +50,16 @@ def test_who_can_listen_in_is_known(address, is_local):
 
 def test_options_that_need_each_other_say_so(monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda module: True)
-    assert _events(ServeOptions()) is None
+    assert _events(_ServeOptions()) is None
     with pytest.raises(ConfigError, match="need --kv-events"):
-        _events(ServeOptions(kv_events_replay="5558"))
+        _events(_ServeOptions(kv_events_replay="5558"))
     with pytest.raises(ConfigError, match="need an address each"):
-        _events(ServeOptions(kv_events="5557", kv_events_replay="tcp://127.0.0.1:5557"))
-    made = _events(ServeOptions(kv_events="5557", kv_events_topic="kv@a@b", kv_events_form="arrays"))
+        _events(_ServeOptions(kv_events="5557", kv_events_replay="tcp://127.0.0.1:5557"))
+    made = _events(_ServeOptions(kv_events="5557", kv_events_topic="kv@a@b", kv_events_form="arrays"))
     assert made == EventsConfig(address="tcp://127.0.0.1:5557", topic="kv@a@b", form="arrays")
 
 
 def test_without_pyzmq_there_is_a_remedy(monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda module: module != "zmq")
     with pytest.raises(ConfigError, match=r"--kv-events needs pyzmq, .* pip install '\.\[events\]'"):
-        _events(ServeOptions(kv_events="5557"))
+        _events(_ServeOptions(kv_events="5557"))

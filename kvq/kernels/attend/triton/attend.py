@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
-from kvq.kernels.attend.options import Age, AttentionOptions
+from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.reference import limit_of
 from kvq.kernels.attend.triton.kernel import attend_kernel
 from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
@@ -151,7 +151,7 @@ def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
     """Return True if a tile may have hidden keys before visible ones."""
     part = options.part
     return (options.window, options.chunk) != (None, None) or (
-        part is not None and (part.age is Age.YOUNG or part.first % shape.keys != 0)
+        part is not None and (part.is_young or part.first % shape.keys != 0)
     )
 
 

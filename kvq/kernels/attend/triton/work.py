@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import Part
 from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS, MERGE_WORDS, OLD, YOUNG, list_kernel
 from kvq.kernels.gpu.launch import launch
 from kvq.kernels.paged import SequenceBatch
@@ -103,7 +103,7 @@ def _longest(batch: SequenceBatch, cut: Cut) -> int:
         longest = min(longest, cut.chunk + cut.rows + cut.keys)
     if part is None:
         return longest
-    if part.age is Age.YOUNG:
+    if part.is_young:
         return min(longest, part.recent + part.block_size + cut.rows + cut.keys)
     return longest if part.last is None else min(longest, part.last)
 
@@ -113,7 +113,7 @@ def part_numbers(part: Part | None) -> dict[str, int]:
     if part is None:
         return {"AGE": 0, "AGE_BLOCK": 1, "recent": 0, "part_first": 0, "part_last": _NO_LAST}
     return {
-        "AGE": int((OLD if part.age is Age.OLD else YOUNG).value),
+        "AGE": int((YOUNG if part.is_young else OLD).value),
         "AGE_BLOCK": part.block_size,
         "recent": part.recent,
         "part_first": part.first,
