@@ -26,9 +26,7 @@ ROOT = Path(__file__).parents[2]
     "options",
     [
         pytest.param(("--doors", "http", "--cases", "120"), id="requests"),
-        pytest.param(
-            ("--doors", ",".join(DOORS), "--cases", "6"), id="inside"
-        ),
+        pytest.param(("--doors", ",".join(DOORS), "--cases", "6"), id="inside"),
         pytest.param(("--seconds", "60"), id="all", marks=pytest.mark.long),
     ],
 )
