@@ -26,12 +26,12 @@ def test_metadata_and_tensors_are_read_as_they_were_written(tmp_path):
         writer.add(iter(ROWS))
         assert not out.exists()
         writer.finish(METADATA)
-    header = read_gguf_header(out)
-    assert header.metadata == METADATA
-    assert {one.name: (one.kind, one.shape) for one in header.tensors} == KINDS
+    metadata, tensors = read_gguf_header(out)
+    assert metadata == METADATA
+    assert {one.name: (one.kind, one.shape) for one in tensors} == KINDS
     raw = out.read_bytes()
-    assert [raw[one.begin : one.end] for one in header.tensors][1] == ROWS.numpy().tobytes()
-    assert all(one.begin % 32 == 0 for one in header.tensors)
+    assert [raw[one.begin : one.end] for one in tensors][1] == ROWS.numpy().tobytes()
+    assert all(one.begin % 32 == 0 for one in tensors)
     assert len(raw) % 32 == 0
 
 
