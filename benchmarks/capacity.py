@@ -35,7 +35,7 @@ from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import percentile
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
-from kvq.capacity.fleet.records import Slo, summarize
+from kvq.capacity.fleet.records import summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.lengths import Lengths
 from kvq.capacity.plan.gpus import Gpu
@@ -143,7 +143,7 @@ def simulated(server: KvqServer, requests: list[LoadRequest], time: StepTime) ->
         )
         for request in requests
     ]
-    return summarize(serve(calls, FleetSpec(engine=spec)), Slo())
+    return summarize(serve(calls, FleetSpec(engine=spec)))
 
 
 def compare(model: Model, folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:

@@ -26,11 +26,15 @@ class Faults:
             leaves = rng.random() < self.leaving and call.output_tokens > 1
             yield replace(call, kept_tokens=rng.randrange(1, call.output_tokens)) if leaves else call
 
+    def of_replica(self, index: int) -> "_Trouble":
+        """Return the upcoming faults of a replica."""
+        return _Trouble(self, index)
+
 
 NONE = Faults(leaving=0.0, slow_steps=0.0, life_s=inf)
 
 
-class Trouble:  # D284: engines crash; their requests are not sent again
+class _Trouble:  # D284: engines crash; their requests are not sent again
     """Upcoming faults of one replica."""
 
     def __init__(self, faults: Faults, index: int) -> None:

@@ -120,6 +120,11 @@ class Records:
         gaps = self.output_tokens[number] - 1
         return (self.end_s[number] - self.first_s[number]) / gaps if gaps else 0.0
 
+    def is_within(self, number: int, ttft_s: float | None, itl_s: float | None) -> bool:
+        """Return True if a served request's TTFT and mean ITL are within the limits; None: no limit."""
+        ttft = self.first_s[number] - self.arrival_s[number]
+        return (ttft_s is None or ttft <= ttft_s) and (itl_s is None or self.itl_s(number) <= itl_s)
+
 
 @dataclass(slots=True)
 class Gauges:
@@ -163,33 +168,19 @@ class FleetRun:
         return sha.hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slo:
-    """Latency limits that a request must meet."""
-
-    ttft_s: float | None = None
-    itl_s: float | None = None  # mean over its tokens
-
-    def is_met(self, records: Records, number: int) -> bool:
-        """Return True if a request was served within the limits."""
-        if records.fate[number] != Fate.SERVED:
-            return False
-        ttft = records.first_s[number] - records.arrival_s[number]
-        return (self.ttft_s is None or ttft <= self.ttft_s) and (
-            self.itl_s is None or records.itl_s(number) <= self.itl_s
-        )
-
-
-def summarize(run: FleetRun, slo: Slo) -> dict[str, Any]:
+def summarize(
+    run: FleetRun, *, ttft_slo_s: float | None = None, itl_slo_s: float | None = None
+) -> dict[str, Any]:
     """Return figures keyed by name; times are in milliseconds, or None if nothing was measured.
 
-    Throughput and goodput cover the time from the first arrival to the last completion. `slo_met` is a share
-    of all requests, except requests sent to an API or abandoned by their clients.
+    `ttft_slo_s`, `itl_slo_s`: latency limits of a request. Throughput and goodput cover the time from the
+    first arrival to the last completion. `slo_met` is a share of all requests, except requests sent to an
+    API or abandoned by their clients.
     """
     records, seconds = run.records, run.seconds
     served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
     count = {fate: records.fate.count(fate) for fate in Fate if fate is not Fate.OPEN}
-    met = sum([slo.is_met(records, i) for i in served])
+    met = sum([records.is_within(i, ttft_slo_s, itl_slo_s) for i in served])
     asked = len(records) - count[Fate.OVERFLOWED] - count[Fate.CANCELLED]
     outputs = sum([records.output_tokens[i] for i in served])
     prompts = sum([records.prompt_tokens[i] for i in served])

@@ -9,7 +9,7 @@ from math import inf, isnan
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.drafting import Drafting, Guesser
-from kvq.capacity.fleet.faults import NONE, Faults, Trouble
+from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
@@ -105,7 +105,7 @@ class Replica:
         self._spec = spec
         self._records = records
         self._hand_over = hand_over
-        self._trouble = Trouble(faults, index)
+        self._trouble = faults.of_replica(index)
         self._leaps = leaps and spec.can_leap
         self._rng = random.Random(f"drafts/{spec.drafting.seed if spec.drafting else 0}/{index}")
         self._begin()

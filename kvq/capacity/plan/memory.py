@@ -33,33 +33,13 @@ class Users:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class _Room:
     """Memory terms of the fullest GPU except the pool, and the memory left for the pool."""
 
     terms: tuple[Term, ...]
     free_bytes: int  # memory left by weights and runtime
     activation_bytes: int  # part of the free memory that a step takes
     pool_bytes: int  # maximum size of the pool; negative if memory is missing
-
-    @classmethod
-    def of(cls, target: Target, gpu: Gpu, engine: "Engine") -> "Room":
-        """Return the memory available to an engine after loading the weights."""
-        runtime = Term(
-            name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
-        )
-        weights = target.terms()
-        activations = activation_term(
-            target.geometry, target.parameters, step_tokens=engine.step_tokens, split=target.split
-        )
-        taken = runtime.nbytes + sum(term.nbytes for term in weights)
-        return cls(
-            terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
-            free_bytes=gpu.memory_bytes - taken,
-            activation_bytes=activations.nbytes,
-            pool_bytes=engine.budget(
-                gpu.memory_bytes, taken_bytes=taken, activation_bytes=activations.nbytes
-            ),
-        )
 
     def with_pool(self, pool: Term, why_free: str) -> tuple[Term, ...]:
         """Return all memory terms, including the memory left free and the pool."""
@@ -68,7 +48,7 @@ class Room:
         return (*self.terms, *left, pool)
 
 
-def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: Room, block_bytes: int) -> str:
+def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: _Room, block_bytes: int) -> str:
     """Return the error message for a model that does not fit, with the missing bytes and remedies."""
     taken = sum(term.nbytes for term in room.terms)
     more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
@@ -77,7 +57,7 @@ def does_not_fit(target: Target, gpu: Gpu, engine: "Engine", room: Room, block_b
         spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
         if target.geometry.q_heads % spread.split.tensor:
             break
-        if Room.of(spread, gpu, engine).pool_bytes > (1 - _ROOMY) * gpu.memory_bytes:
+        if engine.room(spread, gpu).pool_bytes > (1 - _ROOMY) * gpu.memory_bytes:
             option = f"--tensor-parallel {spread.split.tensor}"
             ways.insert(0, f"spread it over {spread.split.gpus} GPUs ({option})")
             break
@@ -114,13 +94,28 @@ class Engine:  # D277: the memory for blocks is separate from the kind of blocks
             free, activation_bytes=activation_bytes, on_gpu=True, fraction=self.memory_fraction
         )
 
+    def room(self, target: Target, gpu: Gpu) -> _Room:
+        """Return the memory available to the engine after loading the weights."""
+        runtime = Term(name="runtime", nbytes=self.runtime_bytes, formula="CUDA context, kernels, libraries")
+        weights = target.terms()
+        activations = activation_term(
+            target.geometry, target.parameters, step_tokens=self.step_tokens, split=target.split
+        )
+        taken = runtime.nbytes + sum(term.nbytes for term in weights)
+        return _Room(
+            terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
+            free_bytes=gpu.memory_bytes - taken,
+            activation_bytes=activations.nbytes,
+            pool_bytes=self.budget(gpu.memory_bytes, taken_bytes=taken, activation_bytes=activations.nbytes),
+        )
+
     def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> dict[str, Any]:
         """Plan one pool per layer group; return fields of `CapacityPlan`.
 
         Raises:
             ConfigError: the model doesn't fit.
         """
-        room = Room.of(target, gpu, self)
+        room = self.room(target, gpu)
         block_bytes = sum(group.block_bytes for group in layout.groups)
         shared = self._shared(layout, target, room.pool_bytes, demand)
         if min(shared.num_blocks) < 1:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.memory import Engine, Room, Users, does_not_fit
+from kvq.capacity.plan.memory import Engine, Users, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.formats.names import FOREIGN_NAMES, VLLM_FILE_PREFIX, VLLM_PREFIX
@@ -161,7 +161,7 @@ class VllmEngine(Engine):
         """
         _check_served(target, layout)
         blocks = _VllmBlocks.of(layout, in_flight=self.steps_at_work * self.step_tokens)
-        room = Room.of(target, gpu, self)
+        room = self.room(target, gpu)
         count = room.pool_bytes // blocks.block_bytes
         if count < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, blocks.block_bytes))

@@ -8,7 +8,7 @@ from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
-from kvq.capacity.fleet.records import Slo, costs, summarize
+from kvq.capacity.fleet.records import costs, summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
 from kvq.capacity.lengths import Demand, Length, parse_lengths, read_lines
@@ -47,7 +47,7 @@ class Study:
             )
         self._gpu = _one_gpu(sizing)
         self._target = sizing.target()
-        self._slo = _slo(options)
+        self._ttft_slo_s, self._itl_slo_s = _slos(options)
         self._drafting = parse_drafting(options.speculation, "--speculation", options.seed)
         self._max_num_seqs = sizing.sequences or _MAX_NUM_SEQS
         most = self._target.geometry.max_context
@@ -105,7 +105,8 @@ class Study:
             )
             gpus = fleet.engines * plan.split.gpus
             run = serve(self._draw(), fleet, progress=arrived)
-            figures = summarize(run, self._slo) | costs(run, gpu.usd_per_hour * gpus, self._api)
+            figures = summarize(run, ttft_slo_s=self._ttft_slo_s, itl_slo_s=self._itl_slo_s)
+            figures |= costs(run, gpu.usd_per_hour * gpus, self._api)
             return {"replicas": replicas, "gpus": gpus, **figures}
 
         if options.meet is None:
@@ -134,8 +135,8 @@ class Study:
             max_num_batched_tokens=plan.step_tokens,
             max_context=self._context,
             prefix_caching=self._options.prefix_caching,
-            itl_slo_s=self._slo.itl_s,
-            ttft_slo_s=self._slo.ttft_s,
+            itl_slo_s=self._itl_slo_s,
+            ttft_slo_s=self._ttft_slo_s,
         )
         return EngineSpec(
             num_blocks=list(plan.num_blocks),
@@ -182,8 +183,9 @@ def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Ite
     return number, lambda: arrivals.calls(number, seed)
 
 
-def _slo(options: SimulateOptions) -> Slo:
+def _slos(options: SimulateOptions) -> tuple[float | None, float | None]:
+    """Return the limits on TTFT and ITL in seconds, each None if it was not given."""
     ttft, itl = options.slo_ttft_ms, options.slo_itl_ms
     if options.meet is not None and ttft is None and itl is None:
         raise ConfigError("--meet needs a goal: --slo-ttft-ms, --slo-itl-ms or both")
-    return Slo(ttft_s=None if ttft is None else ttft / 1e3, itl_s=None if itl is None else itl / 1e3)
+    return None if ttft is None else ttft / 1e3, None if itl is None else itl / 1e3

@@ -17,7 +17,6 @@ from kvq.version import __version__
 
 if TYPE_CHECKING:
     from kvq.kernels import Device
-    from kvq.kernels.native.library import Library
 
 
 @click.command(name="doctor")
@@ -77,7 +76,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
             verdicts.append((name, f"does not run: {reason}"))
             continue
         library = load() if name == "cpu" else None
-        variant = "" if library is None or isinstance(library, str) else f" ({_variant(library)})"
+        variant = "" if library is None or isinstance(library, str) else f" ({library})"
         verdicts.append((name, f"runs here: {', '.join(runs)}{variant}"))
     return verdicts
 
@@ -93,12 +92,6 @@ def _linear_operations(device: "Device", backend: str) -> list[str]:
         with suppress(UnsupportedKernel):
             found.append(select(spec.operation, spec, device, backend).operation)
     return found
-
-
-def _variant(library: "Library") -> str:
-    if library.variant == library.best:
-        return library.variant
-    return f"{library.variant}; {library.best}, which this CPU runs, was not built: {install_command()}"
 
 
 def _line(name: str, value: str) -> None:

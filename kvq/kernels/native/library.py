@@ -25,23 +25,29 @@ MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class _Library:
     """One variant of the loaded kernels."""
 
     variant: str
     kernels: dict[str, Any]  # by name; each returns a KvqStatus
     best: str  # variant of this CPU, whether it was built or not
 
+    def __str__(self) -> str:
+        """Return the variant's name, and that of the best one if it was not built."""
+        if self.variant == self.best:
+            return self.variant
+        return f"{self.variant}; {self.best}, which this CPU runs, was not built: {install_command()}"
+
 
 @lru_cache(maxsize=1)
-def load() -> Library | str:
+def load() -> _Library | str:
     """Return the library in the best variant for this CPU, or the reason why none is available."""
     found = variants()
     return found if isinstance(found, str) else found[0]
 
 
 @lru_cache(maxsize=1)
-def variants() -> list[Library] | str:
+def variants() -> list[_Library] | str:
     """Return every variant that was built and runs on this CPU, best first, or why there is none."""
     path = _path()
     if path is None:
@@ -59,7 +65,7 @@ def variants() -> list[Library] | str:
     best = library.kvq_cpu_features().decode()
     built = [variant for variant in VARIANTS if hasattr(library, f"kvq_{variant}_attend")]
     found = [
-        Library(variant, {name: _kernel(library, variant, name) for name in KERNELS}, best)
+        _Library(variant, {name: _kernel(library, variant, name) for name in KERNELS}, best)
         for variant in built
         if variant in VARIANTS[VARIANTS.index(best) :]
     ]
@@ -75,7 +81,7 @@ def _kernel(library: ctypes.CDLL, variant: str, name: str) -> Any:
     return function
 
 
-def loaded() -> Library:
+def loaded() -> _Library:
     """Return the library.
 
     Raises:

@@ -10,7 +10,7 @@ from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.drafting import Drafting, parse_drafting
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
-from kvq.capacity.fleet.records import Fate, Slo, summarize
+from kvq.capacity.fleet.records import Fate, summarize
 from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.errors import ConfigError
 from tests.capacity.fleet.kit import drawn, engine, load, step_time
@@ -39,7 +39,7 @@ def served(spec: EngineSpec, calls: list[Call], drafting: Drafting | None) -> Fl
 def test_tokens_a_step_are_as_many_as_acceptance_gives(acceptance: float, k: int):
     drafting = Drafting(k=k, acceptance=acceptance, adapts=False)
     run = served(engine(2000, block_size=64), answers(8, 3000), drafting)
-    found = summarize(run, Slo())
+    found = summarize(run)
     drafted_steps = found["drafted_tokens"] / k
     mean = 1 + found["accepted_tokens"] / drafted_steps
     expected = per_step(acceptance, k)

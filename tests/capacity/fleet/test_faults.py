@@ -8,7 +8,7 @@ import pytest
 
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
-from kvq.capacity.fleet.records import Fate, Records, Slo, summarize
+from kvq.capacity.fleet.records import Fate, Records, summarize
 from kvq.capacity.fleet.replica import Replica
 from tests.capacity.fleet.kit import drawn, engine, load
 
@@ -21,7 +21,7 @@ def run(faults: Faults, *, rate: float = 10.0, requests: int = 200, **fleet: obj
 
 
 def figures(faults: Faults, **more: object) -> dict:
-    return summarize(run(faults, **more), Slo(ttft_s=1.0))
+    return summarize(run(faults, **more), ttft_slo_s=1.0)
 
 
 def test_faults_that_never_happen_change_nothing():
