@@ -44,7 +44,10 @@ def test_perplexity(kvq, path, text):
     line = ("--kv", "bf16,int8", "--text", text, "--context", "256")
     answers = [kvq("perplexity", model, *line) for model in (path, "tiny")]
     assert [status for status, *_ in answers] == [0, 0], answers
-    figures = [[row for row in out.splitlines() if row.startswith(("bf16", "int8"))] for _, out, _ in answers]
+    found = [
+        [row.split() for row in out.splitlines() if row.startswith(("bf16", "int8"))] for _, out, _ in answers
+    ]
+    figures = [[row[:-1] for row in rows] for rows in found]  # without seconds
     assert figures[0] == figures[1] != []
 
 

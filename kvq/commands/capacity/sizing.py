@@ -85,7 +85,7 @@ class SizingOptions:
         """Return the GPUs named by --gpu."""
         if self.gpu is None:
             raise ConfigError(
-                "name a GPU with --gpu, or several of those that kvq gpus lists; on this machine, kvq plan "
+                "a GPU is needed: give --gpu, one or several names of kvq gpus; on this machine, kvq plan "
                 "--verify counts without one"
             )
         from kvq.capacity.plan.gpus import find_gpu
