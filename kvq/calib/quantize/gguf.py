@@ -125,7 +125,7 @@ def _kinds(
         kinds[one.name] = kind = fitting_type(wanted, one.shape[-1])
         if kind != wanted:
             instead[f"{kind.name} in place of {wanted.name}, whose blocks don't divide {one.shape[-1]}"] += 1
-    return kinds, [f"{count} tensors are {what} inputs" for what, count in instead.items()]
+    return kinds, [f"tensors in {what} inputs: {count}" for what, count in instead.items()]
 
 
 def _metadata(prepared: PreparedModel, config: Mapping[str, Any], name: str) -> dict[str, Any]:
