@@ -59,8 +59,7 @@ def read_unread(folder: Path) -> dict[str, str]:
 
 def _all_entries(folder: Path) -> Iterator[TensorEntry]:
     if is_gguf(folder):
-        for own, source in read_gguf(folder).sources.items():
-            yield replace(source.tensor, name=own, shape=source.shape, begin=source.begin, end=source.end)
+        yield from (source.tensor for source in read_gguf(folder).sources.values())
         return
     named = namer(folder)
     for path in weight_files(folder):

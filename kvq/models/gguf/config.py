@@ -8,6 +8,7 @@ from typing import Any
 from kvq.errors import ModelError
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.architectures import Architecture, architecture_of
+from kvq.models.gguf.vocabulary import CONTROL, ENDS
 
 Tensors = Mapping[str, TensorEntry]
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -24,13 +25,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1),
     "leading_dense_block_count": (0,), "nextn_predict_layers": (0,),
 }  # fmt: skip
-_ENDS = (  # control tokens that end a text or a turn, whatever `eos_token_id` says
-    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>",
-    "<|END_OF_TURN_TOKEN|>", "[|endofturn|]",
-)  # fmt: skip
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ORIGINAL = "rope.scaling.original_context_length"
-_CONTROL = 3  # a token's type
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling; all models have these
 _ORIGINS = tuple(1 << n for n in range(10, 21))  # context lengths before scaling
 _CLOSE = 1e-4
@@ -160,7 +156,7 @@ class _Config:
         ends = [ids[key] for key in _END_KEYS if ids[key] is not None]
         if isinstance(tokens, list) and isinstance(types, list):
             both = enumerate(zip(tokens, types, strict=False))
-            ends += [number for number, (text, kind) in both if kind == _CONTROL and text in _ENDS]
+            ends += [number for number, (text, kind) in both if kind == CONTROL and text in ENDS]
         return {
             "bos_token_id": ids["bos_token_id"],
             "eos_token_id": list(dict.fromkeys(ends)) or None,
