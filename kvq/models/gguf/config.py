@@ -31,7 +31,6 @@ _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling; all models have these
 _ORIGINS = tuple(1 << n for n in range(10, 21))  # context lengths before scaling
 _CLOSE = 1e-4
 _MOST_LAYERS = 10_000
-_MOST_DIMS = 1 << 16  # of RoPE
 
 
 def gguf_config(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Any]:
@@ -53,9 +52,7 @@ class _Config:
 
     def whole(self) -> dict[str, Any]:
         own, sizes = self.own, {field: self.count(key) for key, field in SIZES.items()}
-        heads, hidden, layers = (
-            sizes[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-        )
+        layers, _, hidden, heads = sizes.values()
         if layers > _MOST_LAYERS:
             raise self.unfit("block_count", f"may be up to {_MOST_LAYERS}, got {layers}")
         head_dim = self.count("attention.key_length", max(1, hidden // heads))
@@ -207,19 +204,16 @@ class _Config:
         scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self.count(_ORIGINAL)
-            for key, field in (
-                ("attn_factor", "attention_factor"),
-                *((f"yarn_{name}", name) for name in ("beta_fast", "beta_slow")),
-                ("yarn_attn_factor", "attention_factor"),
-            ):
+            for key in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"):
                 if self.get(f"rope.scaling.{key}") is not None:
+                    field = key.removeprefix("yarn_").replace("attn", "attention")
                     scaling[field] = float(self.number(f"rope.scaling.{key}"))
         return scaling
 
     def _floats(self, name: str, dims: int) -> list[float]:
         """Return the values of a small tensor, one for each pair of rotated dimensions."""
         tensor = self._tensor(name)
-        if tensor.dtype != "F32" or tensor.shape != (dims // 2,) or dims > _MOST_DIMS:
+        if tensor.dtype != "F32" or tensor.shape != (dims // 2,):
             raise ModelError(
                 f"{self.where}: {name} must be F32 of shape [{dims // 2}], got {tensor.dtype} of "
                 f"{list(tensor.shape)}; take another copy"
