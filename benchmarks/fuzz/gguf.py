@@ -57,6 +57,6 @@ def _folder() -> Path:
 @cache
 def _whole(kind: str) -> bytes:
     path = _folder() / f"{kind}.gguf"
-    kvq.quantize(_folder() / "plain", path, format="gguf", type=kind)
+    kvq.quantize(_folder() / "plain", path, file_format="gguf", gguf_type=kind)
     kvq.load(path, device="cpu")
     return path.read_bytes()
