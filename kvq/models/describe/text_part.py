@@ -12,13 +12,7 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import with_modelopt_config
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.geometry.support import KINDS, text_config, text_name
-from kvq.models.describe.checkpoint import (
-    UNREAD,
-    is_gguf,
-    read_config_json,
-    read_header,
-    weight_files,
-)
+from kvq.models.describe.checkpoint import UNREAD, is_gguf, read_config_json, read_header, weight_files
 from kvq.models.gguf.files import read_gguf
 from kvq.models.gguf.tensors import GgufTensors
 
