@@ -100,14 +100,7 @@ def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufM
                 f"{path} says that it is part {said[0]!r:.20} of {said[1]!r:.20}, counted from 0, and "
                 f"its name stands for {number} of {len(paths)}; parts are called NAME-00001-of-00003.gguf"
             )
-    model = GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
-    wanted = model.metadata.get("split.tensors.count")
-    if len(paths) > 1 and wanted not in (None, len(model.tensors)):
-        raise ModelError(
-            f"{paths[0]}: its {len(paths)} parts hold {len(model.tensors)} tensors, and it says "
-            f"{wanted!r:.20}; download all parts again"
-        )
-    return model
+    return GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
 
 
 def part_paths(path: Path) -> list[Path]:
