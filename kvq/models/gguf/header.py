@@ -99,10 +99,8 @@ class _Reader:
     def _check_count(self, count: int, least: int, what: str) -> None:
         left = len(self._data) - self._at
         if count * least > left:
-            raise self.damaged(
-                self._at,
-                f"{self._what} claims {count} {what} of {least} bytes or more, but {left} bytes are left",
-            )
+            why = f"{self._what} claims {count} {what} of {least} bytes or more, but {left} bytes are left"
+            raise self.damaged(self._at, why)
 
     def _number(self, form: Struct) -> Any:
         end = self._at + form.size
@@ -135,19 +133,16 @@ class _Reader:
             begin = at + 8
             at = begin + length_at(data, at)[0]
             if at > end:
-                raise self.damaged(
-                    begin - 8,
-                    f"a string of {at - begin} bytes, in {self._what}, passes the end of the header",
-                )
+                why = f"a string of {at - begin} bytes, in {self._what}, passes the end of the header"
+                raise self.damaged(begin - 8, why)
             append(data[begin:at])
         self._at = at
         return found
 
     def _values(self, kind: int, count: int, depth: int = 0) -> list[Any]:
         if kind not in _LEAST_BYTES:
-            raise self.damaged(
-                self._at - 4, f"{self._what} has values of type {kind}, which GGUF doesn't have"
-            )
+            why = f"{self._what} has values of type {kind}, which GGUF doesn't have"
+            raise self.damaged(self._at - 4, why)
         self._check_count(count, _LEAST_BYTES[kind], "values")
         if kind == _ARRAY:
             if depth == _MAX_DEPTH:
