@@ -152,11 +152,7 @@ class _End:
 
 
 async def _make_service(
-    config: ServerConfig,
-    source: ModelSource,
-    remote: Remote,
-    starting: "asyncio.Task[Ready]",
-    end: _End,
+    config: ServerConfig, source: ModelSource, remote: Remote, starting: "asyncio.Task[Ready]", end: _End
 ) -> Service:
     """Return the service for an engine that is starting; if the service can't be created, end the engine."""
     try:

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,23 +63,14 @@ class _CheckedPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-def check_readable(path: str | Path) -> None:
+def check_readable(path: str | Path, remedy: str = "") -> None:
     """Raise ConfigError if a path does not exist; hf:NAME and templates are not paths and are accepted."""
     try:
         if not str(path).startswith(("hf:", "{")):
             os.stat(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _check_template(template: str) -> None:
-    """Raise ConfigError if a chat template is neither a text nor a file that exists."""
-    try:
-        check_readable(template)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; a chat template is a Jinja file or text; without, the model's own is used"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"can't read {path}: {why}{remedy}") from error
 
 
 class Several(StringParamType):
@@ -114,7 +106,8 @@ SHARE = Finite(0, 1, min_open=True)
 NATURAL, AT_LEAST_1, TOKENS = click.IntRange(min=0), click.IntRange(min=1), TokenCount(min=1)
 PATH = click.Path(path_type=Path)
 TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
-TEMPLATE = _CheckedPath(_check_template)
+_WITHOUT = "; a chat template is a Jinja file or text; without, the model's own is used"
+TEMPLATE = _CheckedPath(partial(check_readable, remedy=_WITHOUT))
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 SIZE = _Size()

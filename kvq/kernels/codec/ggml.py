@@ -61,26 +61,6 @@ def _planes(packed: Tensor, bits: int) -> Tensor:
     return (packed[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
 
 
-def _q4_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8)
-
-
-def _q4_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * _nibbles(b[:, 4:]).float() + _half(b, 2)
-
-
-def _q5_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * ((_nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4).float() - 16)
-
-
-def _q5_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4).float() + _half(b, 2)
-
-
-def _q8_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * b[:, 2:].contiguous().view(torch.int8).float()
-
-
 def _q2_k(b: Tensor) -> Tensor:
     codes = _planes(b[:, 16:80].view(-1, 2, 32), 2).reshape(-1, 16, 16).float()
     scales = (_half(b, 80) * (b[:, :16] & 15).float())[..., None]
@@ -124,10 +104,6 @@ def _q6_k(b: Tensor) -> Tensor:
     return (scales[..., None] * codes.view(-1, 16, 16)).flatten(1)
 
 
-def _iq4_nl(b: Tensor) -> Tensor:
-    return _half(b, 0) * _looked_up(_NON_LINEAR, b[:, 2:])
-
-
 def _mxfp4(b: Tensor) -> Tensor:
     halves = torch.ldexp(torch.ones_like(b[:, :1], dtype=torch.float32), b[:, :1].int() - 128)  # of scales
     return halves * _looked_up(_E2M1, b[:, 1:])
@@ -138,6 +114,11 @@ def _looked_up(table: tuple[int, ...], codes: Tensor) -> Tensor:
 
 
 _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {  # uint8 [blocks, nbytes] -> fp32 [blocks, values]
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
-}  # fmt: skip
+    "Q4_0": lambda b: _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8),
+    "Q4_1": lambda b: _half(b, 0) * _nibbles(b[:, 4:]).float() + _half(b, 2),
+    "Q5_0": lambda b: _half(b, 0) * ((_nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4).float() - 16),
+    "Q5_1": lambda b: _half(b, 0) * (_nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4).float() + _half(b, 2),
+    "Q8_0": lambda b: _half(b, 0) * b[:, 2:].contiguous().view(torch.int8).float(),
+    "IQ4_NL": lambda b: _half(b, 0) * _looked_up(_NON_LINEAR, b[:, 2:]),
+    **{"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4},
+}

@@ -12,13 +12,7 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import with_modelopt_config
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.geometry.support import KINDS, text_config, text_name
-from kvq.models.describe.checkpoint import (
-    UNREAD,
-    is_gguf,
-    read_config_json,
-    read_header,
-    weight_files,
-)
+from kvq.models.describe.checkpoint import UNREAD, is_gguf, read_config_json, read_header, weight_files
 from kvq.models.gguf.files import read_gguf
 from kvq.models.gguf.tensors import GgufTensors
 
@@ -59,8 +53,7 @@ def read_unread(folder: Path) -> dict[str, str]:
 
 def _all_entries(folder: Path) -> Iterator[TensorEntry]:
     if is_gguf(folder):
-        for own, source in read_gguf(folder).sources.items():
-            yield replace(source.tensor, name=own, shape=source.shape, begin=source.begin, end=source.end)
+        yield from (source.tensor for source in read_gguf(folder).sources.values())
         return
     named = namer(folder)
     for path in weight_files(folder):

@@ -8,6 +8,7 @@ from typing import Any
 from kvq.errors import ModelError
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.architectures import Architecture, architecture_of
+from kvq.models.gguf.vocabulary import CONTROL, ENDS
 
 Tensors = Mapping[str, TensorEntry]
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -24,18 +25,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1),
     "leading_dense_block_count": (0,), "nextn_predict_layers": (0,),
 }  # fmt: skip
-_ENDS = (  # control tokens that end a text or a turn, whatever `eos_token_id` says
-    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>",
-    "<|END_OF_TURN_TOKEN|>", "[|endofturn|]",
-)  # fmt: skip
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ORIGINAL = "rope.scaling.original_context_length"
-_CONTROL = 3  # a token's type
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling; all models have these
 _ORIGINS = tuple(1 << n for n in range(10, 21))  # context lengths before scaling
 _CLOSE = 1e-4
 _MOST_LAYERS = 10_000
-_MOST_DIMS = 1 << 16  # of RoPE
 
 
 def gguf_config(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Any]:
@@ -57,9 +52,7 @@ class _Config:
 
     def whole(self) -> dict[str, Any]:
         own, sizes = self.own, {field: self.count(key) for key, field in SIZES.items()}
-        heads, hidden, layers = (
-            sizes[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-        )
+        layers, _, hidden, heads = sizes.values()
         if layers > _MOST_LAYERS:
             raise self.unfit("block_count", f"may be up to {_MOST_LAYERS}, got {layers}")
         head_dim = self.count("attention.key_length", max(1, hidden // heads))
@@ -160,7 +153,7 @@ class _Config:
         ends = [ids[key] for key in _END_KEYS if ids[key] is not None]
         if isinstance(tokens, list) and isinstance(types, list):
             both = enumerate(zip(tokens, types, strict=False))
-            ends += [number for number, (text, kind) in both if kind == _CONTROL and text in _ENDS]
+            ends += [number for number, (text, kind) in both if kind == CONTROL and text in ENDS]
         return {
             "bos_token_id": ids["bos_token_id"],
             "eos_token_id": list(dict.fromkeys(ends)) or None,
@@ -211,19 +204,16 @@ class _Config:
         scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self.count(_ORIGINAL)
-            for key, field in (
-                ("attn_factor", "attention_factor"),
-                *((f"yarn_{name}", name) for name in ("beta_fast", "beta_slow")),
-                ("yarn_attn_factor", "attention_factor"),
-            ):
+            for key in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"):
                 if self.get(f"rope.scaling.{key}") is not None:
+                    field = key.removeprefix("yarn_").replace("attn", "attention")
                     scaling[field] = float(self.number(f"rope.scaling.{key}"))
         return scaling
 
     def _floats(self, name: str, dims: int) -> list[float]:
         """Return the values of a small tensor, one for each pair of rotated dimensions."""
         tensor = self._tensor(name)
-        if tensor.dtype != "F32" or tensor.shape != (dims // 2,) or dims > _MOST_DIMS:
+        if tensor.dtype != "F32" or tensor.shape != (dims // 2,):
             raise ModelError(
                 f"{self.where}: {name} must be F32 of shape [{dims // 2}], got {tensor.dtype} of "
                 f"{list(tensor.shape)}; take another copy"

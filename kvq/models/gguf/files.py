@@ -27,15 +27,15 @@ class GgufModel:
         """`metadata`: of the first part; `tensors`: of all parts.
 
         Raises:
-            ModelError: several parts hold a tensor.
+            ModelError: a tensor occurs twice.
         """
         self.paths, self.metadata = list(paths), metadata
         self.tensors: dict[str, TensorEntry] = {}  # by their names in GGUF
         for tensor in tensors:
             if (other := self.tensors.get(tensor.name)) is not None:
                 raise ModelError(
-                    f"{other.path} and {tensor.path} both hold tensor {tensor.name!r:.80}; download "
-                    f"all parts again"
+                    f"tensor {tensor.name!r:.80} is in {other.path} and again in {tensor.path}; download "
+                    f"the model again"
                 )
             self.tensors[tensor.name] = tensor
 
@@ -55,13 +55,14 @@ class GgufModel:
         Raises:
             ModelError: as for `find_sources`.
         """
-        return find_sources(self.metadata, self.tensors, self.config)
+        found = find_sources(self.metadata, self.tensors, self.config)
+        return {source.tensor.name: source for source in found}
 
     @property
     def types(self) -> dict[str, GgmlType]:
         """Types in which matrices are stored, by the names of layers in modules of transformers."""
-        found = self.sources.items()
-        return {_in_module(name): one.tensor.kind for name, one in found if len(one.shape) > 1}
+        found = [source.tensor for source in self.sources.values()]
+        return {_in_module(tensor.name): tensor.kind for tensor in found if len(tensor.shape) > 1}
 
 
 def _in_module(name: str) -> str:
@@ -84,10 +85,7 @@ def read_gguf(path: Path) -> GgufModel:
             raise ModelError(
                 f"{path} is one of {len(paths)} parts, but {part.name} is not there; download it"
             )
-    try:
-        stats = [part.stat() for part in paths]
-    except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    stats = [part.stat() for part in paths]
     return _read(tuple(paths), tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
 
 
@@ -102,14 +100,7 @@ def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufM
                 f"{path} says that it is part {said[0]!r:.20} of {said[1]!r:.20}, counted from 0, and "
                 f"its name stands for {number} of {len(paths)}; parts are called NAME-00001-of-00003.gguf"
             )
-    model = GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
-    wanted = model.metadata.get("split.tensors.count")
-    if len(paths) > 1 and wanted not in (None, len(model.tensors)):
-        raise ModelError(
-            f"{paths[0]}: its {len(paths)} parts hold {len(model.tensors)} tensors, and it says "
-            f"{wanted!r:.20}; download all parts again"
-        )
-    return model
+    return GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
 
 
 def part_paths(path: Path) -> list[Path]:

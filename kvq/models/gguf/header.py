@@ -73,7 +73,7 @@ class _Reader:
             if key in metadata:
                 raise self.damaged(at, f"the key {key!r:.80} occurs twice")
             self._what = f"the key {key!r:.80}"
-            metadata[key] = self._value(self._number(_U32), 0)
+            (metadata[key],) = self._values(self._number(_U32), 1)
         self._what = "the list of tensors"
         self._check_count(num_tensors, _TENSOR_BYTES, "tensors")
         found = [self._tensor() for _ in range(num_tensors)]
@@ -90,22 +90,17 @@ class _Reader:
             )
         self._at = 4
         version = self._number(_U32)
-        if version in _VERSIONS:
-            return
-        if int.from_bytes(_U32.pack(version), "big") in _VERSIONS:
-            raise ModelError(f"{self._path} is big-endian, which kvq doesn't read; take a little-endian copy")
-        raise ModelError(
-            f"{self._path} has version {version} of GGUF, and kvq reads {_VERSIONS[0]} and {_VERSIONS[1]}; "
-            f"convert the model again with a current llama.cpp"
-        )
+        if version not in _VERSIONS:
+            raise ModelError(
+                f"{self._path} has version {version} of GGUF, or is big-endian; kvq reads {_VERSIONS[0]} and "
+                f"{_VERSIONS[1]}, little-endian; convert the model again with a current llama.cpp"
+            )
 
     def _check_count(self, count: int, least: int, what: str) -> None:
         left = len(self._data) - self._at
         if count * least > left:
-            raise self.damaged(
-                self._at,
-                f"{self._what} claims {count} {what} of {least} bytes or more, but {left} bytes are left",
-            )
+            why = f"{self._what} claims {count} {what} of {least} bytes or more, but {left} bytes are left"
+            raise self.damaged(self._at, why)
 
     def _number(self, form: Struct) -> Any:
         end = self._at + form.size
@@ -138,30 +133,21 @@ class _Reader:
             begin = at + 8
             at = begin + length_at(data, at)[0]
             if at > end:
-                raise self.damaged(
-                    begin - 8,
-                    f"a string of {at - begin} bytes, in {self._what}, passes the end of the header",
-                )
+                why = f"a string of {at - begin} bytes, in {self._what}, passes the end of the header"
+                raise self.damaged(begin - 8, why)
             append(data[begin:at])
         self._at = at
         return found
 
-    def _value(self, kind: int, depth: int) -> Any:
-        if kind == _ARRAY:
-            at, inner, count = self._at, self._number(_U32), self._number(_U64)
-            if depth == _MAX_DEPTH:
-                raise self.damaged(at, f"{self._what} has arrays in arrays, more than {_MAX_DEPTH} deep")
-            return self._values(inner, count, depth + 1)
-        return self._values(kind, 1, depth)[0]
-
-    def _values(self, kind: int, count: int, depth: int) -> list[Any]:
+    def _values(self, kind: int, count: int, depth: int = 0) -> list[Any]:
         if kind not in _LEAST_BYTES:
-            raise self.damaged(
-                self._at - 4, f"{self._what} has values of type {kind}, which GGUF doesn't have"
-            )
+            why = f"{self._what} has values of type {kind}, which GGUF doesn't have"
+            raise self.damaged(self._at - 4, why)
         self._check_count(count, _LEAST_BYTES[kind], "values")
         if kind == _ARRAY:
-            return [self._value(_ARRAY, depth) for _ in range(count)]
+            if depth == _MAX_DEPTH:
+                raise self.damaged(self._at, f"{self._what} has arrays, more than {_MAX_DEPTH} deep")
+            return [self._values(self._number(_U32), self._number(_U64), depth + 1) for _ in range(count)]
         if kind == _STRING:
             return [raw.decode("utf-8", "surrogateescape") for raw in self._strings(count)]
         form = Struct(f"<{count}{_NUMBERS[kind]}")
@@ -169,8 +155,8 @@ class _Reader:
         self._at += form.size
         return list(map(bool, found)) if kind == _BOOL else found
 
-    def _tensor(self) -> tuple[int, TensorEntry]:
-        """Return the place of a tensor's description, and the tensor as if all data began at byte 0."""
+    def _tensor(self) -> TensorEntry:
+        """Return a tensor as if all data began at byte 0."""
         at, name = self._at, self._name()
         self._what = f"tensor {name!r:.80}"
         num_dims = self._number(_U32)
@@ -184,9 +170,7 @@ class _Reader:
             why = f"{self._what} has rows of {shape[-1]} values, and blocks of {kind.name} have {kind.values}"
             raise self.damaged(at, why)
         end = offset + prod(shape) // kind.values * kind.nbytes
-        return at, TensorEntry(
-            name=name, dtype=kind.name, shape=shape, path=self._path, begin=offset, end=end
-        )
+        return TensorEntry(name=name, dtype=kind.name, shape=shape, path=self._path, begin=offset, end=end)
 
     def _kind(self, number: int) -> GgmlType:
         if number not in TYPES_BY_NUMBER:
@@ -198,30 +182,24 @@ class _Reader:
             )
         return TYPES_BY_NUMBER[number]
 
-    def _placed(self, found: list[tuple[int, TensorEntry]], metadata: dict[str, Any]) -> list[TensorEntry]:
+    def _placed(self, found: list[TensorEntry], metadata: dict[str, Any]) -> list[TensorEntry]:
         """Return the tensors with their places in the file, after checking that they are whole and apart."""
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise self.damaged(
-                0, f"the key 'general.alignment' must be a power of two, got {alignment!r:.80}"
-            )
-        start = -(-self._at // alignment) * alignment
-        names, last, whole = set[str](), None, self._size
-        for at, tensor in sorted(found, key=lambda one: one[1].begin):
-            what = f"tensor {tensor.name!r:.80}"
+            why = f"the key 'general.alignment' must be a power of two, got {alignment!r:.80}"
+            raise self.damaged(0, why)
+        start, last = -(-self._at // alignment) * alignment, None
+        for tensor in sorted(found, key=lambda one: one.begin):
+            at, what = start + tensor.begin, f"tensor {tensor.name!r:.80}"
             if tensor.begin % alignment:
-                raise self.damaged(
-                    at, f"{what} begins at {tensor.begin}, which is no multiple of {alignment} bytes"
-                )
+                why = f"{what} begins at {tensor.begin}, which is no multiple of {alignment} bytes"
+                raise self.damaged(at, why)
             if last is not None and tensor.begin < last.end:
                 raise self.damaged(at, f"{what} overlaps tensor {last.name!r:.80}")
-            if tensor.name in names:
-                raise self.damaged(at, f"{what} occurs twice")
-            names.add(tensor.name)
-            last, whole = tensor, start + tensor.end
-        if whole > self._size and last is not None:
+            last = tensor
+        if last is not None and (missing := start + last.end - self._size) > 0:
             raise ModelError(
                 f"{self._path} is truncated: it has {self._size} bytes, and tensor {last.name!r:.80} ends at "
-                f"byte {whole}, so {whole - self._size} bytes are missing; {_AGAIN}"
+                f"byte {start + last.end}, so {missing} bytes are missing; {_AGAIN}"
             )
-        return [replace(one, begin=start + one.begin, end=start + one.end) for _, one in found]
+        return [replace(one, begin=start + one.begin, end=start + one.end) for one in found]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvq.errors import ModelError
@@ -14,7 +14,6 @@ WHOLE = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"
 }  # fmt: skip
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
-_OTHER = re.compile(r"(\w+)\.(weight|bias)")
 _MOST_EXPERTS = 10_000
 HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # parts with rows in heads' order
 ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in transformers
@@ -24,46 +23,37 @@ ROW_OF_ONE = "ffn_gate_inp_shexp"  # a vector in GGUF, a matrix of one row in tr
 class Source:
     """Place of the values of one tensor of transformers.
 
-    `heads`: if not None, row 2 j + p of each of so many heads is row j + p * dim / 2 in transformers.
-    `shift`: what GGUF has added to the values.
+    `tensor`: with the name and shape in transformers. `heads`: if not None, row 2 j + p of each of so many
+    heads is row j + p * dim / 2 in transformers. `shift`: what GGUF has added to the values.
     """
 
     tensor: TensorEntry
-    shape: tuple[int, ...]  # in transformers
-    begin: int  # in the file, in bytes
-    end: int
     heads: int | None = None
     shift: float = 0.0
 
 
-def find_sources(
-    metadata: Mapping[str, Any], tensors: Tensors, config: Mapping[str, Any]
-) -> dict[str, Source]:
-    """Return the sources of a model's tensors, by transformers' names; `config`: from `gguf_config`.
+def find_sources(metadata: Mapping[str, Any], tensors: Tensors, config: Mapping[str, Any]) -> list[Source]:
+    """Return the sources of a model's tensors; `config`: from `gguf_config`.
 
     Raises:
         ModelError: a tensor is none of its architecture's.
     """
-    return {
-        name: source
+    return [
+        source
         for tensor in tensors.values()
         if tensor.name not in ROPE_TENSORS
-        for name, source in _sources(architecture_of(metadata, str(tensor.path)), tensor, config)
-    }
+        for source in _sources(architecture_of(metadata, str(tensor.path)), tensor, config)
+    ]
 
 
-def _sources(
-    own: Architecture, tensor: TensorEntry, config: Mapping[str, Any]
-) -> Iterator[tuple[str, Source]]:
+def _sources(own: Architecture, tensor: TensorEntry, config: Mapping[str, Any]) -> Iterator[Source]:
     """Yield the tensors of transformers that a tensor of GGUF holds: one, or one for each expert."""
     if match := _LAYER.fullmatch(tensor.name):
         layer, part, kind = match.groups()
-        name = own.parts.get(part)
-        name = None if name is None else f"model.layers.{layer}.{name}.{kind}"
+        name = f"model.layers.{layer}.{own.parts[part]}.{kind}" if part in own.parts else None
     else:
-        match = _OTHER.fullmatch(tensor.name)
-        part, kind = match.groups() if match else ("", "")
-        name = f"{WHOLE[part]}.{kind}" if part in WHOLE else None
+        part, _, kind = tensor.name.rpartition(".")
+        name = f"{WHOLE[part]}.{kind}" if part in WHOLE and kind in ("weight", "bias") else None
     if name is None or ("{}" in name and tensor.shape[0] > _MOST_EXPERTS):
         raise ModelError(
             f"{tensor.path} holds tensor {tensor.name!r:.80}, for which {own.model_type} models have no "
@@ -74,21 +64,12 @@ def _sources(
             f"{tensor.path}: vector {tensor.name} is stored as {tensor.dtype}; take another copy"
         )
     shape = (1, *tensor.shape) if part == ROW_OF_ONE and len(tensor.shape) == 1 else tensor.shape
-    heads = HEADS.get(part)
-    if "{}" in name:
-        size = (tensor.end - tensor.begin) // shape[0]
-        for i in range(shape[0]):
-            begin = tensor.begin + i * size
-            yield name.format(i), Source(tensor=tensor, shape=shape[1:], begin=begin, end=begin + size)
-        return
-    yield (
-        name,
-        Source(
-            tensor=tensor,
-            shape=shape,
-            begin=tensor.begin,
-            end=tensor.end,
-            heads=config[heads] if heads and own.is_permuted else None,
+    count, shape = (shape[0], shape[1:]) if "{}" in name else (1, shape)
+    size = (tensor.end - tensor.begin) // count
+    for i in range(count):
+        begin = tensor.begin + i * size
+        yield Source(
+            tensor=replace(tensor, name=name.format(i), shape=shape, begin=begin, end=begin + size),
+            heads=config[HEADS[part]] if part in HEADS and own.is_permuted else None,
             shift=own.norm_shift if part.endswith("norm") else 0.0,
-        ),
-    )
+        )

@@ -12,8 +12,6 @@ _CASED = [r"[^\r\n\p{L}\p{N}]?" + word for word in (f"{_UPPER}*{_LOWER}+", f"{_U
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{_SIGNS}|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_BLANKS}"
 _QWEN2 = rf"{_ENDINGS}|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_BLANKS}"
-_MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-_QWEN35 = f"{_ENDINGS}|{_MARKED}|{_BLANKS}"
 _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}"
 _GPT4O = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
@@ -24,7 +22,6 @@ _DEEPSEEK3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
 )
 _DEEPSEEK = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
-_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 _LLAMA = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"
@@ -34,13 +31,11 @@ _FAMILIES = {
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", _GPT2),
     f"{_LLAMA} dbrx smaug-bpe glm4 chatglm-bpe": (_LLAMA3,),
     "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan solar-open grok-2": (_QWEN2,),
-    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     "gpt-4o llama4 kanana2 talkie minimax-m2": (_GPT4O,),
     "deepseek-v3 hunyuan-dense joyai-llm": _DEEPSEEK3,
     "deepseek-coder": _DEEPSEEK,
     "seed-coder": (_SEED,),
-    "falcon": _FALCON,
 }
 SPLITS = {name: patterns for names, patterns in _FAMILIES.items() for name in names.split()}
 # These take a part that is a token as it is, without merges, and begin texts with bos unless forbidden.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvq.errors import ModelError, first_lines
 from kvq.formats.ggml import GgmlType
+from kvq.formats.tensor_entry import TensorEntry
 from kvq.kernels.codec.ggml import dequantize
 from kvq.models.gguf.files import GgufModel
 
@@ -23,7 +24,7 @@ class GgufTensors(Mapping[str, Tensor]):
         """Return a tensor's values: fp32, or those of F16 and BF16 as they are stored."""
         source = self._sources[name]
         values = dequantize(self.blocks(name), source.tensor.kind)
-        return (values - source.shift if source.shift else values).view(source.shape)
+        return (values - source.shift if source.shift else values).view(source.tensor.shape)
 
     def kind(self, name: str) -> GgmlType:
         """Return the type in which a tensor is stored."""
@@ -36,11 +37,10 @@ class GgufTensors(Mapping[str, Tensor]):
         with the mapped file, and must not be written.
         """
         source = self._sources[name]
-        rows = source.shape[0] if len(source.shape) == 2 or source.tensor.kind.is_float else 1
-        raw = _mapped(source.tensor.path, source.begin, source.end).view(rows, -1)
+        raw = _mapped(source.tensor).view(source.tensor.shape[0], -1)
         if source.heads is None:
             return raw
-        order = torch.arange(rows).view(source.heads, -1, 2).transpose(1, 2)  # [heads, halves, dim / 2]
+        order = torch.arange(len(raw)).view(source.heads, -1, 2).transpose(1, 2)  # [heads, halves, dim / 2]
         return raw[order.flatten()]
 
     def path_of(self, name: str) -> Path:
@@ -54,12 +54,12 @@ class GgufTensors(Mapping[str, Tensor]):
         return len(self._sources)
 
 
-def _mapped(path: Path, begin: int, end: int) -> Tensor:
-    """Return bytes of a file, uint8 [end - begin], which are unmapped with the tensor."""
-    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+def _mapped(tensor: TensorEntry) -> Tensor:
+    """Return a tensor's bytes, uint8 [end - begin], which are unmapped with the result."""
+    first = tensor.begin - tensor.begin % mmap.ALLOCATIONGRANULARITY
     try:
-        with path.open("rb") as file:  # a private mapping, since torch has no tensors that can't be written
-            mapped = mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first)
+        with tensor.path.open("rb") as file:  # private, since torch has no tensors that can't be written
+            mapped = mmap.mmap(file.fileno(), tensor.end - first, access=mmap.ACCESS_COPY, offset=first)
     except (OSError, ValueError) as error:
-        raise ModelError(f"can't read {path}: {first_lines(error)}") from error
-    return torch.frombuffer(mapped, dtype=torch.uint8)[begin - first :]
+        raise ModelError(f"can't read {tensor.path}: {first_lines(error)}") from error
+    return torch.frombuffer(mapped, dtype=torch.uint8)[tensor.begin - first :]

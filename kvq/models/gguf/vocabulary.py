@@ -12,8 +12,9 @@ _PREFIX = "tokenizer.ggml."
 _MARKED = (CONTROL, UNKNOWN, USER_DEFINED)  # kinds that are found in a text before it is split
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of SentencePiece, for files that don't say
 _TURNS = ("bos", "eos", "eot", "eom")
-_ENDS = (  # control tokens, whatever a file takes them for
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"
+ENDS = (  # control tokens that end a text or a turn, whatever a file takes them for
+    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>",
+    "<|END_OF_TURN_TOKEN|>", "[|endofturn|]",
 )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ class Vocabulary:
         """Ids of tokens that are found in a text before it is split; True for control tokens."""
         marked = {i: kind != USER_DEFINED for i, kind in enumerate(self.kinds) if kind in _MARKED}
         control = [self.special[role] for role in _TURNS if role in self.special]
-        control += [self.ids[text] for text in _ENDS if text in self.ids]
+        control += [self.ids[text] for text in ENDS if text in self.ids]
         return dict(sorted((marked | dict.fromkeys(control, True)).items()))
 
 

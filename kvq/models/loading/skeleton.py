@@ -6,7 +6,7 @@ possible, the skeleton is then filled from the mapped files, with packed Linear 
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,13 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
-from kvq.kernels import PlainWeight, Weight
+from kvq.kernels import BlockWeight, PlainWeight, Weight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.describe.checkpoint import config_place
 from kvq.models.describe.config_values import check_shapes
 from kvq.models.describe.modules import build_on_meta, load_config, load_module_from, unquantized
 from kvq.models.describe.text_part import ModelTensors, read_tensors
 from kvq.models.gguf.tensors import GgufTensors
-from kvq.models.gguf.weights import gguf_weight
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import (
     check_rounded_experts,
@@ -205,7 +204,7 @@ def _pack_embeddings(
         if name is None or not isinstance(stored, GgufTensors) or stored.kind(name).is_float:
             continue
         if is_plain_lookup(module):
-            kernel = CpuLinear(gguf_weight(stored, name, prepared.dtype, prepared.block_inputs))
+            kernel = CpuLinear(_weight(stored, name, prepared))
             replace_linear(model, place, PackedEmbedding(kernel, prepared.dtype, scale_of(module)))
             replaced.append(module._parameters)
     return replaced
@@ -219,9 +218,9 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 
 
 def _weight(stored: ModelTensors, name: str, prepared: PreparedModel) -> Weight:
-    dtype = prepared.dtype
-    if isinstance(stored, GgufTensors):
-        return gguf_weight(stored, name, dtype, prepared.block_inputs)
-    values = stored[name]
+    """Return a Linear layer's weight: blocks as they are, others in the computation dtype or 16 bits."""
+    if isinstance(stored, GgufTensors) and not (kind := stored.kind(name)).is_float:
+        return BlockWeight(fmt=replace(kind, inputs=prepared.block_inputs), rows=stored.blocks(name))
+    values, dtype = stored[name], prepared.dtype
     is_kept = dtype is torch.float32 and values.dtype in FLOATS
     return PlainWeight.narrowest(values if is_kept else values.to(dtype))

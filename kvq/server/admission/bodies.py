@@ -8,14 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from kvq.engine.params import (
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MAX_SALT,
-    MAX_SAMPLES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-)
+from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
 from kvq.server.http.body_errors import content_of
 from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real

@@ -16,7 +16,6 @@ from kvq.server.openai.respond import Call
 from kvq.server.tools.format import arguments_of
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # D382: Ollama's, where the model has none
-_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class _ChatBody(ChatBody):
@@ -36,7 +35,7 @@ class OllamaCall(Call):  # D383
         self._source = _source(service, body, tenant)
         self._body = body
         self._calls: list[dict[str, Any]] = []
-        self._reason: str | None = None
+        self._choice: dict[str, Any] = {}  # the latest
         self._usage: dict[str, Any] = {}
         self._begun_ns = self._first_ns = perf_counter_ns()  # `_first_ns`: of the first token
         self.slots = self._source.slots
@@ -61,39 +60,33 @@ class OllamaCall(Call):  # D383
             async for chunk in chunks:
                 self._usage = chunk.get("usage") or {}
                 for choice in chunk["choices"]:
-                    if self._first_ns == self._begun_ns:
+                    if not self._choice:
                         self._first_ns = perf_counter_ns()
-                    self._reason = choice["finish_reason"]
+                    self._choice = choice
                     delta = choice.get("delta", {"content": choice.get("text")})
-                    for call in delta.get("tool_calls", ()):
-                        self._take(call["function"])
+                    for function in (call["function"] for call in delta.get("tool_calls", ())):
+                        if "name" in function:
+                            self._calls.append({"function": function | {"arguments": ""}})
+                        self._calls[-1]["function"]["arguments"] += function["arguments"]
                     yield delta.get("reasoning_content") or "", delta.get("content") or ""
         for call in self._calls:
             call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
-
-    def _take(self, function: dict[str, str]) -> None:
-        if "name" in function:
-            self._calls.append({"function": {"name": function["name"], "arguments": ""}})
-        self._calls[-1]["function"]["arguments"] += function["arguments"]
 
     def _ending(self) -> dict[str, Any]:
         """Return the fields of the last object; durations are nanoseconds."""
         now, begun, first, usage = perf_counter_ns(), self._begun_ns, self._first_ns, self._usage
         spent = {"total_duration": now - begun, "load_duration": 0, "prompt_eval_duration": first - begun}
         counts = {"prompt_eval_count": usage["prompt_tokens"], "eval_count": usage["completion_tokens"]}
-        reason = "length" if self._reason == "length" else "stop"
+        reason = "length" if self._choice["finish_reason"] == "length" else "stop"
         return {"done": True, "done_reason": reason, **spent, **counts, "eval_duration": now - first}
 
 
-def answer_object(
-    body: OllamaBody, text: str = "", thought: str = "", calls: list[dict[str, Any]] | None = None
-) -> dict[str, Any]:
+def answer_object(body: OllamaBody, text: str = "", thought: str = "", calls: Any = ()) -> dict[str, Any]:
     """Return an answer, or a part of one, in the form of the body's route."""
     head = {"model": body.model, "created_at": timestamp(), "done": False}
-    own: dict[str, Any] = {"thinking": thought} if thought else {}
+    own = ({"thinking": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
     if isinstance(body, GenerateBody):
         return head | {"response": text} | own
-    own |= {"tool_calls": calls} if calls else {}
     return head | {"message": {"role": "assistant", "content": text} | own}
 
 
@@ -108,8 +101,7 @@ def _source(service: Service, body: GenerateBody | OllamaChatBody, tenant: str) 
         raise Problem(400, words, param="options.num_ctx")
     if body.think and tools.thinking is None:
         raise Problem(400, "this model does not think; leave think out", param="think")
-    given: dict[str, Any] = {k: v for k, v in _DEFAULTS.items() if k not in service.defaults.fields}
-    given |= _common(body) | _STREAM
+    given = {k: v for k, v in _DEFAULTS.items() if k not in service.defaults.fields} | _common(body)
     if isinstance(body, OllamaChatBody):
         given |= {"messages": body.messages, "tools": body.tools}
     elif body.raw or not (body.system or tools.template):
@@ -125,14 +117,15 @@ def _source(service: Service, body: GenerateBody | OllamaChatBody, tenant: str) 
 
 def _common(body: OllamaBody) -> dict[str, Any]:
     """Return the fields that completions and chats of OpenAI's protocol share."""
-    given = body.options.model_dump(exclude_unset=True)
+    given = body.options.model_dump(exclude_unset=True, by_alias=True)
     most, seed = given.pop("num_predict", 0), given.pop("seed", -1)
     schema = {"schema": body.format} if isinstance(body.format, dict) else None
     kind = "json_schema" if schema else "json_object"
     return given | {
-        "repetition_penalty": given.pop("repeat_penalty", None),
         "most_tokens": most if most > 0 else None,
         "seed": None if seed == -1 else seed,  # -1: new random numbers
         "response_format": {"type": kind, "json_schema": schema} if body.format else None,
         "cache_salt": body.cache_salt,
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }

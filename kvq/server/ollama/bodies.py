@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvq.server.admission.bodies import MAX_MESSAGES, CacheSalt, ChatMessage, Sampling, Tools
+from kvq.server.admission.bodies import MAX_MESSAGES, CacheSalt, ChatMessage, CountOrZero, Sampling, Tools
 from kvq.server.http.ignored import Body
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 
@@ -17,8 +17,6 @@ _UNSUPPORTED = {
 }
 _OPENAIS = {"thinking": "reasoning_content", "tool_name": "name"}  # names of a message's fields
 _LOADING = "num_batch num_gpu main_gpu num_thread num_keep low_vram f16_kv numa use_mmap use_mlock vocab_only"
-_Name = Annotated[str, Field(max_length=1024)]
-_Tokens = Annotated[int, Field(strict=True, ge=-2, le=1 << 30), WHOLE]
 
 
 def _checked(cls: type, given: Any) -> Any:
@@ -35,16 +33,16 @@ class OllamaOptions(Sampling):
     """Sampling; how a model is loaded is said by options of `kvq serve`, and only a label here."""
 
     LABELS: ClassVar = frozenset(_LOADING.split())
-    num_predict: _Tokens = -1  # not positive: as many as fit
-    num_ctx: _Tokens = 0
-    repeat_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
+    num_predict: Annotated[int, Field(strict=True, ge=-2, le=1 << 30), WHOLE] = -1  # 0 or less: what fits
+    num_ctx: CountOrZero = 0
+    repeat_penalty: Annotated[Real, Field(ge=0.01, le=100, serialization_alias="repetition_penalty")] = 1.0
 
 
 class OllamaBody(Body):
-    """Fields shared by `/api/generate` and `/api/chat`."""
+    """Fields shared by `/api/generate` and `/api/chat`; `/api/show` has these at most."""
 
-    LABELS: ClassVar = frozenset(("keep_alive",))  # a server keeps its model
-    model: _Name
+    LABELS: ClassVar = frozenset(("keep_alive", "verbose"))  # a server keeps its model, and tells all of it
+    model: Annotated[str, Field(max_length=1024)]
     format: Literal["", "json"] | JsonObject | None = None  # or a JSON schema
     options: OllamaOptions = OllamaOptions()
     think: Flag | Annotated[str, Field(max_length=64)] | None = None  # or an effort, if the template reads it
@@ -67,12 +65,11 @@ class OllamaMessage(ChatMessage):
     @model_validator(mode="before")
     @classmethod
     def _as_openais(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        made = {_OPENAIS.get(name, name): value for name, value in _checked(cls, given).items()}
-        if isinstance(calls := made.get("tool_calls"), list):
-            made["tool_calls"] = [_with_text(call) for call in calls]
-        return made
+        if isinstance(given := _checked(cls, given), dict):
+            given = {_OPENAIS.get(name, name): value for name, value in given.items()}
+            if isinstance(calls := given.get("tool_calls"), list):
+                given["tool_calls"] = [_with_text(call) for call in calls]
+        return given
 
 
 class OllamaChatBody(OllamaBody):
@@ -80,13 +77,6 @@ class OllamaChatBody(OllamaBody):
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field([])
     tools: Tools | None = None
-
-
-class ShowBody(Body):
-    """`POST /api/show`."""
-
-    LABELS: ClassVar = frozenset(("verbose",))
-    model: _Name
 
 
 def _with_text(call: Any) -> Any:

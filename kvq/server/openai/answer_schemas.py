@@ -54,10 +54,7 @@ _COUNTS += ["prompt_eval_count", "eval_count"]
 _FINISH_REASON = _one_of("stop", "length", "tool_calls", "error")
 _ANSWERS = {  # D320: for the document only; fuzzing validates responses
     "Status": _answer(
-        "State of the server.",
-        ["seconds"],
-        status=_one_of("live", "ready", "generating"),
-        seconds=_NUMBER,
+        "State of the server.", ["seconds"], status=_one_of("live", "ready", "generating"), seconds=_NUMBER
     ),
     "Model": _answer(
         "The served model, under one of its names.",

@@ -176,8 +176,15 @@ def test_split_files(tmp_path, folder):
     ):
         prepare(paths[0])
     paths[1].write_bytes(second.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"))
-    with pytest.raises(ModelError, match=r"both hold tensor 'blk.0.attn_q.weight'|lacks"):
+    with pytest.raises(ModelError, match=r"'blk.0.attn_q.weight' is in .* and again in "):
         prepare(paths[0])
+
+
+def test_a_tensor_may_not_occur_twice(tmp_path, folder):
+    raw = convert(folder, tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "a.gguf").write_bytes(raw.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"))
+    with pytest.raises(ModelError, match=r"'blk.0.attn_q.weight' is in .*a\.gguf and again in .*a\.gguf"):
+        prepare(tmp_path / "a.gguf")
 
 
 def test_a_part_under_another_name(tmp_path, folder):

@@ -105,7 +105,6 @@ BAD = {
     "more than 4 deep": head(keys=key(b"k", 9, DEEP), num_keys=1),
     "power of two, got 24": pack(META | {"general.alignment": 24}, {}),
     "power of two, got 'x'": head(keys=key(b"general.alignment", 8, text("x")), num_keys=1),
-    "tensor 't' occurs twice": head(tensors=tensor() + tensor(offset=128), num_tensors=2) + bytes(256),
     "tensor 'u' overlaps tensor 't'": head(
         tensors=tensor() + tensor(b"u", offset=96), num_tensors=2
     ) + bytes(256),
