@@ -14,9 +14,7 @@ from torch import Tensor
 
 from kvq.calib.observe import observe
 from kvq.calib.quantize.layer import ModuleReport
-from kvq.calib.quantize.mean_squares import mean_squares
 from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
-from kvq.calib.quantize.walk import draw_samples
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import calibration_text
 from kvq.formats import KVRecipe
@@ -37,37 +35,28 @@ from kvq.models.gguf.files import RECIPE, read_gguf
 from kvq.models.loading.prepared import PreparedModel
 from kvq.weights.manifest import verify_manifest
 
-_TAKEN = ("samples", "context", "seed")  # settings, for a text
 _NO_DIGEST = "0" * 32
 _ROPE = "rope_freqs.weight"
 _PIECE = 1 << 22  # values at a time
 
-Written = tuple[list[ModuleReport], list[str], list[list[int]]]
-
 
 def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
     """Raise ConfigError unless the options fit GGUF and the file can be written."""
-    name = file_type(work.gguf_type or DEFAULT)
-    if settings.method != "rtn":
-        raise ConfigError(
-            f"method {settings.method} makes no GGUF blocks; leave --method out (rtn), and name a --text to "
-            f"weigh errors by the inputs"
-        )
+    file_type(work.gguf_type or DEFAULT)
     plain = QuantizeSettings(method="rtn")
     given = [one.name for one in fields(plain) if getattr(settings, one.name) != getattr(plain, one.name)]
-    if others := [f"--{one.replace('_', '-')}" for one in given if one not in _TAKEN]:
-        raise ConfigError(f"GGUF files take bits and groups from --type; leave out {', '.join(others)}")
-    if work.text is not None and not (work.kv_scales or "_K" in name):
-        raise ConfigError(f"a text weighs errors in K types, got --type {name}; leave --text out")
-    if work.dtype != "auto":
+    given += ["text"] if work.text is not None and not work.kv_scales else []
+    given += ["dtype"] if work.dtype != "auto" else []
+    if given:
         raise ConfigError(
-            "GGUF files keep no other types than --type's; leave --dtype out, or name --type F16"
+            f"GGUF files are rounded to --type, such as Q4_K_M or F16, without a text; leave out "
+            f"{', '.join('--' + name.replace('_', '-') for name in given)}"
         )
     check_gguf_target(work.out, overwrite=work.overwrite)
 
 
-def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel) -> Written:
-    """Write the file completely or not at all; return the report's rows and notes, and the text's samples.
+def write_gguf(work: Quantizing, prepared: PreparedModel) -> tuple[list[ModuleReport], list[str]]:
+    """Write the file completely or not at all; return the report's rows and notes.
 
     Raises:
         ConfigError: the file can't be written.
@@ -89,8 +78,7 @@ def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedM
         check_same_config(config, config_of(read_gguf(writer.path).config), f"GGUF of {prepared.source.name}")
         recipe = _recipe(work, prepared, _is_exact(targets, kinds, prepared), notes)
         begin(metadata | _recipe_metadata(recipe, _NO_DIGEST))
-        windows, weights = _input_weights(work, settings, prepared)
-        rounding = _Rounding(stored=read_tensors(prepared.folder), weights=weights, device=prepared.device)
+        rounding = _Rounding(stored=read_tensors(prepared.folder), device=prepared.device)
         progress = work.progress("writing")
         for at, target in enumerate(targets):
             progress(at, len(targets))
@@ -98,7 +86,7 @@ def write_gguf(work: Quantizing, settings: QuantizeSettings, prepared: PreparedM
         progress(len(targets), len(targets))
         digest = content_digest([writer.path])
         writer.finish(metadata | _recipe_metadata(recipe, digest))
-    return sorted(rounding.rows, key=lambda row: row.layer < 0), notes, windows
+    return sorted(rounding.rows, key=lambda row: row.layer < 0), notes
 
 
 def _begin(
@@ -183,29 +171,11 @@ def _recipe_metadata(recipe: KVRecipe | None, digest: str) -> dict[str, str]:
     return {RECIPE: json.dumps(recipe.to_json())}
 
 
-def _input_weights(
-    work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel
-) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """Return the samples of the text, and mean squares of inputs by layer; nothing without a text."""
-    if work.text is None or "_K" not in file_type(work.gguf_type or DEFAULT):
-        return [], {}
-    windows = draw_samples(
-        prepared.tokenizer,
-        work.text.text,
-        samples=settings.samples,
-        context=settings.context,
-        max_context=prepared.geometry.max_context,
-        seed=settings.seed,
-    )
-    return windows, mean_squares(prepared, windows, work.progress("weighing inputs"))
-
-
 @dataclass(kw_only=True, slots=True)
 class _Rounding:
     """Rounding of a model's tensors, in pieces, with a report."""
 
     stored: ModelTensors
-    weights: Mapping[str, Tensor]  # mean squares of inputs, by Linear layer
     device: torch.device
     rows: list[ModuleReport] = field(default_factory=list)
 
@@ -250,11 +220,10 @@ class _Rounding:
                 pairs = values.view(target.heads, 2, -1, *values.shape[1:])
                 values = pairs.transpose(1, 2).reshape(values.shape)
             values = values.view(1, -1) if values.ndim == 1 else values
-            weights = self.weights.get(name.removesuffix(".weight"))
             step = max(1, _PIECE // values.shape[1])
             for piece in values.split(step):
                 wanted = piece.to(self.device, torch.float32) + target.shift
-                raw = round_rows(wanted, kind, weights)
+                raw = round_rows(wanted, kind)
                 error = dequantize(raw, kind).float() - wanted
                 sums[0] += float(error.square().sum(dtype=torch.float64))
                 sums[1] += float(wanted.square().sum(dtype=torch.float64))

@@ -1,7 +1,7 @@
 """Rounding of rows to GGUF's blocks: the reverse of `dequantize`.
 
 Q4_0 to Q8_0 are rounded as ggml's reference does, bit for bit. For Q4_K, Q5_K and Q6_K, the scales and minima
-of groups are searched so that the weighted squared error of every block is small; the same values make the
+of groups are searched so that the squared error of every block is small; the same values make the
 same bytes. Source: ggml's `ggml-quants.c` for the bytes and the first types; the search is kvq's own.
 """
 
@@ -22,11 +22,10 @@ _TINY = 1e-30
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def round_rows(values: Tensor, kind: GgmlType, weights: Tensor | None = None) -> Tensor:
+def round_rows(values: Tensor, kind: GgmlType) -> Tensor:
     """Return rows as blocks: fp32 [rows, in] -> uint8 [rows, row_bytes]; `in` is a multiple of `kind.values`.
 
-    `weights`: of the squared errors in the search for K types, fp32 and like the values or one row [in];
-    None: all errors count alike. A scale too large for fp16 becomes infinity.
+    A scale too large for fp16 becomes infinity.
     """
     if kind.is_float:
         return values.to(_FLOATS[kind.name]).contiguous().view(torch.uint8)
@@ -38,12 +37,9 @@ def round_rows(values: Tensor, kind: GgmlType, weights: Tensor | None = None) ->
         if kind.name in _SIMPLE:
             made = _SIMPLE[kind.name](piece.reshape(-1, kind.values))
         else:
-            w = torch.ones_like(piece) if weights is None else weights
-            w = w[at : at + step] if weights is not None and w.ndim == 2 else w.expand_as(piece)
             least = 0 if kind.has_minimum else -1 << kind.bits - 1
             span = least, least + (1 << kind.bits) - 1
-            x, w = _by_group(piece, kind), _by_group(w, kind)
-            made = _Search(x=x, w=w, kind=kind, codes_range=span).blocks()
+            made = _Search(x=_by_group(piece, kind), kind=kind, codes_range=span).blocks()
         blocks[at : at + step] = made.view(len(piece), -1)
     return blocks
 
@@ -112,15 +108,14 @@ def _by_group(x: Tensor, kind: GgmlType) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Search:  # D386: plain squared errors, or weighted by inputs
+class _Search:  # D386: plain squared errors
     """Search for the numbers of blocks: value = d * scale * code - d_min * minimum.
 
     Groups have scales and minima, which are whole numbers. What is tried is one tensor: d, d_min, scale,
     minimum and squared error, fp32 [5, groups, blocks].
     """
 
-    x: Tensor  # fp32 [groups, values, blocks], like w
-    w: Tensor
+    x: Tensor  # fp32 [groups, values, blocks]
     kind: GgmlType
     codes_range: tuple[int, int]
 
@@ -152,7 +147,7 @@ class _Search:  # D386: plain squared errors, or weighted by inputs
             if not self.kind.has_minimum:
                 continue
             product = (d * tried[2])[:, None] * self._codes(*tried[:4])
-            fitting = ((self.w * product.sub_(self.x)).sum(1) / self.w.sum(1) * _inverse(d_min)).round()
+            fitting = (product.sub_(self.x).mean(1) * _inverse(d_min)).round()
             for lower in (-1, 0, 1):
                 tried = self._tried(d, d_min, scales + step, fitting + lower)
                 best = torch.where(tried[4] < best[4], tried, best)
@@ -167,22 +162,21 @@ class _Search:  # D386: plain squared errors, or weighted by inputs
         scales = scales.clamp(*((0, 63) if self.kind.has_minimum else (-128, 127)))
         minima = minima.clamp(0, 63)
         found = self._codes(d, d_min, scales, minima).mul_((d * scales)[:, None]).sub_(self.x)
-        errors = (self.w * found.sub_((d_min * minima)[:, None]).square_()).sum(1)
+        errors = found.sub_((d_min * minima)[:, None]).square_().sum(1)
         return torch.stack([d.expand_as(scales), d_min.expand_as(scales), scales, minima, errors])
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
         """Return the scale and minimum (not above 0) of each group that fit best, fp32 [groups, blocks]."""
-        x, w, is_affine, (least, most) = self.x, self.w, self.kind.has_minimum, self.codes_range
+        x, is_affine, (least, most) = self.x, self.kind.has_minimum, self.codes_range
         low = x.amin(1).clamp_max(0) if is_affine else torch.zeros_like(x[:, 0])
         peak = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
         reach, end = (x.amax(1) - low, most) if is_affine else (peak, least)
-        sum_w, sum_x = w.sum(1), (w * x).sum(1)
+        sum_w, sum_x = x.shape[1], x.sum(1)
         best = torch.stack([torch.zeros_like(low), low, torch.full_like(low, torch.inf)])
         for step in _STEPS:
             inverse = (end + step) * _inverse(reach)
             codes = ((x - low[:, None]) * inverse[:, None]).round_().clamp_(least, most)
-            weighted = w * codes
-            sum_c, sum_cc, sum_xc = weighted.sum(1), (weighted * codes).sum(1), (weighted * x).sum(1)
+            sum_c, sum_cc, sum_xc = codes.sum(1), (codes * codes).sum(1), (codes * x).sum(1)
             scale, offset = sum_xc / sum_cc.clamp_min(_TINY), torch.zeros_like(low)
             if is_affine:  # both by least squares, if that minimum is possible
                 det = sum_w * sum_cc - sum_c * sum_c
@@ -190,15 +184,16 @@ class _Search:  # D386: plain squared errors, or weighted by inputs
                 is_free = (det > 0) & (free < 0)
                 offset = torch.where(is_free, free, 0.0)
                 scale = torch.where(is_free, (sum_w * sum_xc - sum_x * sum_c) / det, scale)
-            errors = (w * codes.mul_(scale[:, None]).add_(offset[:, None]).sub_(x).square_()).sum(1)
+            errors = codes.mul_(scale[:, None]).add_(offset[:, None]).sub_(x).square_().sum(1)
             best = torch.where(errors < best[2], torch.stack([scale, offset, errors]), best)
         return best[0], best[1]
 
     def _refitted(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """Return d and d_min that fit best to the other numbers, by least squares, fp32 [blocks]."""
-        x, w = self.x, self.w
-        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(x)
-        aa, ab, bb, ax, bx = ((w * p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, x), (b, x)))
+        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(self.x)
+        aa, ab, bb, ax, bx = (
+            (p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, self.x), (b, self.x))
+        )
         det = aa * bb - ab * ab
         is_both = det > 1e-6 * aa * bb
         d = torch.where(is_both, (bb * ax - ab * bx) / det, ax / aa.clamp_min(_TINY))
