@@ -37,7 +37,7 @@ from kvq.weights.manifest import verify_manifest
 
 _NO_DIGEST = "0" * 32
 _ROPE = "rope_freqs.weight"
-_PIECE = 1 << 22  # values at a time
+_PIECE = 1 << 18  # values at a time: a few tensors of them stay in the second cache
 
 
 def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
@@ -70,7 +70,7 @@ def write_gguf(work: Quantizing, prepared: PreparedModel) -> tuple[list[ModuleRe
     targets = find_targets(attributes, shapes)
     kinds, notes = _kinds(targets, name, attributes)
     metadata = _metadata(prepared, attributes, name)
-    with GgufWriter(work.out, overwrite=work.overwrite) as writer:
+    with GgufWriter(work.out) as writer:
         begin = partial(
             _begin, writer, {one.name: (kinds[one.name], one.shape) for one in targets}, attributes
         )
@@ -105,11 +105,10 @@ def _kinds(
 ) -> tuple[dict[str, GgmlType], list[str]]:
     """Return the types of tensors by name, and notes about types that rows don't fit."""
     head = "output.weight" if any(one.name == "output.weight" for one in targets) else "token_embd.weight"
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
     kinds, instead = {}, Counter[str]()
     for one in targets:
         layers, is_head = config["num_hidden_layers"], one.name == head
-        wanted = wanted_type(one.name, one.shape, name, layers=layers, is_head=is_head, experts=experts)
+        wanted = wanted_type(one.name, one.shape, name, layers=layers, is_head=is_head)
         kinds[one.name] = kind = fitting_type(wanted, one.shape[-1])
         if kind != wanted:
             instead[f"{kind.name} in place of {wanted.name}, whose blocks don't divide {one.shape[-1]}"] += 1
