@@ -208,18 +208,12 @@ def test_scales_of_k_and_v_go_with_the_file(two_layers, tmp_path):
     assert find_scales(model, None) is None
 
 
-def test_a_recipe_beside_goes_with_weights_that_stay_as_they_are(two_layers, tmp_path):
+def test_a_recipe_beside_goes_with_the_file_unless_it_belongs_to_the_weights(two_layers, tmp_path):
     folder = shutil.copytree(two_layers, tmp_path / "folder")
-    model = prepare(folder, device="cpu")
-    kvq.quantize(folder, tmp_path / "q", "rtn", kv_scales=True, text=TEXT)
-    own = KVRecipe.load(tmp_path / "q" / "kvq.json")
+    own = KVRecipe.uniform("int8", prepare(folder, device="cpu").geometry.head_dims)
     own.save(folder / "kvq.json")
-    with pytest.raises(ConfigError, match="belong to another model"):
-        write(folder, tmp_path / "a.gguf", "BF16")
-    scales = replace(own.static_scales, model_digest=model.digest)
-    replace(own, static_scales=scales, model_digest=model.digest).save(folder / "kvq.json")
-    exact = write(folder, tmp_path / "a.gguf", "BF16")
-    assert kvq.load(exact, kv="fp8_per_head", device="cpu").logits([3, 4]).isfinite().all()
+    assert prepare(write(folder, tmp_path / "a.gguf", "Q8_0")).recipe_inside.layers == own.layers
+    replace(own, model_digest="0" * 32).save(folder / "kvq.json")
     done = kvq.quantize(folder, tmp_path / "b.gguf", file_format="gguf", device="cpu")
-    assert any("made for the unquantized weights" in note for note in done.notes)
+    assert any("belongs to that model and is not in the file" in note for note in done.notes)
     assert prepare(tmp_path / "b.gguf").recipe_inside is None

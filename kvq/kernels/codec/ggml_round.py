@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvq.formats.ggml import GgmlType
+from kvq.kernels.codec.ggml import FLOATS
 
 _STEPS = [step / 10 for step in range(-10, 11)]  # codes by which a group's range is stretched, in the search
 _ROUNDS = 4  # of choosing scales for the block's and the block's for the scales
 _TINY = 1e-30
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def round_rows(values: Tensor, kind: GgmlType) -> Tensor:
@@ -25,7 +25,7 @@ def round_rows(values: Tensor, kind: GgmlType) -> Tensor:
     A scale too large for fp16 becomes infinity.
     """
     if kind.is_float:
-        return values.to(_FLOATS[kind.name]).contiguous().view(torch.uint8)
+        return values.to(FLOATS[kind.name]).contiguous().view(torch.uint8)
     if kind.name in _SIMPLE:
         blocks = _SIMPLE[kind.name](values.reshape(-1, kind.values))
     else:

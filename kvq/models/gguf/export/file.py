@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvq import fileio
@@ -39,14 +40,16 @@ class GgufWriter:
         self._tensors: Kinds = {}
         self._at = self._end = self._header_bytes = 0  # where the next tensor begins, and the last one ends
 
-    def begin(self, metadata: Mapping[str, Any], tensors: Kinds) -> None:
-        """Write the header, and make the file as long as it will be; called again, it begins anew."""
+    def begin(self, metadata: Mapping[str, Any], tensors: Kinds, first: Iterable[Tensor] = ()) -> None:
+        """Write the header and the `first` tensors, in a file as long as it will be; or begin anew."""
         header, self._tensors = _header(metadata, tensors), tensors
         self._at = self._header_bytes = len(header)
         self._end = self._at + sum(_padded_bytes(*one) for one in tensors.values())
         with self._explained(), self.path.open("wb") as file:
             file.write(header)
             file.truncate(self._end)
+        for tensor in first:
+            self.add([tensor.view(torch.uint8)])
 
     def add(self, pieces: Iterable[Tensor]) -> None:
         """Write the next tensor's bytes, contiguous uint8 in pieces of any shape."""

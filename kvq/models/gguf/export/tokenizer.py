@@ -96,9 +96,7 @@ def _split(tokenizer: Any, backend: Any, model: Mapping[str, Any]) -> str:
     found = [
         name
         for name, patterns in SPLITS.items()
-        if all(
-            splitter(patterns).pre_tokenize_str(text) == cut for text, cut in zip(_TEXTS, cuts, strict=True)
-        )
+        if [splitter(patterns).pre_tokenize_str(text) for text in _TEXTS] == cuts
     ]
     if not found:
         raise _refused(tokenizer, "splits texts in none of the ways that kvq knows by GGUF's names")
