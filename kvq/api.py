@@ -143,7 +143,7 @@ def quantize(
 
     `method`: rtn, gptq (the default), awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or
     autoawq; or gguf, which makes `out` a file that kvq and llama.cpp load, of `gguf_type` (Q4_K_M), by rtn.
-    `text`: calibration text, by default CPython's help topics, or none for GGUF. `kv_scales` adds static FP8
+    `text`: calibration text, by default CPython's help topics. `kv_scales` adds static FP8
     scales of K and V.
     After an interruption, the same call resumes the work, unless `restart` is set. bits, group_size,
     symmetric, activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.

@@ -18,7 +18,6 @@ _ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 NAMES = (*FILE_TYPES, *_ALIASES)
 _INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # where blocks don't divide rows
 _ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
-_EIGHT = 8  # experts of Mixtral, for which some tensors get more bits
 
 
 def file_type(name: str) -> str:
@@ -34,9 +33,7 @@ def file_type(name: str) -> str:
     return _ALIASES.get(own, own)
 
 
-def wanted_type(
-    name: str, shape: Sequence[int], mixture: str, *, layers: int, is_head: bool, experts: int = 0
-) -> GgmlType:
+def wanted_type(name: str, shape: Sequence[int], mixture: str, *, layers: int, is_head: bool) -> GgmlType:
     """Return the type that llama.cpp gives to a tensor whose rows its blocks divide; see `fitting_type`.
 
     `is_head`: the tensor gives logits, also if it is the embedding too.
@@ -49,20 +46,13 @@ def wanted_type(
         return base
     if is_head:
         return base if base.name == "Q8_0" else GGML_TYPES["Q6_K"]
-    if experts == _EIGHT and part in ("attn_v", "attn_k"):
-        return GGML_TYPES["Q8_0"]
     if mixture.endswith("_M"):
         if part == "attn_v" or part.startswith("ffn_down"):
             return GGML_TYPES["Q6_K"] if _gets_more(layer, layers) else base
         if part == "attn_qkv":
             return GGML_TYPES["Q5_K" if base.name == "Q4_K" else "Q6_K"]
-    if mixture.startswith("Q4_K"):
-        if experts == _EIGHT and part == "attn_output":
-            return GGML_TYPES["Q5_K"]
-        is_first = layer < 4 if part == "attn_v" else part.startswith("ffn_down") and layer < layers // 8
-        if mixture == "Q4_K_S" and is_first:
-            return GGML_TYPES["Q5_K"]
-    return base
+    is_first = layer < 4 if part == "attn_v" else part.startswith("ffn_down") and layer < layers // 8
+    return GGML_TYPES["Q5_K"] if mixture == "Q4_K_S" and is_first else base
 
 
 def fitting_type(wanted: GgmlType, count: int) -> GgmlType:

@@ -35,7 +35,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 IDS = random_tokens(40, seed=1)
 TEXT = calibration_text().text[:20_000]
-FEW = {"samples": 16, "context": 256, "text": TEXT}
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -169,28 +168,18 @@ def test_rows_that_blocks_do_not_divide_are_noted(tmp_path):
     assert torch.isfinite(load_fp32(tmp_path / "a.gguf").logits(IDS)).all()
 
 
-def test_a_text_weighs_errors_by_inputs(two_layers, tmp_path):
-    ids = prepare(two_layers).tokenizer(calibration_text().text[-3_000:]).input_ids
-    wanted = load_fp32(two_layers).logits(ids)
-    plain, weighed = (
-        load_fp32(write(two_layers, tmp_path / name, "Q4_K_S", **given)).logits(ids)
-        for name, given in (("a.gguf", {}), ("b.gguf", FEW))
-    )
-    assert 0 < (weighed - wanted).norm() < (plain - wanted).norm()
-
-
 def test_options_that_gguf_does_not_take_are_refused_by_name(two_layers, tmp_path):
     out, kind = tmp_path / "a.gguf", "Q4_K_M"
     for options, message in (
-        ({"method": "gptq"}, "method gptq makes no GGUF blocks"),
+        ({"method": "gptq"}, "leave out --method"),
+        ({"text": TEXT}, "without a text; leave out --text"),
+        ({"samples": 16, "text": TEXT, "kv_scales": True}, "leave out --samples$"),
         ({"bits": 4, "symmetric": False}, "leave out --bits, --symmetric"),
-        ({"dtype": "fp16"}, "leave --dtype out"),
+        ({"dtype": "fp16"}, "leave out --dtype"),
         ({"file_format": "autoawq"}, "--type names types of GGUF files"),
     ):
         with pytest.raises(ConfigError, match=message):
             kvq.quantize(two_layers, out, **({"file_format": "gguf", "gguf_type": kind} | options))
-    with pytest.raises(ConfigError, match="a text weighs errors in K types, got --type Q8_0"):
-        write(two_layers, out, "Q8_0", **FEW)
     with pytest.raises(ConfigError, match=r"ends in \.gguf"):
         write(two_layers, tmp_path / "folder")
     out.write_bytes(b"GGUF, of someone else")
@@ -219,18 +208,12 @@ def test_scales_of_k_and_v_go_with_the_file(two_layers, tmp_path):
     assert find_scales(model, None) is None
 
 
-def test_a_recipe_beside_goes_with_weights_that_stay_as_they_are(two_layers, tmp_path):
+def test_a_recipe_beside_goes_with_the_file_unless_it_belongs_to_the_weights(two_layers, tmp_path):
     folder = shutil.copytree(two_layers, tmp_path / "folder")
-    model = prepare(folder, device="cpu")
-    kvq.quantize(folder, tmp_path / "q", "rtn", kv_scales=True, text=TEXT)
-    own = KVRecipe.load(tmp_path / "q" / "kvq.json")
+    own = KVRecipe.uniform("int8", prepare(folder, device="cpu").geometry.head_dims)
     own.save(folder / "kvq.json")
-    with pytest.raises(ConfigError, match="belong to another model"):
-        write(folder, tmp_path / "a.gguf", "BF16")
-    scales = replace(own.static_scales, model_digest=model.digest)
-    replace(own, static_scales=scales, model_digest=model.digest).save(folder / "kvq.json")
-    exact = write(folder, tmp_path / "a.gguf", "BF16")
-    assert kvq.load(exact, kv="fp8_per_head", device="cpu").logits([3, 4]).isfinite().all()
+    assert prepare(write(folder, tmp_path / "a.gguf", "Q8_0")).recipe_inside.layers == own.layers
+    replace(own, model_digest="0" * 32).save(folder / "kvq.json")
     done = kvq.quantize(folder, tmp_path / "b.gguf", file_format="gguf", device="cpu")
-    assert any("made for the unquantized weights" in note for note in done.notes)
+    assert any("belongs to that model and is not in the file" in note for note in done.notes)
     assert prepare(tmp_path / "b.gguf").recipe_inside is None

@@ -34,12 +34,6 @@ def test_heads_vectors_and_routers():
     assert wanted_type("token_embd.weight", (9, 256), "Q4_K_M", layers=1, is_head=False).name == "Q4_K"
 
 
-def test_eight_experts_get_more_bits_in_attention():
-    assert [wanted(f"attn_{part}", 5, "Q4_K_M", experts=8) for part in ("q", "k", "v", "output")] == [
-        "Q4_K", "Q8_0", "Q8_0", "Q5_K"
-    ]  # fmt: skip
-
-
 def test_rows_that_blocks_do_not_divide():
     pairs = (("Q4_K", "Q5_0"), ("Q5_K", "Q5_1"), ("Q6_K", "Q8_0"), ("Q4_0", "Q4_0"))
     assert [fitting_type(GGML_TYPES[kind], 576).name for kind, _ in pairs] == [one for _, one in pairs]

@@ -1,6 +1,6 @@
 """`kvq.quantize`: quantization of a model to a new checkpoint."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ class Quantized:
 
     out: Path
     rows: tuple[ModuleReport, ...]
-    ignored: dict[str, str]  # module -> why its weights are kept
-    skipped: dict[str, str]  # Linear layer -> why its inputs are not scaled
-    samples: int  # windows used for calibration; 0 without data
-    tokens: int
+    ignored: dict[str, str] = field(default_factory=dict)  # module -> why its weights are kept
+    skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why its inputs are not scaled
+    samples: int = 0  # windows used for calibration
+    tokens: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -63,7 +63,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     """
     check_output(work, settings)
     if work.file_format == "gguf":
-        return _quantize_to_gguf(work, settings)
+        made, notes = write_gguf(work, work.prepared())
+        return Quantized(out=work.out, rows=tuple(made), notes=tuple(notes))
     dtype = work.stored_dtype()
     prepared = work.prepared()
     geometry = prepared.geometry
@@ -98,19 +99,6 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         samples=len(windows),
         tokens=sum(map(len, windows)),
         notes=_notes(work, settings, targets, len(windows), text),
-    )
-
-
-def _quantize_to_gguf(work: Quantizing, settings: QuantizeSettings) -> Quantized:
-    rows, notes, windows = write_gguf(work, settings, work.prepared())
-    return Quantized(
-        out=work.out,
-        rows=tuple(rows),
-        ignored={},
-        skipped={},
-        samples=len(windows),
-        tokens=sum(map(len, windows)),
-        notes=tuple(notes),
     )
 
 

@@ -157,8 +157,6 @@ class Quantizing:
         """
         if self.file_format == "compressed-tensors":
             return self.dtype
-        if self.file_format == "gguf":
-            raise ConfigError("types in GGUF files come from --type, such as F16; leave --dtype out")
         if self.dtype not in ("auto", "fp16"):
             raise ConfigError(
                 f"{self.file_format} keeps fp16, got dtype {self.dtype!r}; leave --dtype out, or write "

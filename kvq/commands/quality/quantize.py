@@ -152,7 +152,7 @@ class _QuantizeOptions:
 def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> None:
     """Quantize the weights of MODEL, and write a folder that kvq, vLLM and transformers can load.
 
-    With --format gguf, write a file that kvq and llama.cpp can load; --text weighs its rounding errors.
+    With --format gguf, write a file that kvq and llama.cpp can load.
 
     Each layer is calibrated on the outputs of the quantized layers before it. Finished layers are kept in
     OUT.partial until the folder is complete, so the same command continues after an interruption.
@@ -161,8 +161,8 @@ def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> No
     if method.method in ("nf4", "int8-bnb"):
         _by_package(model, method.method, options)
         return
-    settings, is_gguf = method.settings(options.file_format), options.file_format == "gguf"
-    if options.text is not None and not (settings.needs_text or options.kv_scales or is_gguf):
+    settings = method.settings(options.file_format)
+    if options.text is not None and not (settings.needs_text or options.kv_scales):
         raise ConfigError(f"method {settings.method} uses no text, but --text names one; drop it")
     _quantize(options.work(model), settings, _held_out(options.eval_text), options)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.formats.ggml import GgmlType
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of MXFP4, times two
 _PIECE = 1 << 22  # values at a time
@@ -23,7 +23,7 @@ def dequantize(blocks: Tensor, kind: GgmlType) -> Tensor:
     F16 and BF16 keep their dtype, and the result may share memory with `blocks`.
     """
     if kind.is_float:
-        return _floats(blocks, _FLOATS[kind.name])
+        return _floats(blocks, FLOATS[kind.name])
     rows = blocks.shape[0]
     count = blocks.shape[1] // kind.nbytes * kind.values
     values = torch.empty(rows, count, dtype=torch.float32, device=blocks.device)

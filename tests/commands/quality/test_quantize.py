@@ -211,7 +211,8 @@ def test_a_gguf_file_is_written_measured_and_reported(kvq, model, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--format", "gguf", "--method", "awq"), "method awq makes no GGUF blocks"),
+        (("--format", "gguf", "--method", "awq"), "leave out --method"),
+        (("--format", "gguf", "--text", __file__), "--text names one; drop it"),
         (("--format", "gguf", "--bits", 4), "leave out --bits"),
         (("--type", "Q8_0"), "--type names types of GGUF files"),
     ],

@@ -24,11 +24,11 @@ def values() -> Tensor:
     return x
 
 
-def squares(x: Tensor, kind: str, w: Tensor | float = 1.0, **given: Tensor) -> Tensor:
-    """Weighted squared errors of each 256 values after rounding."""
+def squares(x: Tensor, kind: str) -> Tensor:
+    """Squared errors of each 256 values after rounding."""
     own = GGML_TYPES[kind]
-    error = dequantize(round_rows(x, own, **given), own).float() - x
-    return (w * error.square()).view(-1, 256).sum(1)
+    error = dequantize(round_rows(x, own), own).float() - x
+    return error.square().view(-1, 256).sum(1)
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, "F16", "BF16"])
@@ -63,29 +63,29 @@ def test_searched_minima_lose_less_than_the_range(values, kind, most):
     assert squares(values, kind).sum() < 0.9 * naive
 
 
-def reference_search(x: Tensor, w: Tensor, most: int, steps: list[float]) -> tuple[float, float]:
-    """ggml's search for the scale and minimum of a group."""
+def reference_search(x: Tensor, most: int, steps: list[float]) -> tuple[float, float]:
+    """ggml's search for the scale and minimum of a group, in which all errors count alike."""
     low, high = min(0.0, float(x.min())), float(x.max())
     if low == high:
         return 0.0, -low
     best, found = torch.inf, (0.0, -low)
     for step in steps:
         codes = ((x - low) * (most + step) / (high - low)).round().clamp(0, most)
-        c, cc, xc = ((w * other).sum() for other in (codes, codes * codes, codes * x))
-        det = w.sum() * cc - c * c
+        c, cc, xc = (other.sum() for other in (codes, codes * codes, codes * x))
+        det = len(x) * cc - c * c
         if det <= 0:
             continue
-        scale, offset = (w.sum() * xc - (w * x).sum() * c) / det, (cc * (w * x).sum() - c * xc) / det
+        scale, offset = (len(x) * xc - x.sum() * c) / det, (cc * x.sum() - c * xc) / det
         if offset > 0:
             scale, offset = xc / cc, torch.zeros(())
-        if (error := float((w * (scale * codes + offset - x).square()).sum())) < best:
+        if (error := float((scale * codes + offset - x).square().sum())) < best:
             best, found = error, (float(scale), -float(offset))
     return found
 
 
-def reference_affine(x: Tensor, w: Tensor, most: int, steps: list[float]) -> Tensor:
+def reference_affine(x: Tensor, most: int, steps: list[float]) -> Tensor:
     """Values of ggml's Q4_K or Q5_K block."""
-    found = [reference_search(*pair, most, steps) for pair in zip(x.view(8, 32), w.view(8, 32), strict=True)]
+    found = [reference_search(group, most, steps) for group in x.view(8, 32)]
     scales, minima = torch.tensor(found).T
     d, d_min = scales.max() / 63, minima.max() / 63
     scales = (scales / d).nan_to_num().round().clamp_max(63) * d.half().float()
@@ -94,14 +94,14 @@ def reference_affine(x: Tensor, w: Tensor, most: int, steps: list[float]) -> Ten
     return (scales[:, None] * codes - minima[:, None]).flatten()
 
 
-def reference_symmetric(x: Tensor, w: Tensor) -> Tensor:
+def reference_symmetric(x: Tensor) -> Tensor:
     """Values of ggml's Q6_K block."""
     scales = []
-    for group, weights in zip(x.view(16, 16), w.view(16, 16), strict=True):
+    for group in x.view(16, 16):
         best, peak = (-1.0, 0.0), group[group.abs().argmax()]
         for step in range(-9, 10):
             codes = (group * -(32 + step / 10) / peak).nan_to_num().round().clamp(-32, 31)
-            xc, cc = (weights * group * codes).sum(), (weights * codes * codes).sum().clamp_min(1e-30)
+            xc, cc = (group * codes).sum(), (codes * codes).sum().clamp_min(1e-30)
             best = max(best, (float(xc * xc / cc), float(xc / cc)))
         scales.append(best[1])
     whole = torch.tensor(scales)
@@ -110,35 +110,18 @@ def reference_symmetric(x: Tensor, w: Tensor) -> Tensor:
     return (whole * (x.view(16, 16) / whole).nan_to_num().round().clamp(-32, 31)).flatten()
 
 
-def weights_of(kind: str, x: Tensor) -> Tensor:
-    """Weights that ggml's reference gives to errors, without inputs."""
-    if kind == "Q6_K":
-        return x.square().clamp_min(1e-12)
-    groups = x.view(-1, 32)
-    return (groups.square().mean(1, keepdim=True).sqrt() + groups.abs()).clamp_min(1e-12).view(x.shape)
-
-
 @pytest.mark.parametrize("kind", K_TYPES)
-def test_weighted_errors_are_below_those_of_ggmls_search(values, kind):
+def test_errors_are_below_those_of_ggmls_search(values, kind):
     x, steps = values[14:40].contiguous(), [i / 10 for i in range(-10, 11)]
-    w = weights_of(kind, x)
-    reference: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "Q4_K": lambda x, w: reference_affine(x, w, 15, steps),
-        "Q5_K": lambda x, w: reference_affine(x, w, 31, steps[5:]),
+    reference: dict[str, Callable[[Tensor], Tensor]] = {
+        "Q4_K": lambda x: reference_affine(x, 15, steps),
+        "Q5_K": lambda x: reference_affine(x, 31, steps[5:]),
         "Q6_K": reference_symmetric,
     }
-    blocks = zip(x.view(-1, 256), w.view(-1, 256), strict=True)
-    theirs = torch.stack([(w * (reference[kind](x, w) - x).square()).sum() for x, w in blocks])
-    ours = squares(x, kind, w, weights=w)
+    theirs = torch.stack([(reference[kind](block) - block).square().sum() for block in x.view(-1, 256)])
+    ours = squares(x, kind)
     assert ours.sum() < 0.99 * theirs.sum()
     assert (ours < 1.05 * theirs).all()
-
-
-@pytest.mark.parametrize("kind", K_TYPES)
-def test_weights_of_inputs_move_the_error_to_others(values, kind):
-    w = torch.ones(512)
-    w[::4] = 50
-    assert squares(values, kind, w, weights=w).sum() < 0.9 * squares(values, kind, w).sum()
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, *K_TYPES])

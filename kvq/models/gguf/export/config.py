@@ -5,16 +5,19 @@ What GGUF can't say is not looked for here: whoever writes a file reads it back 
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kvq.errors import ModelError, nearest
 from kvq.models.gguf.architectures import ARCHITECTURES, VARIANTS, Architecture
-from kvq.models.gguf.config import SIZES, llama3_factor
+from kvq.models.gguf.config import ROPE_TENSORS, SIZES, llama3_factor
 from kvq.models.gguf.names import HEADS, ROW_OF_ONE, WHOLE
 
-_SAME = {"mistral": "llama"}  # families that differ in what GGUF says otherwise
 _UNUSED = re.compile(r".*(rotary_emb\.inv_freq|masked_bias|attn\.bias)")  # of old checkpoints
 _SCALED = ("linear", "yarn")
 
@@ -36,8 +39,7 @@ def exported_architecture(model_type: str) -> tuple[str, Architecture]:
     Raises:
         ModelError: kvq knows none for this family.
     """
-    known = {own.model_type: name for name, own in ARCHITECTURES.items()}
-    known |= {family: known[same] for family, same in _SAME.items()}
+    known = {own.model_type: name for name, own in ARCHITECTURES.items()} | {"mistral": "llama"}
     if model_type not in known:
         hint = nearest(model_type, [*known]) or ";"
         raise ModelError(
@@ -83,15 +85,15 @@ def config_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
 
 
-def rope_factors(config: Mapping[str, Any]) -> list[float] | None:
-    """Return the values of rope_freqs.weight for Llama 3's scaling; None for other models."""
+def rope_factors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensor for Llama 3's scaling by name, fp32 [head_dim / 2]; nothing for other models."""
     rope = config["rope_parameters"]
     if rope.get("rope_type") != "llama3":
-        return None
+        return {}
     dims = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     waves = (2 * math.pi * rope["rope_theta"] ** (2 * i / dims) for i in range(dims // 2))
     origin = rope["original_max_position_embeddings"]
-    return [llama3_factor(wave, rope["factor"], origin) for wave in waves]
+    return {ROPE_TENSORS[0]: torch.tensor([llama3_factor(wave, rope["factor"], origin) for wave in waves])}
 
 
 def find_targets(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[Target]:
@@ -104,44 +106,35 @@ def find_targets(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     left = {name: shape for name, shape in shapes.items() if not _UNUSED.fullmatch(name)}
     if config.get("tie_word_embeddings"):
         left.pop("lm_head.weight", None)
-    places = [(f"{part}.{{}}", f"{there}.{{}}") for part, there in WHOLE.items()]
+    places = [*WHOLE.items()]
     parts = {there: part for part, there in own.parts.items()}  # of two, the one that the family adds
     places += [
-        (f"blk.{layer}.{part}.{{}}", f"model.layers.{layer}.{there}.{{}}")
+        (f"blk.{layer}.{part}", f"model.layers.{layer}.{there}")
         for layer in range(config["num_hidden_layers"])
         for there, part in parts.items()
     ]
-    found = [
-        target
-        for here, there in places
-        for kind in ("weight", "bias")
-        for target in _target(own, config, here.format(kind), there, kind, left)
-    ]
+    found, experts = [], range(config.get(own.keys.get("expert_count", ""), 1))
+    for (here, there), kind in product(places, ("weight", "bias")):
+        part = here.split(".")[-1]
+        names = dict.fromkeys(f"{there.format(i)}.{kind}" for i in experts)
+        sources = tuple(name for name in names if name in left)
+        if not sources:
+            continue
+        shape = left[sources[0]]
+        if "{}" in there:
+            shape = (len(sources), *shape)
+        found.append(
+            Target(
+                name=f"{here}.{kind}",
+                sources=sources,
+                shape=shape[1:] if part == ROW_OF_ONE else shape,
+                heads=config[HEADS[part]] if part in HEADS and own.is_permuted else None,
+                shift=own.norm_shift if part.endswith("norm") else 0.0,
+            )
+        )
     if rest := left.keys() - {name for target in found for name in target.sources}:
         raise ModelError(
             f"GGUF files of {config['model_type']} models have no place for tensor {min(rest)!r:.80}; write "
             f"compressed-tensors"
         )
     return found
-
-
-def _target(
-    own: Architecture, config: Mapping[str, Any], here: str, there: str, kind: str, shapes: Mapping[str, Any]
-) -> Iterator[Target]:
-    part = here.split(".")[-2]
-    if there.count("{}") == 2:
-        count = sum(one.startswith(there.partition("{}")[0]) for one in shapes)
-        names = [name for i in range(count) if (name := there.format(i, kind)) in shapes]
-    else:
-        names = [name for name in (there.format(kind),) if name in shapes]
-    if not names:
-        return
-    shape = shapes[names[0]]
-    shape = (len(names), *shape) if "_exps." in here else shape[1:] if part == ROW_OF_ONE else shape
-    yield Target(
-        name=here,
-        sources=tuple(names),
-        shape=shape,
-        heads=config[HEADS[part]] if part in HEADS and own.is_permuted else None,
-        shift=own.norm_shift if part.endswith("norm") else 0.0,
-    )

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvq import fileio
@@ -33,49 +33,39 @@ class GgufWriter:
     Everything is written beside `out` under another name, so that `out` is either whole or as it was.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool) -> None:
-        """`overwrite`: replace a GGUF file at `out`.
-
-        Raises:
-            ConfigError: `out` exists and may not be replaced, or its folder is missing.
-        """
-        check_gguf_target(out, overwrite=overwrite)
+    def __init__(self, out: Path) -> None:
+        """`out`: as `check_gguf_target` allows it."""
         self._out = out
         self.path = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")  # until `finish`
-        self._places: list[tuple[int, int]] = []  # begin and end in the file, of tensors not yet written
         self._tensors: Kinds = {}
-        self._header_bytes = 0
+        self._at = self._end = self._header_bytes = 0  # where the next tensor begins, and the last one ends
 
-    def begin(self, metadata: Mapping[str, Any], tensors: Kinds) -> None:
-        """Write the header, and make the file as long as it will be; called again, it begins anew."""
-        header = _header(metadata, tensors)
-        at = self._header_bytes = len(header)
-        self._tensors, self._places = tensors, []
-        for kind, shape in tensors.values():
-            size = prod(shape) // kind.values * kind.nbytes
-            self._places.append((at, at + size))
-            at += size + -size % _ALIGNMENT
+    def begin(self, metadata: Mapping[str, Any], tensors: Kinds, first: Iterable[Tensor] = ()) -> None:
+        """Write the header and the `first` tensors, in a file as long as it will be; or begin anew."""
+        header, self._tensors = _header(metadata, tensors), tensors
+        self._at = self._header_bytes = len(header)
+        self._end = self._at + sum(_padded_bytes(*one) for one in tensors.values())
         with self._explained(), self.path.open("wb") as file:
             file.write(header)
-            file.truncate(at)
+            file.truncate(self._end)
+        for tensor in first:
+            self.add([tensor.view(torch.uint8)])
 
     def add(self, pieces: Iterable[Tensor]) -> None:
         """Write the next tensor's bytes, contiguous uint8 in pieces of any shape."""
-        begin, end = self._places.pop(0)
         with self._explained(), self.path.open("r+b") as file:
-            file.seek(begin)
+            file.seek(self._at)
             for raw in pieces:
                 file.write(raw.cpu().numpy().tobytes())
-            assert file.tell() == end, f"{file.tell() - begin} bytes for {end - begin}"
+            self._at = file.tell() + -file.tell() % _ALIGNMENT
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
         """Flush the file to disk, and give it its name and the permissions of a file that it replaces.
 
         `metadata`: as in the beginning, but strings may be others of the same lengths.
         """
-        assert not self._places, f"{len(self._places)} tensors were not written"
         header = _header(metadata, self._tensors)
-        assert len(header) == self._header_bytes, f"{len(header)} bytes for {self._header_bytes}"
+        assert (len(header), self._at) == (self._header_bytes, self._end), "other sizes than in the beginning"
         with self._explained():
             with self.path.open("r+b") as file:
                 file.write(header)
@@ -88,9 +78,7 @@ class GgufWriter:
     def __enter__(self) -> "GgufWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove what is not finished."""
         self.path.unlink(missing_ok=True)
 
@@ -121,12 +109,17 @@ def _header(metadata: Mapping[str, Any], tensors: Kinds) -> bytes:
         parts += [_text(key), struct.pack("<I", number), raw]
     at = 0
     for name, (kind, shape) in tensors.items():
-        dims = shape[::-1]
-        parts.append(_text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind.number, at))
-        size = prod(shape) // kind.values * kind.nbytes
-        at += size + -size % _ALIGNMENT
+        parts.append(
+            _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind.number, at)
+        )
+        at += _padded_bytes(kind, shape)
     header = b"".join(parts)
     return header + bytes(-len(header) % _ALIGNMENT)
+
+
+def _padded_bytes(kind: GgmlType, shape: Sequence[int]) -> int:
+    size = prod(shape) // kind.values * kind.nbytes
+    return size + -size % _ALIGNMENT
 
 
 def _text(value: str) -> bytes:

@@ -41,15 +41,13 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) 
     model = tree["model"]
     if model["type"] != "BPE":
         raise _refused(tokenizer, f"is {model['type']}, and llama.cpp's BPE is all that kvq writes")
-    bare = {"add_special_tokens": False}
-    first = tokenizer.convert_ids_to_tokens(tokenizer("a", **bare).input_ids)[:1]
     is_bytes = "ByteLevel" in json.dumps(tree["pre_tokenizer"])
     if is_bytes:
-        merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
-        own: dict[str, Any] = {"model": "gpt2", "pre": _split(tokenizer, backend, model), "merges": merges}
+        own: dict[str, Any] = {"model": "gpt2", "pre": _split(tokenizer, backend, model)}
+        own["merges"] = [" ".join(pair) for pair in model["merges"]]
     else:
         own = {"model": "llama", "scores": _scores(tokenizer, model, vocab_size)}
-        own["add_space_prefix"] = "".join(first).startswith(SPACE)
+        own["add_space_prefix"] = tokenizer.tokenize("a")[0].startswith(SPACE)
     whole = tokenizer("a").input_ids
     tokens, kinds = _vocabulary(tokenizer, tree, vocab_size, is_bytes=is_bytes)
     special = {
@@ -98,9 +96,7 @@ def _split(tokenizer: Any, backend: Any, model: Mapping[str, Any]) -> str:
     found = [
         name
         for name, patterns in SPLITS.items()
-        if all(
-            splitter(patterns).pre_tokenize_str(text) == cut for text, cut in zip(_TEXTS, cuts, strict=True)
-        )
+        if [splitter(patterns).pre_tokenize_str(text) for text in _TEXTS] == cuts
     ]
     if not found:
         raise _refused(tokenizer, "splits texts in none of the ways that kvq knows by GGUF's names")
@@ -111,8 +107,7 @@ def _split(tokenizer: Any, backend: Any, model: Mapping[str, Any]) -> str:
 def _scores(tokenizer: Any, model: Mapping[str, Any], vocab_size: int) -> list[float]:
     """Return scores that order merges as the tokenizer does: minus the rank of what they make."""
     scores = [_LOWEST] * vocab_size
-    pairs = (one.split(" ", 1) if isinstance(one, str) else one for one in model["merges"])
-    made = [text for text, _ in groupby("".join(pair) for pair in pairs)]
+    made = [text for text, _ in groupby("".join(pair) for pair in model["merges"])]
     if len(set(made)) != len(made) or not model.get("byte_fallback"):
         raise _refused(tokenizer, "has merges in an order that no scores of tokens give")
     for rank, text in enumerate(made):

@@ -19,7 +19,7 @@ ROWS = torch.arange(68, dtype=torch.uint8).view(2, 34)
 
 def test_metadata_and_tensors_are_read_as_they_were_written(tmp_path):
     out = tmp_path / "a.gguf"
-    with GgufWriter(out, overwrite=False) as writer:
+    with GgufWriter(out) as writer:
         writer.begin(METADATA | {"a.text": "GRÖSSE 🙂"}, KINDS)
         writer.begin(METADATA | {"a.count": 8}, KINDS)
         writer.add([torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8)])
@@ -36,7 +36,7 @@ def test_metadata_and_tensors_are_read_as_they_were_written(tmp_path):
 
 
 def test_nothing_is_left_of_an_unfinished_file(tmp_path):
-    with GgufWriter(tmp_path / "a.gguf", overwrite=False) as writer:
+    with GgufWriter(tmp_path / "a.gguf") as writer:
         writer.begin(METADATA, KINDS)
         assert writer.path.is_file()
     assert list(tmp_path.iterdir()) == []
