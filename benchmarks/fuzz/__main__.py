@@ -7,7 +7,8 @@ with TLS and keys that get nearly TLS and nearly HTTP until SIGTERM ends them, a
 `results`, `options`, `streams`, `folders`, `gguf` and `templates`, which need no server. All run at once.
 Asked is: no traceback, no 5xx, an event loop that never computes for more than 50 ms, no leak, and an end
 within the grace and a second. Every case has a number of its own, so that a finding can be had again;
-`seeds.json` keeps those that once found something. Writes FOLDER/fuzz-cpu.json; ends with 1 if something falls short.
+`seeds.json` keeps those that once found something. Writes FOLDER/fuzz-cpu.json; ends with 1 if something
+falls short.
 """
 
 import argparse
