@@ -142,14 +142,13 @@ class _Search:  # D386: plain squared errors
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
         """Return each group's minimum, not above 0, and the scale that fits best, fp32 [groups, blocks]."""
-        x, is_affine, (least, most) = self.x, self.kind.has_minimum, self.codes_range
-        low = x.amin(1).clamp_max(0) if is_affine else torch.zeros_like(x[:, 0])
-        peak = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
-        reach, end = (x.amax(1) - low, most) if is_affine else (peak, least)
-        above = x - low[:, None]
+        is_affine, (least, most) = self.kind.has_minimum, self.codes_range
+        low = self.x.amin(1).clamp_max(0) if is_affine else torch.zeros_like(self.x[:, 0])
+        above = self.x - low[:, None]
+        reach = above.gather(1, above.abs().argmax(1, keepdim=True))[:, 0]
         best = torch.stack([torch.zeros_like(low), torch.full_like(low, torch.inf)])
         for step in _STEPS:
-            inverse = (end + step) * _inverse(reach)
+            inverse = ((most if is_affine else least) + step) * _inverse(reach)
             codes = (above * inverse[:, None]).round_().clamp_(least, most)
             scale = (codes * above).sum(1) / (codes * codes).sum(1).clamp_min(_TINY)
             errors = codes.mul_(scale[:, None]).sub_(above).square_().sum(1)
