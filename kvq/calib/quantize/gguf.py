@@ -67,7 +67,15 @@ def write_gguf(work: Quantizing, prepared: PreparedModel) -> tuple[list[ModuleRe
     shapes = {entry.name: entry.shape for entry in prepared.entries if not is_kv_scale(entry.name)}
     targets = find_targets(attributes, shapes)
     kinds, notes = _kinds(targets, name, attributes)
-    metadata, factors = _metadata(prepared, attributes, name), rope_factors(attributes)
+    general = {
+        "general.type": "model",
+        "general.name": prepared.source.name,
+        "general.alignment": 32,
+        "general.file_type": FILE_TYPES[name],
+        "general.quantization_version": 2,
+    }
+    tokens = tokenizer_metadata(prepared.tokenizer, attributes["vocab_size"], prepared.end_ids)
+    metadata, factors = config_metadata(attributes) | general | tokens, rope_factors(attributes)
     tensors = {name: (GGML_TYPES["F32"], tuple(x.shape)) for name, x in factors.items()}
     tensors |= {one.name: (kinds[one.name], one.shape) for one in targets}
     stored, rows, progress = read_tensors(prepared.folder), list[ModuleReport](), work.progress("writing")
@@ -97,18 +105,6 @@ def _kinds(
         if kind != wanted:
             instead[f"{kind.name} in place of {wanted.name}, whose blocks don't divide {one.shape[-1]}"] += 1
     return kinds, [f"tensors in {what} inputs: {count}" for what, count in instead.items()]
-
-
-def _metadata(prepared: PreparedModel, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    general = {
-        "general.type": "model",
-        "general.name": prepared.source.name,
-        "general.alignment": 32,
-        "general.file_type": FILE_TYPES[name],
-        "general.quantization_version": 2,
-    }
-    tokens = tokenizer_metadata(prepared.tokenizer, config["vocab_size"], prepared.end_ids)
-    return config_metadata(config) | general | tokens
 
 
 def _scales(work: Quantizing, prepared: PreparedModel) -> StaticScales | None:

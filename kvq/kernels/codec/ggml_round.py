@@ -15,7 +15,7 @@ from kvq.formats.ggml import GgmlType
 from kvq.kernels.codec.ggml import FLOATS
 
 _STEPS = [step / 10 for step in range(-10, 11)]  # codes by which a group's range is stretched, in the search
-_ROUNDS = 4  # of choosing scales for the block's and the block's for the scales
+_ROUNDS = 5  # of choosing scales for the block's and the block's for the scales
 _TINY = 1e-30
 
 
@@ -156,14 +156,10 @@ class _Search:  # D386: plain squared errors
         return low, best[0]
 
     def _refitted(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return d and d_min that fit best to the other numbers, by least squares, fp32 [blocks]."""
-        x = self.x
-        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(x)
-        aa, ab, bb, ax, bx = ((p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, x), (b, x)))
-        det = aa * bb - ab * ab
-        is_both = det > 1e-6 * aa * bb
-        d = torch.where(is_both, (bb * ax - ab * bx) / det, ax / aa.clamp_min(_TINY))
-        d_min = torch.where(is_both, (ab * ax - aa * bx) / det, given[1][0]).clamp_min(0)
+        """Return the d that fits best to the other numbers, and the d_min that fits to it, fp32 [blocks]."""
+        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(self.x)
+        d = (a * (self.x + given[1][0] * b)).sum((0, 1)) / (a * a).sum((0, 1)).clamp_min(_TINY)
+        d_min = (b * (d * a - self.x)).sum((0, 1)) / (b * b).sum((0, 1)).clamp_min(_TINY)
         return d.half().float(), d_min.half().float()
 
 

@@ -47,7 +47,7 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) 
         own["merges"] = [" ".join(pair) for pair in model["merges"]]
     else:
         own = {"model": "llama", "scores": _scores(tokenizer, model, vocab_size)}
-        own["add_space_prefix"] = tokenizer.tokenize("a")[0].startswith(SPACE)
+        own["add_space_prefix"] = "".join(tokenizer.tokenize("a")).startswith(SPACE)
     whole = tokenizer("a").input_ids
     tokens, kinds = _vocabulary(tokenizer, tree, vocab_size, is_bytes=is_bytes)
     special = {role: getattr(tokenizer, f"{name}_id") for role, name in NAMES.items()}
@@ -55,7 +55,8 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) 
     special |= dict(zip(("eos",) if special["eos"] is None else ("eot", "eom"), more, strict=False))
     found = own | {"tokens": tokens, "token_type": kinds}
     found |= {f"{role}_token_id": i for role, i in special.items() if i is not None and i < vocab_size}
-    found |= {"add_bos_token": whole[0] == special["bos"], "add_eos_token": whole[-1] == special["eos"]}
+    for role, end in (("bos", whole[:1]), ("eos", whole[-1:])):
+        found[f"add_{role}_token"] = end == [special[role]]
     metadata = {f"{_KEY}{key}": value for key, value in found.items()} | _templates(tokenizer)
     _check_reads_back(tokenizer, metadata)
     return metadata
