@@ -9,7 +9,7 @@ from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import TunePlan, default_codes, parse_budget
 from kvq.calib.candidates import Trial, codes_of
-from kvq.calib.quantize import Quantized, QuantizeSettings, Quantizing, default_method, quantize_model
+from kvq.calib.quantize import Quantized, QuantizeSettings, Quantizing, quantize_model
 from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
 from kvq.calib.sensitivity import Keep as KeepTrials
@@ -154,8 +154,8 @@ def quantize(
         RequestError: the text is too short, or activations are not finite.
     """
     given, of_settings = _split(options, [field.name for field in fields(QuantizeSettings)])
-    chosen = method or default_method(given.get("file_format", ""))
-    settings = QuantizeSettings(method=chosen, **of_settings)
+    is_gguf = given.get("file_format") == "gguf"
+    settings = QuantizeSettings(method=method or ("rtn" if is_gguf else "gptq"), **of_settings)
     text = given.pop("text", None)
     named = None if text is None else _named(text, "text")
     return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)

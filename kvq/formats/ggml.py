@@ -33,11 +33,6 @@ class GgmlType:
         return self.group == 0
 
     @property
-    def bits_per_value(self) -> float:
-        """Mean number of bits of a value, with scales."""
-        return self.nbytes * 8 / self.values
-
-    @property
     def panel_bytes(self) -> int:
         """Size of a block in the panels of CPU kernels, where a scale or minimum of 6 bits takes a byte."""
         return self.nbytes + {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}.get(self.name, 0)

@@ -1,7 +1,6 @@
 """GGUF files: models that come back from them as they were, and what is refused before any work."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,14 +205,3 @@ def test_scales_of_k_and_v_go_with_the_file(two_layers, tmp_path):
     beside = KVRecipe.uniform("int8", model.geometry.head_dims)
     beside.save(model.recipe_beside)  # nearer than what is inside
     assert find_scales(model, None) is None
-
-
-def test_a_recipe_beside_goes_with_the_file_unless_it_belongs_to_the_weights(two_layers, tmp_path):
-    folder = shutil.copytree(two_layers, tmp_path / "folder")
-    own = KVRecipe.uniform("int8", prepare(folder, device="cpu").geometry.head_dims)
-    own.save(folder / "kvq.json")
-    assert prepare(write(folder, tmp_path / "a.gguf", "Q8_0")).recipe_inside.layers == own.layers
-    replace(own, model_digest="0" * 32).save(folder / "kvq.json")
-    done = kvq.quantize(folder, tmp_path / "b.gguf", file_format="gguf", device="cpu")
-    assert any("belongs to that model and is not in the file" in note for note in done.notes)
-    assert prepare(tmp_path / "b.gguf").recipe_inside is None

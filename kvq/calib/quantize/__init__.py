@@ -2,6 +2,6 @@
 
 from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.run import Quantized, quantize_model
-from kvq.calib.quantize.settings import QuantizeSettings, Quantizing, default_method
+from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
 
-__all__ = ["ModuleReport", "QuantizeSettings", "Quantized", "Quantizing", "default_method", "quantize_model"]
+__all__ = ["ModuleReport", "QuantizeSettings", "Quantized", "Quantizing", "quantize_model"]

@@ -16,7 +16,7 @@ from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import calibration_text
-from kvq.formats import KVRecipe
+from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.ggml import GGML_TYPES, GgmlType
 from kvq.formats.ggml_mixtures import DEFAULT, FILE_TYPES, file_type, fitting_type, wanted_type
 from kvq.kernels.codec.ggml import dequantize
@@ -67,20 +67,28 @@ def write_gguf(work: Quantizing, prepared: PreparedModel) -> tuple[list[ModuleRe
     shapes = {entry.name: entry.shape for entry in prepared.entries if not is_kv_scale(entry.name)}
     targets = find_targets(attributes, shapes)
     kinds, notes = _kinds(targets, name, attributes)
-    metadata, factors = _metadata(prepared, attributes, name), rope_factors(attributes)
+    general = {
+        "general.type": "model",
+        "general.name": prepared.source.name,
+        "general.alignment": 32,
+        "general.file_type": FILE_TYPES[name],
+        "general.quantization_version": 2,
+    }
+    tokens = tokenizer_metadata(prepared.tokenizer, attributes["vocab_size"], prepared.end_ids)
+    metadata, factors = config_metadata(attributes) | general | tokens, rope_factors(attributes)
     tensors = {name: (GGML_TYPES["F32"], tuple(x.shape)) for name, x in factors.items()}
     tensors |= {one.name: (kinds[one.name], one.shape) for one in targets}
     stored, rows, progress = read_tensors(prepared.folder), list[ModuleReport](), work.progress("writing")
     with GgufWriter(work.out) as writer:
         writer.begin(metadata, tensors, factors.values())
         check_same_config(config, config_of(read_gguf(writer.path).config), f"GGUF of {prepared.source.name}")
-        recipe = _recipe(work, prepared, notes)
-        writer.begin(metadata | _recipe_metadata(recipe, _NO_DIGEST), tensors, factors.values())
+        scales = _scales(work, prepared)
+        writer.begin(metadata | _recipe(scales, prepared, _NO_DIGEST), tensors, factors.values())
         for at, target in enumerate(targets):
             progress(at, len(targets))
             rows += _write_rounded(writer, target, kinds[target.name], stored, prepared.device)
         progress(len(targets), len(targets))
-        writer.finish(metadata | _recipe_metadata(recipe, content_digest([writer.path])))
+        writer.finish(metadata | _recipe(scales, prepared, content_digest([writer.path])))
     return sorted(rows, key=lambda row: row.layer < 0), notes
 
 
@@ -99,41 +107,22 @@ def _kinds(
     return kinds, [f"tensors in {what} inputs: {count}" for what, count in instead.items()]
 
 
-def _metadata(prepared: PreparedModel, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    general = {
-        "general.type": "model",
-        "general.name": prepared.source.name,
-        "general.alignment": 32,
-        "general.file_type": FILE_TYPES[name],
-        "general.quantization_version": 2,
-    }
-    tokens = tokenizer_metadata(prepared.tokenizer, config["vocab_size"], prepared.end_ids)
-    return config_metadata(config) | general | tokens
-
-
-def _recipe(work: Quantizing, prepared: PreparedModel, notes: list[str]) -> KVRecipe | None:
-    """Return the KV recipe that the file will hold: with new scales, or the one beside the model."""
-    if work.kv_scales:
-        whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
-        text = work.text or calibration_text()
-        scales = observe(whole, text, progress=work.progress("observing K and V")).scales()
-        return replace(KVRecipe.uniform("fp8_per_head", prepared.geometry.head_dims), static_scales=scales)
-    recipe = KVRecipe.load(prepared.recipe_beside) if prepared.recipe_beside.is_file() else None
-    if recipe is not None and recipe.is_bound:
-        notes.append(
-            f"{prepared.recipe_beside} belongs to that model and is not in the file; make one on the file, "
-            f"with kvq tune or kvq calibrate"
-        )
+def _scales(work: Quantizing, prepared: PreparedModel) -> StaticScales | None:
+    """Return the scales of K and V that the file will hold, if any."""
+    if not work.kv_scales:
         return None
-    return recipe
+    whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
+    text = work.text or calibration_text()
+    return observe(whole, text, progress=work.progress("observing K and V")).scales()
 
 
-def _recipe_metadata(recipe: KVRecipe | None, digest: str) -> dict[str, str]:
-    """Return the metadata of a recipe, with scales bound to the file."""
-    if recipe is not None and recipe.static_scales is not None:
-        scales = replace(recipe.static_scales, model_digest=digest)
-        recipe = replace(recipe, model_digest=digest, static_scales=scales)
-    return {} if recipe is None else {RECIPE: json.dumps(recipe.to_json())}
+def _recipe(scales: StaticScales | None, prepared: PreparedModel, digest: str) -> dict[str, str]:
+    """Return the metadata with a KV recipe of these scales, bound to the file's digest."""
+    if scales is None:
+        return {}
+    plain = KVRecipe.uniform("fp8_per_head", prepared.geometry.head_dims)
+    bound = replace(plain, static_scales=replace(scales, model_digest=digest), model_digest=digest)
+    return {RECIPE: json.dumps(bound.to_json())}
 
 
 def _write_rounded(
@@ -145,7 +134,21 @@ def _write_rounded(
         ModelError: a value is not finite, or too large for the type.
     """
     began, sums = time.perf_counter(), torch.zeros(2, dtype=torch.float64)
-    writer.add(_rounded(target, kind, stored, device, sums))
+
+    def pieces() -> Iterator[Tensor]:
+        for name in target.sources:
+            values = stored[name]
+            if target.heads is not None:
+                values = values.view(target.heads, 2, -1, *values.shape[1:]).transpose(1, 2).flatten(0, 2)
+            values = values.reshape(-1, values.shape[-1])
+            for piece in values.split(max(1, _PIECE // values.shape[1])):
+                wanted = piece.to(device, torch.float32) + target.shift
+                raw = round_rows(wanted, kind)
+                error = dequantize(raw, kind).float() - wanted
+                sums.add_(torch.stack([x.square().sum(dtype=torch.float64) for x in (error, wanted)]).cpu())
+                yield raw
+
+    writer.add(pieces())
     error, whole = sums.tolist()
     if not math.isfinite(error + whole):
         raise ModelError(
@@ -170,20 +173,3 @@ def _write_rounded(
         seconds=time.perf_counter() - began,
     )
     return [row]
-
-
-def _rounded(
-    target: Target, kind: GgmlType, stored: ModelTensors, device: torch.device, sums: Tensor
-) -> Iterator[Tensor]:
-    """Yield a tensor's bytes, and add the squares of errors and of values to `sums`."""
-    for name in target.sources:
-        values = stored[name]
-        if target.heads is not None:
-            values = values.view(target.heads, 2, -1, *values.shape[1:]).transpose(1, 2).flatten(0, 2)
-        values = values.reshape(-1, values.shape[-1])
-        for piece in values.split(max(1, _PIECE // values.shape[1])):
-            wanted = piece.to(device, torch.float32) + target.shift
-            raw = round_rows(wanted, kind)
-            error = dequantize(raw, kind).float() - wanted
-            sums += torch.stack([x.square().sum(dtype=torch.float64) for x in (error, wanted)]).cpu()
-            yield raw

@@ -23,11 +23,6 @@ METHODS = (*_OWN_METHODS, "nf4", "int8-bnb")  # the last two are bitsandbytes' o
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
-def default_method(file_format: str) -> str:
-    """Return the method for files of this format."""
-    return "rtn" if file_format == "gguf" else "gptq"
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
     """A method, its weight format and its calibration samples; defaults depend on the method."""

@@ -74,10 +74,10 @@ class _MethodOptions:
 
     def settings(self, file_format: str) -> "QuantizeSettings":
         """Convert the options to settings of the quantizer."""
-        from kvq.calib.quantize import QuantizeSettings, default_method
+        from kvq.calib.quantize import QuantizeSettings
 
         bits = None if self.bits is None else int(self.bits)
-        method = self.method or default_method(file_format)
+        method = self.method or ("rtn" if file_format == "gguf" else "gptq")
         return QuantizeSettings(**asdict(self) | {"bits": bits, "method": method})
 
 

@@ -15,7 +15,7 @@ from kvq.formats.ggml import GgmlType
 from kvq.kernels.codec.ggml import FLOATS
 
 _STEPS = [step / 10 for step in range(-10, 11)]  # codes by which a group's range is stretched, in the search
-_ROUNDS = 4  # of choosing scales for the block's and the block's for the scales
+_ROUNDS = 5  # of choosing scales for the block's and the block's for the scales
 _TINY = 1e-30
 
 
@@ -142,14 +142,13 @@ class _Search:  # D386: plain squared errors
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
         """Return each group's minimum, not above 0, and the scale that fits best, fp32 [groups, blocks]."""
-        x, is_affine, (least, most) = self.x, self.kind.has_minimum, self.codes_range
-        low = x.amin(1).clamp_max(0) if is_affine else torch.zeros_like(x[:, 0])
-        peak = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
-        reach, end = (x.amax(1) - low, most) if is_affine else (peak, least)
-        above = x - low[:, None]
+        is_affine, (least, most) = self.kind.has_minimum, self.codes_range
+        low = self.x.amin(1).clamp_max(0) if is_affine else torch.zeros_like(self.x[:, 0])
+        above = self.x - low[:, None]
+        reach = above.gather(1, above.abs().argmax(1, keepdim=True))[:, 0]
         best = torch.stack([torch.zeros_like(low), torch.full_like(low, torch.inf)])
         for step in _STEPS:
-            inverse = (end + step) * _inverse(reach)
+            inverse = ((most if is_affine else least) + step) * _inverse(reach)
             codes = (above * inverse[:, None]).round_().clamp_(least, most)
             scale = (codes * above).sum(1) / (codes * codes).sum(1).clamp_min(_TINY)
             errors = codes.mul_(scale[:, None]).sub_(above).square_().sum(1)
@@ -157,14 +156,10 @@ class _Search:  # D386: plain squared errors
         return low, best[0]
 
     def _refitted(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return d and d_min that fit best to the other numbers, by least squares, fp32 [blocks]."""
-        x = self.x
-        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(x)
-        aa, ab, bb, ax, bx = ((p * q).sum((0, 1)) for p, q in ((a, a), (a, b), (b, b), (a, x), (b, x)))
-        det = aa * bb - ab * ab
-        is_both = det > 1e-6 * aa * bb
-        d = torch.where(is_both, (bb * ax - ab * bx) / det, ax / aa.clamp_min(_TINY))
-        d_min = torch.where(is_both, (ab * ax - aa * bx) / det, given[1][0]).clamp_min(0)
+        """Return the d that fits best to the other numbers, and the d_min that fits to it, fp32 [blocks]."""
+        a, b = given[2][:, None] * self._codes(*given[:4]), given[3][:, None].expand_as(self.x)
+        d = (a * (self.x + given[1][0] * b)).sum((0, 1)) / (a * a).sum((0, 1)).clamp_min(_TINY)
+        d_min = (b * (d * a - self.x)).sum((0, 1)) / (b * b).sum((0, 1)).clamp_min(_TINY)
         return d.half().float(), d_min.half().float()
 
 

@@ -16,7 +16,7 @@ _TEMPLATE = "tokenizer.chat_template"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _MERGED = (UNDEFINED, NORMAL, UNUSED)  # kinds of tokens that merges may make
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # control tokens of Phi-3 that keep what follows
-_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def load_gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> Any:
@@ -130,7 +130,7 @@ def _added(vocabulary: Vocabulary, model: str) -> list[Any]:
 def _special(vocabulary: Vocabulary, *, adds_bos: bool) -> dict[str, Any]:
     """Return the options of transformers about special tokens."""
     named = vocabulary.special.items()
-    found: dict[str, Any] = {_NAMES[role]: vocabulary.tokens[i] for role, i in named if role in _NAMES}
+    found: dict[str, Any] = {NAMES[role]: vocabulary.tokens[i] for role, i in named if role in NAMES}
     for role, default in (("bos", adds_bos), ("eos", False)):
         found[f"add_{role}_token"] = vocabulary.get(f"add_{role}_token", bool, default)
         if found[f"add_{role}_token"] and role not in vocabulary.special:

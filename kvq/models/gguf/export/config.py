@@ -19,7 +19,6 @@ from kvq.models.gguf.config import ROPE_TENSORS, SIZES, llama3_factor
 from kvq.models.gguf.names import HEADS, ROW_OF_ONE, WHOLE
 
 _UNUSED = re.compile(r".*(rotary_emb\.inv_freq|masked_bias|attn\.bias)")  # of old checkpoints
-_SCALED = ("linear", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ def config_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value if key.endswith(("count", "length")) else float(value)
     if own.has_windows and config.get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
-    if whole["rope_type"] in _SCALED:
+    if whole["rope_type"] in ("linear", "yarn"):
         found["rope.scaling.type"] = whole["rope_type"]
         found["rope.scaling.factor"] = float(whole["factor"])
     if whole["rope_type"] == "yarn":
@@ -79,9 +78,8 @@ def config_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         for field in ("beta_fast", "beta_slow"):
             if whole.get(field) is not None:
                 found[f"rope.scaling.yarn_{field}"] = float(whole[field])
-    local = rope.get("sliding_attention", whole)["rope_theta"]
-    if "sliding_attention" in rope and local != own.local_theta:
-        found["rope.freq_base_swa"] = float(local)
+    if (sliding := rope.get("sliding_attention")) and sliding["rope_theta"] != own.local_theta:
+        found["rope.freq_base_swa"] = float(sliding["rope_theta"])
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvq.errors import ModelError
 from kvq.models.gguf.splits import SPLITS, WHOLE
-from kvq.models.gguf.tokenizer import SPACE, load_gguf_tokenizer, splitter
+from kvq.models.gguf.tokenizer import NAMES, SPACE, load_gguf_tokenizer, splitter
 from kvq.models.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 _KEY = "tokenizer.ggml."
@@ -47,19 +47,16 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) 
         own["merges"] = [" ".join(pair) for pair in model["merges"]]
     else:
         own = {"model": "llama", "scores": _scores(tokenizer, model, vocab_size)}
-        own["add_space_prefix"] = tokenizer.tokenize("a")[0].startswith(SPACE)
+        own["add_space_prefix"] = "".join(tokenizer.tokenize("a")).startswith(SPACE)
     whole = tokenizer("a").input_ids
     tokens, kinds = _vocabulary(tokenizer, tree, vocab_size, is_bytes=is_bytes)
-    special = {
-        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unknown": tokenizer.unk_token_id,
-        "padding": tokenizer.pad_token_id,
-    }  # fmt: skip
+    special = {role: getattr(tokenizer, f"{name}_id") for role, name in NAMES.items()}
     more = [i for i in sorted(end_ids) if i != special["eos"]]
     special |= dict(zip(("eos",) if special["eos"] is None else ("eot", "eom"), more, strict=False))
     found = own | {"tokens": tokens, "token_type": kinds}
     found |= {f"{role}_token_id": i for role, i in special.items() if i is not None and i < vocab_size}
-    found["add_bos_token"] = special["bos"] is not None and whole[:1] == [special["bos"]]
-    found["add_eos_token"] = special["eos"] is not None and whole[-1:] == [special["eos"]]
+    for role, end in (("bos", whole[:1]), ("eos", whole[-1:])):
+        found[f"add_{role}_token"] = end == [special[role]]
     metadata = {f"{_KEY}{key}": value for key, value in found.items()} | _templates(tokenizer)
     _check_reads_back(tokenizer, metadata)
     return metadata
