@@ -233,8 +233,8 @@ def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
 def weight_bytes(model: nn.Module) -> int:
     """Return the size in bytes of all parameters, with packed weights as stored by their kernels."""
     others = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    packed = sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
-    return others + packed + sum(int(embedding.kernel.nbytes) for embedding in own_embeddings(model))
+    others += sum(int(embedding.kernel.nbytes) for embedding in own_embeddings(model))
+    return others + sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
 
 
 def own_embeddings(model: nn.Module) -> "list[PackedEmbedding]":
@@ -251,6 +251,7 @@ def weight_count(model: nn.Module) -> int:
     is_copy = is_tied and isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
     head = model.get_output_embeddings() if is_copy else None  # type: ignore[operator]
     packed = [module for module in model.modules() if isinstance(module, Packed) and module is not head]
+    others += sum(one.num_embeddings * one.embedding_dim for one in own_embeddings(model))
     return others + sum(module.weight_count for module in packed)
 
 

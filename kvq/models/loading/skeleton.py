@@ -170,7 +170,7 @@ def fill(  # D214: straight from the file into panels
     }
     packed = {id(linear._parameters) for linear in linears.values()}
     packed |= {id(one._parameters) for embeddings in lookups.values() for one in embeddings.values()}
-    if packs:
+    if packs and isinstance(stored, GgufTensors):
         packed |= {id(holder) for holder in _pack_embeddings(model, stored, names, packed, prepared)}
     made: dict[int, Tensor] = {}  # tied tensors stay tied
     for holder, name, tensor in places:
@@ -187,7 +187,7 @@ def fill(  # D214: straight from the file into panels
 
 def _pack_embeddings(
     model: nn.Module,
-    stored: ModelTensors,
+    stored: GgufTensors,
     names: Mapping[int, str],
     packed: set[int],
     prepared: PreparedModel,
@@ -200,10 +200,7 @@ def _pack_embeddings(
     for place, module in list(model.named_modules()):
         if not isinstance(module, nn.Embedding) or id(module._parameters) in packed:
             continue
-        name = names.get(id(module.weight))
-        if name is None or not isinstance(stored, GgufTensors) or stored.kind(name).is_float:
-            continue
-        if is_plain_lookup(module):
+        if not stored.kind(name := names[id(module.weight)]).is_float and is_plain_lookup(module):
             kernel = CpuLinear(_weight(stored, name, prepared))
             replace_linear(model, place, PackedEmbedding(kernel, prepared.dtype, scale_of(module)))
             replaced.append(module._parameters)

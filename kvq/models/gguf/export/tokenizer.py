@@ -114,9 +114,8 @@ def _scores(tokenizer: Any, model: Mapping[str, Any], vocab_size: int) -> list[f
 
 def _templates(tokenizer: Any) -> dict[str, str]:
     """Return the chat templates, the default one without a name."""
-    given = tokenizer.chat_template or {}
+    given, key = tokenizer.chat_template or {}, "tokenizer.chat_template"
     named = {"default": given} if isinstance(given, str) else given
-    key = "tokenizer.chat_template"
     return {key if name == "default" else f"{key}.{name}": text for name, text in named.items()}
 
 
