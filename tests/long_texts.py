@@ -15,7 +15,7 @@ def long_texts() -> Iterator[None]:
     real, known = modules[0].text_ids, {}
 
     def text_ids(tokenizer: Any, said: str) -> list[int]:
-        if len(said) < 50_000:
+        if len(said) < 50_000 or not hasattr(tokenizer, "__len__"):  # stand-ins have no vocabulary
             return real(tokenizer, said)
         key = said, len(tokenizer), tuple(real(tokenizer, said[:2000]))
         if key not in known:

@@ -58,7 +58,7 @@ MODELS = [
 WRONG = {
     "./nosuch": "there is no folder ./nosuch",
     "no/such/folder": "there is no folder no/such/folder",
-    "text.txt": "text.txt is a file; name the folder",
+    "text.txt": "text.txt is a file and no GGUF; name a GGUF file, or the folder",
     "./empty": "has no config.json; is it a Hugging Face model folder?",
 }
 

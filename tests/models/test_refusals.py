@@ -201,6 +201,6 @@ def test_dynamic_rope_is_refused_in_every_family_that_takes_it(family, tmp_path)
 
 def test_an_option_of_load_that_is_none_is_refused_with_the_nearest_and_all() -> None:
     with pytest.raises(
-        ConfigError, match=r"'bloc_size'; did you mean 'block_size'\? known: backend, .*weights"
+        ConfigError, match=r"'bloc_size'; did you mean 'block_size'\? known: activations, backend, .*weights"
     ):
         load("tiny", bloc_size=16)  # type: ignore[call-arg]
