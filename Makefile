@@ -78,7 +78,8 @@ define check_portable  # compiler, folder
 	mkdir -p $(2)
 	for name in attend merge_partials copy_blocks; do \
 		$(1) $(PORTABLE) -ffp-contract=fast -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
-	for name in native/pool write_kv/write_kv gather_dense/gather_dense seal/seal linear/linear linear/blocks linear/block_pack linear/mlp linear/pack linear/rows \
+	for name in native/pool write_kv/write_kv gather_dense/gather_dense seal/seal \
+		linear/linear linear/blocks linear/block_pack linear/mlp linear/pack linear/rows \
 		experts/experts rms_norm/rms_norm rope/rope decoder/decoder decoder/stack; do \
 		$(1) $(PORTABLE) -ffp-contract=off -c kvq/kernels/$$name.cpp -o $(2)/$$(basename $$name).o || exit 1; done
 	$(1) -O1 -std=c++17 -pthread -DKVQ_VARIANT=portable tests/kernels/native/check.cpp $(2)/*.o -static -o $(2)/check

@@ -185,10 +185,7 @@ KVQ_KERNEL(pack_blocks)(const KvqMatrix* parts, int count, int64_t columns, int 
     for (int i = 0; i < count; i++) outputs += parts[i].rows;
     run_even(threads, (outputs + OUTPUTS - 1) / OUTPUTS, [=](int64_t panel) {
         const uint8_t* rows[OUTPUTS] = {};
-        int64_t first = panel * OUTPUTS;  // of the part's own outputs, from the next line on
-        for (int i = 0; i < count; first -= parts[i++].rows)
-            for (int o = 0; o < OUTPUTS; o++)
-                if (first + o >= 0 && first + o < parts[i].rows) rows[o] = parts[i].data + (first + o) * parts[i].row;
+        find_rows(rows, parts, count, panel);
         pack_block_panel(rows, columns, blocks, panels + panel * bytes);
     });
     return KVQ_OK;

@@ -1,7 +1,7 @@
 // Rows times weights in blocks: tiles of few rows and one panel.
 //
 // As in tiles.h, a row's result has the same bits in every tile. A tile has one of few numbers of rows; rows beyond
-// those given are multiplied in vain.
+// those given give results that nobody reads.
 
 #include "blocks.h"
 #include "tiles.h"

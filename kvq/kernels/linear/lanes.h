@@ -16,6 +16,14 @@ struct Floats {
     vf part[PARTS];
 };
 
+// Set the addresses of a panel's outputs among those of `parts`, which follow each other; others stay as they are.
+inline void find_rows(const uint8_t* rows[OUTPUTS], const KvqMatrix* parts, int count, int64_t panel) {
+    int64_t first = panel * OUTPUTS;  // of the part's own outputs, from the next line on
+    for (int i = 0; i < count; first -= parts[i++].rows)
+        for (int o = 0; o < OUTPUTS; o++)
+            if (first + o >= 0 && first + o < parts[i].rows) rows[o] = parts[i].data + (first + o) * parts[i].row;
+}
+
 // The only contraction there is (the file is compiled with none): every tile rounds alike.
 inline vf multiply_add(vf a, vf b, vf c) {
 #if defined(__AVX2__)

@@ -57,10 +57,7 @@ KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int c
     if (outputs * columns * size < WORTH_THREADS) threads = 1;
     run_even(threads, (outputs + OUTPUTS - 1) / OUTPUTS, [=](int64_t panel) {
         const uint8_t* rows[OUTPUTS] = {};
-        int64_t first = panel * OUTPUTS;  // of the part's own outputs, from the next line on
-        for (int i = 0; i < count; first -= parts[i++].rows)
-            for (int o = 0; o < OUTPUTS; o++)
-                if (first + o >= 0 && first + o < parts[i].rows) rows[o] = parts[i].data + (first + o) * parts[i].row;
+        find_rows(rows, parts, count, panel);
         if (code == KVQ_FP32)
             pack_panel<uint32_t>(rows, columns, k, (uint32_t*)(panels + panel * panel_bytes));
         else if (code == KVQ_BF16)
