@@ -151,6 +151,12 @@ def load_fp32(folder: Path, **options: Any) -> Model:
     return load(folder, kv="fp32", device="cpu", **options)
 
 
+def assert_same_logits(ids: list[int], one: Path, other: Path) -> None:
+    """Fail unless two models in fp32 have the same logits but for rounding."""
+    wanted = load_fp32(one).logits(ids)
+    torch.testing.assert_close(load_fp32(other).logits(ids), wanted, rtol=1e-5, atol=1e-5)
+
+
 def random_tokens(count: int, *, seed: int, vocab: int = VOCAB) -> list[int]:
     """Token ids without the special ones."""
     generator = torch.Generator().manual_seed(seed)

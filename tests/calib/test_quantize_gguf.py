@@ -17,7 +17,14 @@ from kvq.formats import KVRecipe
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.gguf.files import RECIPE, read_gguf
 from kvq.models.loading.prepared import find_scales, prepare
-from tests.helpers_models import build_model, load_fp32, random_tokens, save_model, small_config
+from tests.helpers_models import (
+    assert_same_logits,
+    build_model,
+    load_fp32,
+    random_tokens,
+    save_model,
+    small_config,
+)
 
 TIED, FULL, SLIDING = {"tie_word_embeddings": True}, "full_attention", "sliding_attention"
 QWEN = {"use_sliding_window": False, "sliding_window": None, "layer_types": [FULL, FULL]}
@@ -51,16 +58,11 @@ def write(model: Path, out: Path, kind: str = "F32", **options: Any) -> Path:
     return out
 
 
-def assert_same_logits(folder: Path, path: Path) -> None:
-    wanted = load_fp32(folder).logits(IDS)
-    torch.testing.assert_close(load_fp32(path).logits(IDS), wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.daily(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_folder(tmp_path: Path, family: str) -> None:
     folder = saved(tmp_path / "folder", family, **FAMILIES[family])
-    assert_same_logits(folder, write(folder, tmp_path / "model.gguf"))
+    assert_same_logits(IDS, folder, write(folder, tmp_path / "model.gguf"))
 
 
 def test_experts_beside_a_shared_one(tmp_path):
@@ -70,7 +72,7 @@ def test_experts_beside_a_shared_one(tmp_path):
     config.vocab_size = 4096
     build_model(config).save_pretrained(tmp_path / "folder")
     folder = with_tokenizer(tmp_path / "folder")
-    assert_same_logits(folder, write(folder, tmp_path / "model.gguf"))
+    assert_same_logits(IDS, folder, write(folder, tmp_path / "model.gguf"))
 
 
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
@@ -87,7 +89,7 @@ LLAMA3 = ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "
 )
 def test_scaled_positions_and_biases(tmp_path, rope):
     folder = saved(tmp_path / "folder", "llama", rope_parameters=rope, attention_bias=True, mlp_bias=True)
-    assert_same_logits(folder, write(folder, tmp_path / "model.gguf"))
+    assert_same_logits(IDS, folder, write(folder, tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_numbers_beyond_fp16_are_refused_and_nothing_is_left(tmp_path):
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* too large for F16"):
         write(folder, tmp_path / "model.gguf", "F16")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-    assert_same_logits(folder, write(folder, tmp_path / "model.gguf", "F32"))
+    assert_same_logits(IDS, folder, write(folder, tmp_path / "model.gguf", "F32"))
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q4_K_M", "Q6_K"])

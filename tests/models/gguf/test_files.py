@@ -20,7 +20,15 @@ from kvq.models.describe.text_part import read_tensors
 from kvq.models.gguf.files import read_gguf
 from kvq.models.gguf.tensors import GgufTensors
 from kvq.models.loading.prepared import find_scales, prepare
-from tests.helpers_models import build_model, load_fp32, random_tokens, save_model, small_config
+from kvq.weights import weight_bytes, weight_count
+from tests.helpers_models import (
+    assert_same_logits,
+    build_model,
+    load_fp32,
+    random_tokens,
+    save_model,
+    small_config,
+)
 from tests.models.gguf.kit import (
     Stored,
     as_blocks,
@@ -50,16 +58,11 @@ IDS = random_tokens(40, seed=1)
 VECTOR, Q8_0 = Stored(0, (64,), bytes(4 * 64)), Stored(8, (64,), bytes(2 * 34))
 
 
-def assert_same_logits(folder: Path, path: Path) -> None:
-    wanted = load_fp32(folder).logits(IDS)
-    torch.testing.assert_close(load_fp32(path).logits(IDS), wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.daily(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_folder(tmp_path: Path, family: str) -> None:
     folder = save_model(tmp_path / "folder", family, **FAMILIES[family])
-    assert_same_logits(folder, convert(folder, tmp_path / "model.gguf"))
+    assert_same_logits(IDS, folder, convert(folder, tmp_path / "model.gguf"))
 
 
 @pytest.mark.daily(2)
@@ -74,7 +77,7 @@ def test_logits_are_those_of_the_folder(tmp_path: Path, family: str) -> None:
 )
 def test_biases_and_scaled_positions(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     folder = save_model(tmp_path / "folder", family, **changes)
-    assert_same_logits(folder, convert(folder, tmp_path / "model.gguf"))
+    assert_same_logits(IDS, folder, convert(folder, tmp_path / "model.gguf"))
 
 
 def test_experts_beside_a_shared_one(tmp_path):
@@ -82,7 +85,7 @@ def test_experts_beside_a_shared_one(tmp_path):
     dropped = ("architectures", "head_dim", "model_type", "num_local_experts", "use_sliding_window")
     config = AutoConfig.for_model("qwen2_moe", **{key: x for key, x in given.items() if key not in dropped})
     build_model(config).save_pretrained(tmp_path / "folder")
-    assert_same_logits(tmp_path / "folder", convert(tmp_path / "folder", tmp_path / "model.gguf"))
+    assert_same_logits(IDS, tmp_path / "folder", convert(tmp_path / "folder", tmp_path / "model.gguf"))
 
 
 def save_in_blocks(tmp_path: Path, kind: str) -> tuple[Path, Path]:
@@ -120,11 +123,20 @@ def test_blocks_of_every_type(tmp_path: Path, kind: str) -> None:
     largest = wanted.logits(IDS).abs().max()
     assert (found.logits(IDS) - wanted.logits(IDS)).abs().max() < 1e-3 * largest
     assert (rounded.logits(IDS) - wanted.logits(IDS)).abs().max() < 0.05 * largest
+    kept = found.weights.model, wanted.weights.model
+    assert weight_count(kept[0]) == weight_count(kept[1])
+    blocks = sum(one.end - one.begin for one in read_gguf(path).tensors.values() if not one.kind.is_float)
+    assert blocks <= weight_bytes(kept[0]) < 1.1 * blocks  # the embedding, too, is in blocks
     stored, name = read_tensors(path), "model.layers.0.self_attn.q_proj.weight"
     assert isinstance(stored, GgufTensors)
     assert stored.kind(name).name == kind
     assert stored.blocks(name).shape == (256, 256 // GGML_TYPES[kind].values * GGML_TYPES[kind].nbytes)
     assert torch.equal(stored[name], read_tensors(folder)[name])
+
+
+def test_activations_that_are_unknown_are_refused(folder):
+    with pytest.raises(ConfigError, match="activations must be auto or full, got 'int4'"):
+        prepare(folder, activations="int4")
 
 
 def test_sixteen_bits(tmp_path):
