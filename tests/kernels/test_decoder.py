@@ -45,7 +45,9 @@ def norm(dim: int) -> NormWeight:
     return NormWeight(weight=1 + 0.1 * numbers(dim), eps=1e-5)
 
 
-def weights(fmt: str, dtype: torch.dtype, *, biases: bool, head_norms: bool) -> DecoderParts:
+def weights(
+    fmt: str, dtype: torch.dtype, *, biases: bool, head_norms: bool, around: bool = False
+) -> DecoderParts:
     heads = LayerHeads(
         q_heads=HEADS,
         kv_heads=KV_HEADS,
@@ -63,14 +65,14 @@ def weights(fmt: str, dtype: torch.dtype, *, biases: bool, head_norms: bool) -> 
         options=AttentionOptions(scale=1.0),
         output=linear(HIDDEN, HEADS * DIM, fmt),
         output_bias=numbers(HIDDEN).to(dtype) if biases else None,
-        attention_norm=None,
+        attention_norm=NormWeight(weight=numbers(HIDDEN + 1)[1:], eps=1e-4) if around else None,
         mlp_norm=NormWeight(weight=numbers(HIDDEN).to(dtype), eps=1e-6),
         mlp=GatedParts(
             gate_up=linear(2 * INNER, HIDDEN, fmt),
             down=linear(HIDDEN, INNER, fmt),
             activation=Activation.SILU,
         ),
-        out_norm=None,
+        out_norm=NormWeight(weight=numbers(HIDDEN + 2)[2:].to(dtype), eps=1e-6) if around else None,
         scale=1.0,
         angles="",
     )
@@ -94,18 +96,24 @@ def after(w: DecoderParts, x: Tensor, attended: Tensor) -> Tensor:
     added = w.output(attended)
     if w.output_bias is not None:
         added = added + w.output_bias
-    x = x + added
-    return x + CpuMLP(w.mlp.gate_up, w.mlp.down, w.mlp.activation)(
-        rms_norm(x, w.mlp_norm.weight, w.mlp_norm.eps)
-    )
+    x = x + normed(added, w.attention_norm)
+    inner = CpuMLP(w.mlp.gate_up, w.mlp.down, w.mlp.activation)(normed(x, w.mlp_norm))
+    return x + normed(inner, w.out_norm)
+
+
+def normed(x: Tensor, own: NormWeight | None) -> Tensor:
+    return x if own is None else rms_norm(x, own.weight, own.eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("fmt", "biases", "head_norms"), [("plain", True, False), ("int8", False, True)])
+@pytest.mark.parametrize(
+    ("fmt", "biases", "head_norms", "around"),
+    [("plain", True, False, False), ("int8", False, True, False), ("int8", True, True, True)],
+)
 def test_two_calls_give_the_bits_of_many(
-    fmt: str, biases: bool, head_norms: bool, dtype: torch.dtype
+    fmt: str, biases: bool, head_norms: bool, around: bool, dtype: torch.dtype
 ) -> None:
-    w = weights(fmt, dtype, biases=biases, head_norms=head_norms)
+    w = weights(fmt, dtype, biases=biases, head_norms=head_norms, around=around)
     decoder = CpuDecoder(w)
     for rows in (1, 2, 33, 505, 0):
         x, attended = 0.1 * numbers(rows, HIDDEN).to(dtype), 0.1 * numbers(rows, HEADS * DIM).to(dtype)
@@ -134,6 +142,8 @@ def test_parts_and_inputs_that_do_not_fit_are_refused() -> None:
         {"heads": replace(w.heads, q_heads=4, bias=None)},
         {"input_norm": norm(HIDDEN - 1)},
         {"mlp_norm": NormWeight(weight=numbers(2 * HIDDEN)[::2], eps=1e-5)},
+        {"attention_norm": norm(HIDDEN + 1)},
+        {"out_norm": norm(DIM)},
         {"mlp": replace(w.mlp, down=linear(HIDDEN, 96, "plain"))},
         {"output": linear(HIDDEN - 8, HEADS * DIM, "plain")},
     ):
@@ -141,8 +151,8 @@ def test_parts_and_inputs_that_do_not_fit_are_refused() -> None:
             CpuDecoder(replace(w, **wrong))
     for other in (
         {"scale": 0.5},
-        {"out_norm": norm(HIDDEN)},
         {"input_norm": None},
+        {"mlp_norm": None},
         {"mlp": lambda x: x},
         {"mlp": replace(w.mlp, activation=Activation.GELU)},
         {"heads": replace(w.heads, rotary_dim=DIM // 2)},

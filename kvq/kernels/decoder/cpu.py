@@ -20,15 +20,14 @@ _Norm = struct("KvqNorm")
 
 
 def runs_in_cpp(parts: DecoderParts) -> bool:
-    """Return True for plain layers: two pre-norms, a gated MLP, and RoPE on complete heads in halves."""
+    """Return True for plain layers: norms before or around, a gated MLP, RoPE on complete heads in halves."""
     heads, mlp = parts.heads, parts.mlp
-    plain = parts.attention_norm is parts.out_norm is None and parts.scale == 1.0
-    norms = parts.input_norm is not None and parts.mlp_norm is not None
+    norms = parts.scale == 1.0 and parts.input_norm is not None and parts.mlp_norm is not None
     turned = heads.rotary_dim == heads.k_dim == heads.v_dim <= MOST_DIM and heads.pairs is Pairs.HALVES
     own = all(norm.weight.shape == (heads.k_dim,) for norm in heads.norms or ())
     gated = isinstance(mlp, GatedParts) and mlp.activation in COMPILED
     compiled = all(isinstance(product, CpuLinear) for product in _products(parts))
-    return plain and norms and turned and own and gated and compiled
+    return norms and turned and own and gated and compiled
 
 
 def _products(parts: DecoderParts) -> tuple[Any, ...]:
@@ -51,15 +50,14 @@ class CpuDecoder:
         _check(parts)
         self._qkv, self._output, gate_up, down = _products(parts)
         assert isinstance(parts.mlp, GatedParts), "checked"
-        assert parts.input_norm is not None, "checked"
-        assert parts.mlp_norm is not None, "checked"
-        none = _Norm(None, 0, 0)
-        q_norm, k_norm = (_norm_struct(norm) for norm in heads.norms) if heads.norms else (none, none)
+        q_norm, k_norm = heads.norms or (None, None)
         self.struct = struct("KvqDecoder")(
             input_norm=_norm_struct(parts.input_norm),
-            output_norm=_norm_struct(parts.mlp_norm),
-            q_norm=q_norm,
-            k_norm=k_norm,
+            mlp_norm=_norm_struct(parts.mlp_norm),
+            attention_norm=_norm_struct(parts.attention_norm),
+            out_norm=_norm_struct(parts.out_norm),
+            q_norm=_norm_struct(q_norm),
+            k_norm=_norm_struct(k_norm),
             qkv=addressof(self._qkv.struct),
             output=addressof(self._output.struct),
             gate_up=addressof(gate_up.struct),
@@ -134,8 +132,8 @@ class CpuDecoder:
         return x.contiguous()
 
 
-def _norm_struct(norm: NormWeight) -> Any:
-    return _Norm(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype])
+def _norm_struct(norm: NormWeight | None) -> Any:
+    return _Norm(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype]) if norm else _Norm(None, 0, 0)
 
 
 def _check(parts: DecoderParts) -> None:
@@ -152,8 +150,8 @@ def _check(parts: DecoderParts) -> None:
         (gate_up.out_features, 2 * down.in_features),
         (down.out_features, hidden),
     ]
-    norms = [(norm, hidden) for norm in (parts.input_norm, parts.mlp_norm)]
-    norms += [(norm, dim) for norm in heads.norms or ()]
+    own = parts.input_norm, parts.mlp_norm, parts.attention_norm, parts.out_norm
+    norms = [(norm, hidden) for norm in own] + [(norm, dim) for norm in heads.norms or ()]
     vectors = [(norm.weight, size) for norm, size in norms if norm is not None]
     biases = [(heads.bias, heads.width), (parts.output_bias, hidden)]
     vectors += [(bias, size) for bias, size in biases if bias is not None]

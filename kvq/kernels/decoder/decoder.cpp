@@ -16,6 +16,17 @@ inline void normalize_heads(const KvqDecoder& l, uint8_t* heads, int64_t row_byt
     });
 }
 
+// x = added + norm(x) for each row; the norm is rounded first, as in separate operations.
+inline void normalize_and_add(const KvqNorm& norm, uint8_t* x, const uint8_t* added, int64_t dim, int code,
+                              int64_t rows, int threads) {
+    int64_t row = dim * bytes_of(code);
+    if (rows * dim < WORTH_THREADS) threads = 1;
+    run_even(threads, rows, [=, &norm](int64_t i) {
+        normalize(x + i * row, x + i * row, norm, dim, code);
+        add_to(x + i * row, added + i * row, dim, code);
+    });
+}
+
 }  // namespace
 
 // Compute queries, keys and values of `x` [rows, hidden] in `out` [rows, (q_heads + 2 kv_heads) dim], with RoPE by
@@ -41,18 +52,23 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
 KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out, int code,
                         int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
-    int64_t size = bytes_of(code), row = l.output->out_features * size, gates_row = l.gate_up->out_features * size;
+    int64_t hidden = l.output->out_features, size = bytes_of(code), row = hidden * size, gates_row = l.gate_up->out_features * size;
     int64_t attended_row = l.output->in_features * size;
     return run_rows(rows, row + gates_row, [&](uint8_t* sums, int64_t first, int64_t n) {
         uint8_t *gates = sums + n * row, *to = out + first * row;
-        KvqAround after_attention = {nullptr, 0, 0, l.output_bias, x + first * row, row};
-        KvqAround before_gates = {&l.output_norm, 0, 0, nullptr, nullptr, 0};
-        KvqAround gated = {nullptr, 1, l.activation, nullptr, sums, row};
+        const uint8_t* inputs = x + first * row;
+        KvqAround after_attention = {nullptr, 0, 0, l.output_bias, l.attention_norm.weight ? nullptr : inputs, row};
+        KvqAround before_gates = {&l.mlp_norm, 0, 0, nullptr, nullptr, 0};
+        KvqAround gated = {nullptr, 1, l.activation, nullptr, l.out_norm.weight ? nullptr : sums, row};
         const uint8_t* from = attended + first * attended_row;
         int status = KVQ_CALL(linear_around)(l.output, &after_attention, from, attended_row, sums, row, code, n,
                                              threads);
         if (status) return status;
+        if (l.attention_norm.weight) normalize_and_add(l.attention_norm, sums, inputs, hidden, code, n, threads);
         status = KVQ_CALL(linear_around)(l.gate_up, &before_gates, sums, row, gates, gates_row, code, n, threads);
-        return status ? status : KVQ_CALL(linear_around)(l.down, &gated, gates, gates_row, to, row, code, n, threads);
+        if (status) return status;
+        status = KVQ_CALL(linear_around)(l.down, &gated, gates, gates_row, to, row, code, n, threads);
+        if (!status && l.out_norm.weight) normalize_and_add(l.out_norm, to, sums, hidden, code, n, threads);
+        return status;
     });
 }

@@ -4,7 +4,7 @@
 #include <time.h>
 
 #include "../native/pool.h"
-#include "../native/rows.h"
+#include "../native/rowwise.h"
 
 namespace {
 
@@ -152,6 +152,20 @@ inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqP
     return end_layer(l, step, p.lens, x, x, seconds, code, p.num_wanted, threads);
 }
 
+// Look up the rows of the tokens, [rows, hidden] in p.x.
+inline int embed(const KvqPass& p, int code, int64_t rows, int threads) {
+    int64_t hidden = p.head->in_features, row = hidden * bytes_of(code);
+    int status = KVQ_OK;
+    if (p.embedding)
+        take_rows(p.x, p.embedding, p.tokens, rows, row, row);
+    else
+        status = KVQ_CALL(linear_rows)(p.looked_up, p.tokens, rows, p.x, code, threads);
+    if (status || p.scale == 1.0f) return status;
+    if (rows * hidden < WORTH_THREADS) threads = 1;
+    run_even(threads, rows, [&, row](int64_t i) { scale_by(p.x + i * row, p.scale, hidden, code); });
+    return KVQ_OK;
+}
+
 inline int run_pass(KvqWholeStep& w) {
     const KvqStackStep& step = *w.step;
     const KvqPass& p = *w.pass;
@@ -161,11 +175,7 @@ inline int run_pass(KvqWholeStep& w) {
         !are_below(p.wanted, p.num_wanted, rows))
         return KVQ_BAD_ROW;
     int64_t hidden = p.head->in_features, row = hidden * bytes_of(code), angle = (int64_t)p.dim * bytes_of(code);
-    int status = KVQ_OK;
-    if (p.embedding)
-        take_rows(p.x, p.embedding, p.tokens, rows, row, row);
-    else
-        status = KVQ_CALL(linear_rows)(p.looked_up, p.tokens, rows, p.x, code, threads);
+    int status = embed(p, code, rows, threads);
     for (int i = 0; i < p.kinds; i++) {
         uint8_t* own = p.angles + 2 * i * rows * angle;
         step.cos[i] = own, step.sin[i] = own + rows * angle;

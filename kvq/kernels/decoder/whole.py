@@ -83,9 +83,16 @@ class CpuPass:  # D113: from token ids to logits in one call
     """
 
     def __init__(
-        self, embedding: Tensor | CpuLinear, norm: NormWeight, head: CpuLinear, dtype: torch.dtype
+        self,
+        embedding: Tensor | CpuLinear,
+        norm: NormWeight,
+        head: CpuLinear,
+        dtype: torch.dtype,
+        scale: float = 1.0,
     ) -> None:
         """Check the parts. `embedding`: [vocab, hidden] in `dtype`, or the head, to look up its rows.
+
+        `scale`: the factor by which embeddings are multiplied, in fp32, before they are rounded to `dtype`.
 
         Raises:
             ConfigError: the parts don't match.
@@ -107,6 +114,7 @@ class CpuPass:  # D113: from token ids to logits in one call
             "embedding": embedding.data_ptr() if isinstance(embedding, Tensor) else None,
             "looked_up": None if looked_up is None else addressof(looked_up.struct),
             "vocab": vocab,
+            "scale": scale,
             "norm": struct("KvqNorm")(weight.data_ptr(), norm.eps, DTYPES[weight.dtype]),
             "head": addressof(head.struct),
         }

@@ -179,7 +179,8 @@ struct KvqAround {
 // A decoder layer: norm, queries, keys and values joined, attention, output, norm, gated MLP. Biases are of the
 // inputs' code, or null.
 struct KvqDecoder {
-    KvqNorm input_norm, output_norm;
+    KvqNorm input_norm, mlp_norm;
+    KvqNorm attention_norm, out_norm;  // of the outputs of attention and MLP; each may be none
     KvqNorm q_norm, k_norm;  // of heads; both or none
     const KvqLinear *qkv, *output, *gate_up, *down;
     const uint8_t *qkv_bias, *output_bias;
@@ -218,6 +219,7 @@ struct KvqPass {
     const uint8_t* embedding;        // [vocab, hidden] of the step's type, or null:
     const KvqLinear* looked_up;      // the head's own weight, in which rows are looked up
     int64_t vocab;
+    float scale;                     // of embeddings
     KvqNorm norm;
     const KvqLinear* head;
     const uint8_t **cos, **sin;      // of every kind of angles [positions, dim]

@@ -29,6 +29,19 @@ inline void add_to(uint8_t* out, const uint8_t* x, int64_t n, int code) {
     }
 }
 
+// x *= factor, `n` elements.
+inline void scale_by(uint8_t* x, float factor, int64_t n, int code) {
+    for (int64_t first = 0; first < n; first += PIECE) {
+        int length = length_of(first, n);
+        float room[PIECE];
+        uint8_t* to = x + first * bytes_of(code);
+        const float* from = floats_at(room, to, length, code);
+        float* products = results_at(room, to, length, code);
+        for (int i = 0; i < length; i += W) store(products + i, load(from + i) * factor);
+        settle(to, products, length, code);
+    }
+}
+
 // Rows of a piece, if `rows` are split evenly, since each piece reads all weights again; whole tiles on most CPUs.
 inline int64_t piece_of(int64_t rows) {
     constexpr int64_t TILE = 12;

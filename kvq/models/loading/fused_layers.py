@@ -74,19 +74,21 @@ def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
     """
     embedding, norm = inner.embed_tokens, inner.norm
     known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
-    if not known or not isinstance(head.kernel, CpuLinear) or scale != 1.0:
+    if not known or not isinstance(head.kernel, CpuLinear):
         return None
     table: Tensor | CpuLinear
     if isinstance(embedding, PackedEmbedding):
-        plain, table, dtype = embedding.scale is None, embedding.kernel, embedding.dtype
-    elif isinstance(embedding, nn.Embedding):
-        plain = is_plain_lookup(embedding) and scale_of(embedding) is None
-        table, dtype = embedding.weight.detach(), embedding.weight.dtype
+        own, table, dtype = embedding.scale, embedding.kernel, embedding.dtype
+    elif isinstance(embedding, nn.Embedding) and is_plain_lookup(embedding):
+        own, table, dtype = scale_of(embedding), embedding.weight.detach(), embedding.weight.dtype
     else:
         return None
+    if own is not None and scale != 1.0:  # rows are rounded between two factors
+        return None
+    scale = scale if own is None else float(own.to(dtype))
     try:
         weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
-        return CpuPass(table, weight, head.kernel, dtype) if plain else None
+        return CpuPass(table, weight, head.kernel, dtype, scale)
     except ConfigError:
         return None
 

@@ -32,7 +32,18 @@ from tests.schedstat import needs_schedstat
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
-FUSED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "gemma", "phi3")
+FUSED = (
+    "llama",
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+)
 IDS = random_tokens(60, seed=3)
 
 
@@ -49,7 +60,7 @@ def test_fused_layers_give_the_results_of_their_own_code(family: str, weights: s
     assert (chunked - fused).abs().max() < 1e-5 * own.abs().max()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_layers_in_bf16_are_fused_and_give_a_row_the_same_bits_in_any_step(family: str, tmp_path) -> None:
     model = kvq.load(save_model(tmp_path, family), kv="bf16", dtype="bf16", device="cpu")
     assert is_fused(model.weights.model)
@@ -61,9 +72,7 @@ def test_layers_in_bf16_are_fused_and_give_a_row_the_same_bits_in_any_step(famil
     assert (whole - own).abs().max() < 0.1 * own.abs().max()
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma2", "granite", "olmo2", "cohere", "glm", "mixtral", "gpt_neox", "smollm3"]
-)
+@pytest.mark.parametrize("family", ["granite", "olmo2", "cohere", "glm", "mixtral", "gpt_neox", "smollm3"])
 def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
     model = kvq.load(save_model(tmp_path, family), kv="fp32", weights="int8_g16", device="cpu")
     assert not is_fused(model.weights.model)
@@ -80,7 +89,7 @@ def test_all_layers_in_one_call_give_the_bits_of_calls_one_by_one(
     model = kvq.load(save_model(tmp_path, family), kv=kv, device="cpu")
     wholes, stacks = counted(CpuPass, monkeypatch), counted(CpuStack, monkeypatch)
     together, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
-    assert (len(wholes) > 2) == (family != "gemma")  # whose embeddings are scaled
+    assert (len(wholes) > 2) == (family != "gemma2")  # whose logits are capped
     monkeypatch.setattr(CpuLayers, "whole", lambda *_: None)
     assert torch.equal(model.logits(IDS), together)
     assert torch.equal(model.logits(IDS, chunk=7), chunked)
@@ -98,21 +107,31 @@ def counted(kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+_SCALED = {  # embeddings by sqrt(72), rounded to the dtype, or by 3.3
+    "llama": {},
+    "gemma": {"hidden_size": 72},
+    "gemma3_text": {"hidden_size": 72},
+    "granite": {"embedding_multiplier": 3.3, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+}
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("ties", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", _SCALED)
 def test_a_step_in_one_call_gives_the_bits_of_several(
-    dtype: str, ties: bool, tmp_path, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: str, ties: bool, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_model(tmp_path, "llama", tie_word_embeddings=ties)
+    folder = save_model(tmp_path, family, tie_word_embeddings=ties, **_SCALED[family])
     model, wholes = kvq.load(folder, kv="int8", dtype=dtype, device="cpu"), counted(CpuPass, monkeypatch)
-    together = model.logits(IDS)
+    together, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
     assert wholes
     monkeypatch.setattr(CpuLayers, "whole", lambda *_: None)
     assert torch.equal(model.logits(IDS), together)
+    assert torch.equal(model.logits(IDS, chunk=7), chunked)
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int4"])
-@pytest.mark.parametrize("family", ["llama", "ministral"])
+@pytest.mark.parametrize("family", ["llama", "ministral", "gemma3_text"])
 def test_rows_nobody_wants_change_no_bit_of_the_others(
     family: str, kv: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
