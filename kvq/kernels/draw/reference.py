@@ -25,7 +25,8 @@ different, are sorted:
 
     key = rank of the logit, likeliest first (32 bits) | token id (32 bits)
 
-On CPUs, NumPy is used: its vectorized argmax, sort and partition take a tenth of torch's time.
+On CPUs, NumPy is used: its vectorized argmax, sort and partition take a tenth of torch's time. To find a few
+of many tokens, only those are packed whose logits reach a bar that at least as many reach.
 """
 
 import math
@@ -38,6 +39,8 @@ from torch import Tensor
 
 MASS_OF_LIKELIEST = 1 << 43
 MAX_VOCAB = (1 << 20) - 1
+_LANE = 32  # tokens whose highest logit may be a bar
+_FEW = 256, 4096  # numbers of tokens in which a nucleus is looked for before all are sorted
 
 
 def masses(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -107,9 +110,19 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
 
     `width` is at least every row's top_k, or the vocabulary size if a row has none.
     """
-    tokens, mass = _ranked_masses(logits, peaks, settings, width)
-    sums = mass.cumsum(dim=-1)
-    totals = sums[:, -1] if settings.top_p is None else _nucleus(sums, settings.top_p)
+    vocab, widths, needed = logits.shape[-1], [width], None
+    if settings.top_p is not None and settings.top_k is None and logits.device.type == "cpu":
+        every = _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p)
+        needed = _needed(every.sum(dim=-1), settings.top_p)
+        widths = [*(few for few in _FEW if few <= vocab // _LANE), width]
+    for few in widths:
+        tokens, mass = _ranked_masses(logits, peaks, settings, few)
+        sums = mass.cumsum(dim=-1)
+        if needed is None or bool((sums[:, -1] >= needed).all()):
+            break
+    if settings.top_p is not None and needed is None:
+        needed = _needed(sums[:, -1], settings.top_p)
+    totals = sums[:, -1] if needed is None else _nucleus(sums, needed)
     chosen = draw(sums, totals, settings.uniform)
     return tokens.gather(1, chosen[:, None])[:, 0]
 
@@ -125,7 +138,7 @@ def kept_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
     tokens, mass = _ranked_masses(logits, peaks, settings, width)
     if settings.top_p is not None:
         sums = mass.cumsum(dim=-1)
-        mass.masked_fill_(sums > _nucleus(sums, settings.top_p)[:, None], 0)
+        mass.masked_fill_(sums > _nucleus(sums, _needed(sums[:, -1], settings.top_p))[:, None], 0)
     return tokens, mass
 
 
@@ -147,12 +160,15 @@ def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:
     return mass.masked_fill_(mass < bar[:, None], 0)
 
 
-def _nucleus(sums: Tensor, top_p: Tensor) -> Tensor:
-    """Return each row's first running sum that reaches the share top_p of the row's last one, [rows]."""
-    totals = sums[:, -1]
+def _needed(totals: Tensor, top_p: Tensor) -> Tensor:
+    """Return the share top_p of each row's total, int64 [rows]."""
     needed = (top_p * totals.double()).ceil().to(torch.int64)
     needed = torch.minimum(needed, totals).clamp_(min=1)  # rounding up may pass the total
-    needed = torch.where(top_p < 1, needed, totals)  # a large total, in fp64, may be rounded down
+    return torch.where(top_p < 1, needed, totals)  # a large total, in fp64, may be rounded down
+
+
+def _nucleus(sums: Tensor, needed: Tensor) -> Tensor:
+    """Return each row's first running sum that reaches what is needed, or the last one: [rows]."""
     last = torch.searchsorted(sums, needed[:, None]).clamp_(max=sums.shape[-1] - 1)
     return sums.gather(1, last)[:, 0]
 
@@ -211,16 +227,28 @@ def ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     `logits` is fp32, [rows, vocab]; the results are fp32 and int64, [rows, width]. A smaller width returns a
     prefix of the result for a larger one. The order is undefined for rows that contain NaN.
     """
-    keys = _lowest(_pack(logits), width)
+    if logits.device.type == "cpu" and len(logits) and width <= logits.shape[-1] // _LANE:
+        rows = ((row, _reaching(row, width)) for row in logits.detach())
+        keys = torch.cat([_lowest(_pack(row[own], own)[None], width) for row, own in rows])
+    else:
+        keys = _lowest(_pack(logits, torch.arange(logits.shape[-1], device=logits.device)), width)
     return _unpack_logits(keys), keys & 0xFFFFFFFF
 
 
-def _pack(logits: Tensor) -> Tensor:
+def _reaching(row: Tensor, width: int) -> Tensor:
+    """Return the tokens of one row, [vocab], that may be among its `width` likeliest: int64, in order."""
+    values = row.numpy()
+    lanes = len(values) // _LANE
+    highest = values[: lanes * _LANE].reshape(_LANE, lanes).max(axis=0)
+    found = np.flatnonzero(values >= np.partition(highest, lanes - width)[lanes - width])
+    return torch.from_numpy(found if len(found) >= width else np.arange(len(values)))  # a bar may be NaN
+
+
+def _pack(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return integers that increase as the logit decreases and, for equal logits, with the token id."""
     bits = (logits.detach() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, which it equals
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards; now they don't
-    tokens = torch.arange(logits.shape[-1], device=logits.device)
-    return rising.bitwise_not().to(torch.int64).bitwise_left_shift_(32).bitwise_or_(tokens)  # [rows, vocab]
+    return rising.bitwise_not().to(torch.int64).bitwise_left_shift_(32).bitwise_or_(tokens)
 
 
 def _unpack_logits(keys: Tensor) -> Tensor:
