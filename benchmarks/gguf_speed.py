@@ -20,6 +20,7 @@ import kvq
 from kvq.bench.timing import percentile
 from kvq.evals.report.results import envelope, write_json
 from kvq.fileio import check_writable
+from kvq.kernels.draw.reference import likeliest
 from kvq.weights import weight_bytes
 
 _SCRIPT = Path(__file__).with_suffix(".mjs")
@@ -67,9 +68,9 @@ class Kvq:
         sequence, begin = session.new_sequence(), perf_counter()
         for at in range(0, depth, 512):
             results = session.forward([(sequence, ids[at : at + 512])])
-        token, first = int(results[0].logits[-1].argmax()), perf_counter()
+        token, first = int(likeliest(results[0].logits)[1]), perf_counter()
         for _ in range(tokens):
-            token = int(session.forward([(sequence, [token])])[0].logits[-1].argmax())
+            token = int(likeliest(session.forward([(sequence, [token])])[0].logits)[1])
         end = perf_counter()
         session.free(sequence)
         return first - begin, (end - first) / tokens

@@ -101,7 +101,7 @@ def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
 
     `logits`: fp32, [rows, vocab]; `peaks`: each row's highest logit, [rows].
     """
-    sums = _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p).cumsum(dim=-1)
+    sums = _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p).cumsum_(dim=-1)
     return draw(sums, sums[:, -1], settings.uniform)
 
 
