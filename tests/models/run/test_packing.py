@@ -9,7 +9,9 @@ from tests.engine.kit import engine, pair
 from tests.helpers_models import random_tokens
 
 
-@pytest.mark.parametrize(("family", "fused"), [("llama", True), ("gemma2", False), ("deepseek_v3", False)])
+@pytest.mark.parametrize(
+    ("family", "fused"), [("llama", True), ("gemma2", True), ("olmo2", False), ("deepseek_v3", False)]
+)
 def test_they_are_what_the_last_norm_gave_of_every_token(family, fused):
     """In chunks of prompts beside decodes; padding is left out."""
     model, reference = pair(family)
