@@ -23,17 +23,16 @@ _HEADER = 1 << 15  # bytes; the vocabulary takes most of the header
 
 def case(odds: random.Random) -> str | None:
     """Damage a file and load it; what was found, and how to find it again."""
-    kind, is_sealed = odds.choice(_KINDS), odds.random() < 0.25
+    kind = odds.choice(_KINDS)
     content, path = _whole(kind), _folder() / f"damaged-{kind}.gguf"
-    manifest = manifest_path(path)
-    manifest.unlink(missing_ok=True)
+    damaged = _damaged(odds, content)
+    is_loaded, is_sealed = odds.random() < 0.1, odds.random() < 0.25
+    manifest_path(path).unlink(missing_ok=True)
     if is_sealed:
         path.write_bytes(content)
         write_manifest(path)
-    damaged = _damaged(odds, content)
     path.write_bytes(damaged)
-    differs = {path.name} if damaged != content else set()
-    found = outcome(path, differs, is_loaded=odds.random() < 0.1)
+    found = outcome(path, {path.name} if damaged != content else set(), is_loaded=is_loaded)
     return None if found is None else f"{kind}{' and a manifest' * is_sealed}: {found}"
 
 
