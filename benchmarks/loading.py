@@ -1,12 +1,13 @@
 """Loading time of a checkpoint on a CPU, its parts, and the memory it takes meanwhile.
 
-    python -m benchmarks.loading [--model FOLDER] [--repeats 5] [--json FILE]
+    python -m benchmarks.loading [--model FOLDER or x.gguf] [--repeats 5] [--json FILE]
 
 Every load is a process of its own: `kvq.load` after torch and transformers' code for the family were
 imported, until one token was computed. Without --model a bf16 Llama of 1 GB with random weights is written
 first. The files are read once before, so they come from the page cache. "kvq" and the same without its way
 straight from the file ("transformers") come in turn. Peaks are of anonymous memory, sampled every
-millisecond, and beside it of all that is resident, which counts pages of the mapped file too.
+millisecond, and beside it of all that is resident, which counts pages of the mapped file too. A GGUF file
+is loaded by kvq only, after its header and its tokenizer were read.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch
 from kvq.evals.report.results import envelope, write_json
 from kvq.models import load, model
 from kvq.models.describe import modules
-from kvq.models.describe.checkpoint import content_digest, read_json, weight_files
+from kvq.models.describe.checkpoint import content_digest, is_gguf, read_config_json, weight_files
 from kvq.models.loading import prepared, weights
 
 LLAMA = {
@@ -104,8 +105,10 @@ def _timed(run: Callable[..., Any], name: str, stages: dict[str, dict[str, float
 
 def load_once(folder: Path, way: str) -> dict[str, Any]:
     """Load in this process."""
-    modules.import_class(read_json(folder / "config.json"))
+    modules.import_class(read_config_json(folder))
     torch.empty(1)
+    if is_gguf(folder):
+        _ = prepared.prepare(folder, device="cpu").tokenizer
     stages: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         if way == "transformers":
@@ -137,11 +140,11 @@ def load_once(folder: Path, way: str) -> dict[str, Any]:
 
 
 def measured(folder: Path, repeats: int) -> Iterator[dict[str, Any]]:
-    """Both ways in turn, each in a process of its own; the same digest and the same logits every time."""
+    """All ways in turn, each in a process of its own; the same digest and the same logits every time."""
     digest = content_digest(weight_files(folder))  # which reads all files
     logits = set()
     for _ in range(repeats):
-        for way in WAYS:
+        for way in WAYS[:1] if is_gguf(folder) else WAYS:
             command = [sys.executable, "-m", "benchmarks.loading", "--model", str(folder), "--once", way]
             row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             logits.add(row.pop("logits"))
@@ -155,11 +158,12 @@ def _median(rows: list[dict[str, Any]], way: str, value: Callable[[dict[str, Any
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Medians of both ways."""
-    print(f"{'medians: seconds, of processors':36}" + "".join(f"{way:>17}" for way in WAYS))
+    """Medians of all ways."""
+    ways = [way for way in WAYS if any(row["way"] == way for row in rows)]
+    print(f"{'medians: seconds, of processors':36}" + "".join(f"{way:>17}" for way in ways))
 
     def line(name: str, *values: Callable[[dict[str, Any]], float]) -> None:
-        cells = (" ".join(f"{_median(rows, way, value):8.3f}" for value in values) for way in WAYS)
+        cells = (" ".join(f"{_median(rows, way, value):8.3f}" for value in values) for way in ways)
         print(f"{name:36}" + "".join(cell.rjust(17) for cell in cells))
 
     line("until the first token", lambda row: row["load_s"], lambda row: row["load_processor_s"])
@@ -193,7 +197,7 @@ def main() -> None:
         rows = list(measured(folder, options.repeats))
         about = {
             "stored_bytes": sum(path.stat().st_size for path in weight_files(folder)),
-            "config": read_json(folder / "config.json"),
+            "config": read_config_json(folder),
         }
     show(rows)
     if options.json:

@@ -36,7 +36,7 @@ _GROUPS = {
         "calibrate": ("quality", "Observe a model and write static scales to a kvq.json."),
         "tune": ("quality", "Find the best formats for every layer within a memory budget."),
         "quantize": ("quality", "Quantize a model's weights into a folder that other engines load too."),
-        "manifest": ("quality", "Write or check the digests of a model folder's files."),
+        "manifest": ("quality", "Write or check the digests of a model's files."),
     },
     "Size and speed": {
         "plan": ("capacity", "Plan memory: how many users fit on which GPU."),

@@ -23,7 +23,7 @@ from kvq.errors import KVQError
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.prepared import prepare
 from kvq.models.loading.skeleton import build_skeleton
-from kvq.weights.manifest import MANIFEST
+from kvq.weights.manifest import MANIFEST, manifest_path
 from tests.helpers_models import build_model
 from tests.weights.mutations import mutate
 
@@ -54,7 +54,7 @@ def case(odds: random.Random) -> str | None:
 def outcome(folder: Path, damaged: set[str], *, is_loaded: bool) -> str | None:
     """Load a model, or prepare it; return what is wrong with how that ends."""
     began, most = time.thread_time(), _most_bytes()
-    sealed = folder.is_dir() and (folder / MANIFEST).exists()
+    sealed = manifest_path(folder).exists()
     try:
         if is_loaded:
             kvq.load(folder, device="cpu")

@@ -1,7 +1,8 @@
 """A door of the fuzzer: damaged GGUF files. Each is refused in kvq's own words, or loads.
 
 Three small files are made once, of values and of two mixtures of blocks. A case changes bytes of one of
-them, mostly in its header, or the file's length, prepares it, and now and then loads it whole.
+them, mostly in its header, or the file's length, prepares it, and now and then loads it whole. Beside one in
+four lies the manifest of the whole file, and then none may load.
 """
 
 import atexit
@@ -14,6 +15,7 @@ from pathlib import Path
 import kvq
 from benchmarks.fuzz.folders import make_plain, outcome
 from benchmarks.fuzz.mutate import mutated_bytes
+from kvq.weights.manifest import manifest_path, write_manifest
 
 _KINDS = ("F16", "Q8_0", "Q4_K_M")
 _HEADER = 1 << 15  # bytes; the vocabulary takes most of the header
@@ -23,9 +25,15 @@ def case(odds: random.Random) -> str | None:
     """Damage a file and load it; what was found, and how to find it again."""
     kind = odds.choice(_KINDS)
     content, path = _whole(kind), _folder() / f"damaged-{kind}.gguf"
-    path.write_bytes(_damaged(odds, content))
-    found = outcome(path, set(), is_loaded=odds.random() < 0.1)
-    return None if found is None else f"{kind}: {found}"
+    damaged = _damaged(odds, content)
+    is_loaded, is_sealed = odds.random() < 0.1, odds.random() < 0.25
+    manifest_path(path).unlink(missing_ok=True)
+    if is_sealed:
+        path.write_bytes(content)
+        write_manifest(path)
+    path.write_bytes(damaged)
+    found = outcome(path, {path.name} if damaged != content else set(), is_loaded=is_loaded)
+    return None if found is None else f"{kind}{' and a manifest' * is_sealed}: {found}"
 
 
 def _damaged(odds: random.Random, content: bytes) -> bytes:

@@ -1,13 +1,17 @@
-"""Types of GGUF tensors: sizes of their blocks, and what a block contains. No tensors.
+"""Types of GGUF tensors: sizes of their blocks, and what a block contains; names of files. No tensors.
 
 A row of a tensor is a sequence of blocks. A block of 32 values has one scale, and in some types one minimum.
 A block of 256 values is divided into groups with small scales of their own. Source: ggml's `ggml-common.h`
 and the GGUF specification.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvq.formats.weights import Inputs
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,3 +67,12 @@ UNREAD_TYPES = {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
     40: "NVFP4",
 }  # fmt: skip
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a split model, told by the name of one, or the path alone."""
+    match = _PART.fullmatch(path.name)
+    count = int(match[3]) if match else 1
+    if match is None or not 1 <= int(match[2]) <= count:
+        return [path]
+    return [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in range(1, count + 1)]

@@ -114,6 +114,7 @@ class BlockWeight:
 
     fmt: GgmlType
     rows: Tensor
+    is_mapped: bool = False  # rows are pages of a file, which packing may drop from memory
 
     @property
     def out_features(self) -> int:
@@ -136,7 +137,8 @@ class BlockWeight:
 
     def to(self, device: torch.device) -> "BlockWeight":
         """Return the weight on another device."""
-        return replace(self, rows=self.rows.to(device))
+        rows = self.rows.to(device)
+        return replace(self, rows=rows, is_mapped=self.is_mapped and rows is self.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
-"""Manifest of a model folder: the size and digest of every file, and a digest of the manifest itself.
+"""Manifest of a model: the size and digest of every file, and a digest of the manifest itself.
 
-kvq writes a manifest with each quantized model, and `kvq manifest` writes one for any other folder. A flipped
-bit anywhere in the listed files or in the manifest is detected. The manifest does not protect against forged
-files.
+kvq writes a manifest with each quantized model, and `kvq manifest` writes one for any other. A flipped bit
+anywhere in the listed files or in the manifest is detected. The manifest does not protect against forged
+files. A model's place is its folder or, of a model in GGUF files, the first of them.
 """
 
 import json
@@ -14,8 +14,9 @@ import xxhash
 
 from kvq import fileio, strict_json
 from kvq.errors import ModelError, first_lines
+from kvq.formats.ggml import part_paths
 
-MANIFEST = "kvq-manifest.json"
+MANIFEST = "kvq-manifest.json"  # in a folder; beside x.gguf, x.gguf.kvq-manifest.json
 _FORMAT_VERSION = 1
 _CHUNK_BYTES = 8 << 20
 _MAX_BYTES = 16 << 20
@@ -45,78 +46,86 @@ def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
     return _canonical({**content, "digest": xxhash.xxh3_128(_canonical(content)).hexdigest()})
 
 
-def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
-    """Return the files that the folder's manifest lists, or None if there is no manifest.
+def manifest_path(place: Path) -> Path:
+    """Return the path of a model's manifest, which need not exist."""
+    return place / MANIFEST if place.is_dir() else place.with_name(f"{place.name}.{MANIFEST}")
+
+
+def read_manifest(place: Path) -> dict[str, FileDigest] | None:
+    """Return the files that a model's manifest lists, or None if there is no manifest.
 
     Raises:
         ModelError: the manifest is damaged: its bytes differ from those that kvq would write for its
         contents.
     """
-    path = folder / MANIFEST
+    path = manifest_path(place)
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise _damaged(path, f"it is larger than {_MAX_BYTES} bytes")
+            raise _damaged(place, path, f"it is larger than {_MAX_BYTES} bytes")
         raw = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):  # a model in a GGUF file has none
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
         data = strict_json.loads(raw)
     except ValueError as error:
-        raise _damaged(path, f"it is not JSON ({first_lines(error)})") from error
-    files = _files(path, data)
+        raise _damaged(place, path, f"it is not JSON ({first_lines(error)})") from error
+    files = _files(place, path, data)
     if manifest_bytes(files) != raw:
-        raise _damaged(path, "digest: its bytes are not the ones it was written with")
+        raise _damaged(place, path, "digest: its bytes are not the ones it was written with")
     return files
 
 
-def check_manifest(folder: Path) -> dict[str, FileDigest]:
-    """Return the files that the folder's manifest lists, after checking all contents except weights.
+def check_manifest(place: Path) -> dict[str, FileDigest]:
+    """Return the files that a model's manifest lists, after checking all contents except safetensors.
 
-    The result is empty if there is no manifest. Files added later are ignored unless they contain weights.
+    The result is empty if there is no manifest. Files added later are ignored unless they contain weights. A
+    GGUF file is checked completely: it is configuration, tokenizer and weights in one.
 
     Raises:
-        ModelError: a file is missing or has another size, a small file differs, or weights were added.
+        ModelError: a file is missing or has another size, contents differ, or weights were added.
     """
-    files = read_manifest(folder) or {}
-    for fault in _faults(folder, files, lambda name: not _holds_weights(name)):
+    files = read_manifest(place) or {}
+    for fault in _faults(place, files, lambda name: not _holds_weights(name)):
         raise fault
     return files
 
 
-def verify_manifest(folder: Path) -> bool:  # D186: digests: readers accept flipped payload bits
-    """Compare every file that the folder's manifest lists; return False if there is no manifest.
+def verify_manifest(place: Path) -> bool:  # D186: digests: readers accept flipped payload bits
+    """Compare every file that a model's manifest lists; return False if there is no manifest.
 
     Raises:
         ModelError: as for `check_manifest`, or weights differ; the message names the file.
     """
-    files = check_manifest(folder)
-    for fault in _faults(folder, files, _holds_weights):
+    files = check_manifest(place)
+    for fault in _faults(place, files, _holds_weights):
         raise fault
     return bool(files)
 
 
-def find_faults(folder: Path, files: Mapping[str, FileDigest], tell: Tell = int) -> list[ModelError]:
-    """Return all differences between a folder and its manifest."""
-    return list(_faults(folder, files, lambda name: True, tell))
+def find_faults(place: Path, files: Mapping[str, FileDigest], tell: Tell = int) -> list[ModelError]:
+    """Return all differences between a model and its manifest."""
+    return list(_faults(place, files, lambda name: True, tell))
 
 
-def listed_files(folder: Path) -> list[Path]:
-    """Return the files to list in a folder's new manifest: all files that a model is loaded from."""
-    found = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if path.name != MANIFEST and not path.name.startswith("."))
+def listed_files(place: Path) -> list[Path]:
+    """Return the files to list in a model's new manifest: all files that it is loaded from."""
+    if not place.is_dir():
+        return part_paths(place)
+    found = {path for pattern in _READ for path in place.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if not path.name.endswith(MANIFEST) and path.name[0] != ".")
 
 
-def write_manifest(folder: Path, tell: Tell = int) -> dict[str, FileDigest]:
-    """Write a manifest of a folder's current files, replacing any older one; return its entries.
+def write_manifest(place: Path, tell: Tell = int) -> dict[str, FileDigest]:
+    """Write a manifest of a model's current files, replacing any older one; return its entries.
 
     Raises:
         ModelError: a file can't be read.
         ConfigError: the manifest can't be written.
     """
-    files = {path.name: _digest(path, tell) for path in listed_files(folder)}
-    fileio.write_bytes(folder / MANIFEST, manifest_bytes(files))
+    files = {path.name: _digest(path, tell) for path in listed_files(place)}
+    fileio.write_bytes(manifest_path(place), manifest_bytes(files))
     return files
 
 
@@ -135,31 +144,34 @@ def relist(path: str | Path) -> None:
 
 
 def _faults(
-    folder: Path, files: Mapping[str, FileDigest], is_read: Callable[[str], bool], tell: Tell = int
+    place: Path, files: Mapping[str, FileDigest], is_read: Callable[[str], bool], tell: Tell = int
 ) -> Iterator[ModelError]:
     """Yield the differences of each file: content and size if `is_read(name)`, else size only."""
+    manifest = manifest_path(place)
     for name, wanted in files.items():
+        path = manifest.with_name(name)
         try:
-            if (nbytes := _size(folder / name)) != wanted[0]:
-                raise _damaged(folder / name, f"bytes: {nbytes}, but {MANIFEST} says {wanted[0]}")
-            if is_read(name) and (found := _digest(folder / name, tell)) != wanted:
-                raise _damaged(folder / name, f"xxh3: {found[1]}, but {MANIFEST} says {wanted[1]}")
+            if (nbytes := _size(place, path)) != wanted[0]:
+                raise _damaged(place, path, f"bytes: {nbytes}, but {manifest.name} says {wanted[0]}")
+            if is_read(name) and (found := _digest(path, tell)) != wanted:
+                raise _damaged(place, path, f"xxh3: {found[1]}, but {manifest.name} says {wanted[1]}")
         except ModelError as fault:
             yield fault
-    for path in sorted(folder.glob("*.safetensors*")) if files else []:
+    weights = sorted(place.glob("*.safetensors*")) if place.is_dir() else part_paths(place)
+    for path in weights if files else []:
         if path.name not in files:
-            yield ModelError(f"{path} is not listed in {MANIFEST}; remove it, or write the model again")
+            yield ModelError(f"{path} is not listed in {manifest.name}; remove it, or write the model again")
 
 
 def _holds_weights(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _size(path: Path) -> int:
+def _size(place: Path, path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError as error:
-        raise _damaged(path, f"missing, but {MANIFEST} lists it") from error
+        raise _damaged(place, path, f"missing, but {manifest_path(place).name} lists it") from error
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -171,23 +183,25 @@ def _digest(path: Path, tell: Tell = int) -> FileDigest:
         raise _unreadable(path, error) from error
 
 
-def _files(path: Path, data: object) -> dict[str, FileDigest]:
+def _files(place: Path, path: Path, data: object) -> dict[str, FileDigest]:
     if not isinstance(data, dict) or not isinstance(data.get("files"), dict):
-        raise _damaged(path, "files: it lists none")
+        raise _damaged(place, path, "files: it lists none")
     version = data.get("format_version")
     if type(version) is not int or version != _FORMAT_VERSION:
-        raise _damaged(path, f"format_version: this kvq reads {_FORMAT_VERSION}, got {str(version)[:40]}")
-    return {name: _file(path, name, entry) for name, entry in data["files"].items()}
+        raise _damaged(
+            place, path, f"format_version: this kvq reads {_FORMAT_VERSION}, got {str(version)[:40]}"
+        )
+    return {name: _file(place, path, name, entry) for name, entry in data["files"].items()}
 
 
-def _file(path: Path, name: str, entry: object) -> FileDigest:
-    if Path(name).name != name or "\0" in name or name == MANIFEST:
-        raise _damaged(path, f"files: {name!r:.80} is no file of this folder")
+def _file(place: Path, path: Path, name: str, entry: object) -> FileDigest:
+    if Path(name).name != name or "\0" in name or name.endswith(MANIFEST):
+        raise _damaged(place, path, f"files: {name!r:.80} is no file of this folder")
     if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
-        raise _damaged(path, f"files: {name!r:.80} must have the fields {' and '.join(_FIELDS)}")
+        raise _damaged(place, path, f"files: {name!r:.80} must have the fields {' and '.join(_FIELDS)}")
     nbytes, digest = entry["bytes"], entry["xxh3"]
     if type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
-        raise _damaged(path, f"files: bytes or xxh3 of {name!r:.80} is no number or no text")
+        raise _damaged(place, path, f"files: bytes or xxh3 of {name!r:.80} is no number or no text")
     return nbytes, digest
 
 
@@ -199,8 +213,8 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
     return ModelError(f"can't read {path}: {error.strerror}")
 
 
-def _damaged(path: Path, why: str) -> ModelError:
+def _damaged(place: Path, path: Path, why: str) -> ModelError:
     return ModelError(
         f"{path} is damaged: {why}; copy the model again, or write it again; if it was changed on purpose: "
-        f"kvq manifest {path.parent} --overwrite"
+        f"kvq manifest {place} --overwrite"
     )

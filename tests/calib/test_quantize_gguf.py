@@ -17,6 +17,7 @@ from kvq.formats import KVRecipe
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.gguf.files import RECIPE, read_gguf
 from kvq.models.loading.prepared import find_scales, prepare
+from kvq.weights.manifest import manifest_path, verify_manifest
 from tests.helpers_models import (
     assert_same_logits,
     build_model,
@@ -186,8 +187,10 @@ def test_options_that_gguf_does_not_take_are_refused_by_name(two_layers, tmp_pat
     out.write_bytes(b"GGUF, of someone else")
     with pytest.raises(ConfigError, match="it exists"):
         write(two_layers, out)
-    write(two_layers, out, overwrite=True)
-    assert list(tmp_path.iterdir()) == [out]
+    for kind in ("Q8_0", "F16"):  # and the manifest of the older file is not left
+        write(two_layers, out, kind, overwrite=True)
+        assert verify_manifest(out)
+    assert sorted(tmp_path.iterdir()) == [out, manifest_path(out)]
 
 
 def test_a_stopped_run_leaves_the_older_file(two_layers, tmp_path, monkeypatch):
@@ -196,7 +199,8 @@ def test_a_stopped_run_leaves_the_older_file(two_layers, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "content_digest", lambda _: 1 / 0)  # after all tensors
     with pytest.raises(ZeroDivisionError):
         write(two_layers, out, "F16", overwrite=True)
-    assert (out.read_bytes(), list(tmp_path.iterdir())) == (before, [out])
+    assert (out.read_bytes(), sorted(tmp_path.iterdir())) == (before, [out, manifest_path(out)])
+    assert verify_manifest(out)
 
 
 def test_scales_of_k_and_v_go_with_the_file(two_layers, tmp_path):

@@ -1,11 +1,15 @@
 // Packing of GGUF blocks into panels, which blocks.h describes.
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "../native/pool.h"
 #include "blocks.h"
 
 namespace {
 
 constexpr int MOST_COLUMNS = 256;  // of a block
+constexpr int64_t PIECE = 1 << 20;   // bytes of rows that are packed before their pages are dropped
 
 // One output's block: codes without sign or offset, one a byte, and its scales as they are stored in a panel.
 struct Opened {
@@ -177,16 +181,37 @@ void pack_block_panel(const uint8_t* const* rows, int64_t columns, int blocks, u
     }
 }
 
+// Drop the pages of mapped files that rows [first, last) of the joined parts lie in, so that rows and panels are not
+// resident together. A page that ends in other rows is left to them.
+void drop_packed(const KvqMatrix* parts, int count, int64_t first, int64_t last) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    for (int i = 0; i < count; first -= parts[i].rows, last -= parts[i].rows, i++) {
+        int64_t from = first < 0 ? 0 : first, to = last < parts[i].rows ? last : parts[i].rows;
+        if (!parts[i].mapped || from >= to) continue;
+        uintptr_t data = (uintptr_t)parts[i].data, whole = (data + page - 1) / page * page;
+        uintptr_t begin = (data + from * parts[i].row) / page * page, end = (data + to * parts[i].row) / page * page;
+        if (begin < whole) begin = whole;
+        if (begin < end) madvise((void*)begin, end - begin, MADV_DONTNEED);  // advice: a failure costs memory only
+    }
+}
+
 }  // namespace
 
 // Pack the outputs of `parts`, rows of blocks of one type, one part after the other.
 KVQ_KERNEL(pack_blocks)(const KvqMatrix* parts, int count, int64_t columns, int blocks, uint8_t* panels, int threads) {
     int64_t outputs = 0, bytes = columns / FORMS[blocks].columns * FORMS[blocks].bytes();
     for (int i = 0; i < count; i++) outputs += parts[i].rows;
-    run_even(threads, (outputs + OUTPUTS - 1) / OUTPUTS, [=](int64_t panel) {
-        const uint8_t* rows[OUTPUTS] = {};
-        find_rows(rows, parts, count, panel);
-        pack_block_panel(rows, columns, blocks, panels + panel * bytes);
+    int64_t all = (outputs + OUTPUTS - 1) / OUTPUTS, share = all / (4 * (int64_t)(threads < 1 ? 1 : threads));
+    int64_t piece = PIECE / bytes < share ? PIECE / bytes : share;  // panels
+    if (piece < 1) piece = 1;
+    run_tasks(threads, (all + piece - 1) / piece, 1, [=](int, int64_t at) {
+        int64_t first = at * piece, last = first + piece < all ? first + piece : all;
+        for (int64_t panel = first; panel < last; panel++) {
+            const uint8_t* rows[OUTPUTS] = {};
+            find_rows(rows, parts, count, panel);
+            pack_block_panel(rows, columns, blocks, panels + panel * bytes);
+        }
+        drop_packed(parts, count, first * OUTPUTS, last * OUTPUTS);
     });
     return KVQ_OK;
 }

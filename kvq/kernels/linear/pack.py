@@ -116,7 +116,8 @@ def pack_blocks(weights: Sequence[BlockWeight]) -> _Panels:
     parts = [weight.rows if weight.rows.stride(1) == 1 else weight.rows.contiguous() for weight in weights]
     count = -(-sum(map(len, parts)) // OUTPUTS)
     panels = empty((count, first.in_features // kind.values * OUTPUTS * kind.panel_bytes), torch.uint8)
-    matrices = (_Matrix * len(parts))(*(_Matrix(p.data_ptr(), len(p), p.stride(0)) for p in parts))
+    each = ((p.data_ptr(), len(p), p.stride(0), w.is_mapped) for p, w in zip(parts, weights, strict=True))
+    matrices = (_Matrix * len(parts))(*(_Matrix(*one) for one in each))
     given = matrices, len(parts), first.in_features, NUMBERS[f"KVQ_{kind.name}"]
     run("pack_blocks", *given, panels.data_ptr(), torch.get_num_threads())
     return _Panels(codes=panels, scales=None, zeros=None, order=None, columns=first.in_features)

@@ -152,10 +152,11 @@ struct KvqExperts {
     float shift;         // added to the rest
 };
 
-// A stored matrix: rows are contiguous, and `row` bytes apart.
+// A stored matrix: rows are contiguous, and `row` bytes apart. `mapped`: 1 if they are pages of a file that nobody
+// writes to, which may be dropped from memory and read again.
 struct KvqMatrix {
     const uint8_t* data;
-    int64_t rows, row;
+    int64_t rows, row, mapped;
 };
 
 // An RMS norm's weight, of `code`; null if there is none.

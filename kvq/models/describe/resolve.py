@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
-from kvq.models.gguf.files import find_gguf, part_paths
+from kvq.formats.ggml import part_paths
+from kvq.models.gguf.files import find_gguf
 from kvq.models.gguf.header import has_magic
 
 _HERE = Path(__file__).parents[1]
@@ -122,8 +123,8 @@ def _local(name: str) -> ModelSource | None:
 
 
 def hub_name(folder: Path) -> str | None:
-    """Return the hub name of a folder in the hub client's cache, from its path; None for other folders."""
-    place = folder.resolve().parent
+    """Return the hub name of a folder in the hub client's cache, or of a file in it; None for others."""
+    place = (folder if folder.is_dir() else folder.parent).resolve().parent
     if place.name != "snapshots":
         return None
     return place.parent.name.removeprefix("models--").replace("--", "/")

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError
-from kvq.formats.ggml import GgmlType
+from kvq.formats.ggml import GgmlType, part_paths
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.config import gguf_config
 from kvq.models.gguf.header import read_gguf_header
 from kvq.models.gguf.names import Source, find_sources
 
 RECIPE = "kvq.recipe"  # key of the metadata: a KV recipe as JSON
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _PROJECTOR = "mmproj"  # part of the names of files with a model's eyes or ears
 
 
@@ -101,15 +100,6 @@ def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufM
                 f"its name stands for {number} of {len(paths)}; parts are called NAME-00001-of-00003.gguf"
             )
     return GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
-
-
-def part_paths(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split model, told by the name of one, or the path alone."""
-    match = _PART.fullmatch(path.name)
-    count = int(match[3]) if match else 1
-    if match is None or not 1 <= int(match[2]) <= count:
-        return [path]
-    return [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in range(1, count + 1)]
 
 
 def find_gguf(folder: Path) -> Path | None:

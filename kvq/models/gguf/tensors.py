@@ -43,6 +43,10 @@ class GgufTensors(Mapping[str, Tensor]):
         order = torch.arange(len(raw)).view(source.heads, -1, 2).transpose(1, 2)  # [heads, halves, dim / 2]
         return raw[order.flatten()]
 
+    def is_mapped(self, name: str) -> bool:
+        """Return True if a tensor's rows share memory with the mapped file."""
+        return self._sources[name].heads is None
+
     def path_of(self, name: str) -> Path:
         """Return the file that contains a tensor."""
         return self._sources[name].tensor.path

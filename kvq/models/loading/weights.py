@@ -24,7 +24,7 @@ from kvq.models.parts.linear import has_own_products, invariant_rows, pack_linea
 from kvq.models.parts.norms import fuse_norms
 from kvq.models.parts.states import cut_states
 from kvq.sizes import decimal
-from kvq.weights.manifest import MANIFEST, verify_manifest
+from kvq.weights.manifest import manifest_path, read_manifest, verify_manifest
 
 _log = logging.getLogger("kvq")
 
@@ -88,7 +88,8 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         ConfigError: the weight format's groups don't divide a layer's inputs.
     """
     folder, where, backend = prepared.folder, prepared.device, prepared.backend
-    if not verify_manifest(folder) and prepared.is_quantized and not prepared.is_gguf:
+    is_listed = read_manifest(folder) if prepared.is_gguf else verify_manifest(folder)  # `prepare` read GGUF
+    if not is_listed and prepared.is_quantized:
         _say_unverified(prepared.source)
     skeleton = build_skeleton(prepared)
     import_class(prepared.config)
@@ -148,8 +149,9 @@ def _say_unverified(source: ModelSource) -> None:
     remedy = f"`kvq manifest {source.folder}` writes one"
     if (name := hub_name(source.folder)) is not None:
         remedy = f"`hf cache verify {name}` compares its files with the hub's"
+    manifest = manifest_path(source.folder).name
     _log.warning(
-        "%s has quantized weights and no %s, so flipped bits can't be found; %s", source, MANIFEST, remedy
+        "%s has quantized weights and no %s, so flipped bits can't be found; %s", source, manifest, remedy
     )
 
 

@@ -9,7 +9,8 @@ import kvq as package
 from kvq.engine.build import build
 from kvq.errors import ModelError
 from kvq.models.loading import weights
-from kvq.weights.manifest import MANIFEST
+from kvq.weights.manifest import MANIFEST, manifest_path
+from tests.models.gguf.test_files import split
 
 SHORT = ("--context", 64, "--max-windows", 1)
 
@@ -105,6 +106,79 @@ def test_the_hubs_cache_is_checked_by_its_own_client(made, tmp_path, caplog):
     package.load(cached)
     assert "`hf cache verify a/b` compares its files with the hub's" in caplog.text
     assert not (cached / MANIFEST).exists()
+
+
+@pytest.fixture
+def gguf(two_layers, tmp_path):
+    """Quantized as others do it: without a manifest."""
+    path = tmp_path / "gguf" / "model.gguf"
+    path.parent.mkdir()
+    package.quantize(two_layers, path, file_format="gguf", gguf_type="Q8_0", device="cpu")
+    manifest_path(path).unlink()
+    return path
+
+
+def test_of_a_gguf_file_it_lies_beside_it(kvq, gguf):
+    manifest = gguf.with_name(f"model.gguf.{MANIFEST}")
+    status, said, err = kvq("manifest", gguf, "--check")
+    assert (status, f"has no {manifest.name}; kvq manifest {gguf} writes one" in err) == (2, True)
+    for named, done in (
+        (gguf, "wrote"),
+        (gguf, "nothing differs from"),
+        (gguf.parent, "nothing differs from"),
+    ):
+        status, said, err = kvq("manifest", named)
+        assert (status, err) == (0, "")
+        assert said.startswith(f"{done} {manifest}: 1 file, ")
+    before = manifest.read_bytes()
+    flip(gguf, 8 * 1_000_000)
+    for options, expected in ((("--check",), 1), ((), 2)):
+        status, said, err = kvq("manifest", gguf, *options)
+        assert (status, said, "model.gguf is damaged: xxh3" in err) == (expected, "", True)
+    assert manifest.read_bytes() == before
+    for command in (
+        ("perplexity", "--model", gguf, *SHORT),
+        ("serve", "--model", gguf),
+        ("generate", "--model", gguf, "x"),
+    ):
+        status, said, err = kvq(*command)
+        assert (status, "model.gguf is damaged: xxh3" in err) == (2, True), (command, said, err)
+    assert kvq("serve", "--check", "--model", gguf)[0] == 1
+    assert kvq("manifest", gguf, "--overwrite")[0] == 0
+    assert kvq("manifest", gguf.parent, "--check")[0] == 0
+
+
+def test_of_a_split_model_any_part_stands_for_all(kvq, two_layers, tmp_path):
+    parts = split(two_layers, tmp_path)
+    status, said, _ = kvq("manifest", parts[2])
+    assert (status, said.startswith(f"wrote {parts[0]}.{MANIFEST}: 3 files, ")) == (0, True)
+    parts[1].unlink()
+    for named in (parts[0], parts[2]):
+        status, _, err = kvq("manifest", named, "--check")
+        assert (status, f"{parts[1].name} is damaged: missing" in err) == (1, True)
+    status, _, err = kvq("manifest", parts[0], "--overwrite")
+    assert (status, f"{parts[1].name} is not there" in err) == (2, True)
+    parts[0].unlink()
+    status, _, err = kvq("manifest", parts[2], "--check")
+    assert (status, f"{parts[0].name} is damaged: missing" in err) == (1, True)
+
+
+def test_files_without_a_model_have_none(kvq, gguf, tmp_path):
+    (gguf.parent / "text.gguf").write_text("a text")
+    (tmp_path / "models--a--b" / "snapshots" / "0123").mkdir(parents=True)
+    cached = gguf.rename(tmp_path / "models--a--b" / "snapshots" / "0123" / "model.gguf")
+    short = shutil.copyfile(cached, tmp_path / "short.gguf")
+    short.write_bytes(short.read_bytes()[:-1])
+    for path, says in (
+        (gguf.parent / "text.gguf", "is a file and no GGUF"),
+        (gguf, "is no model folder"),
+        (cached, "`hf cache verify a/b`"),
+        (short, "short.gguf is truncated"),
+    ):
+        status, said, err = kvq("manifest", path)
+        assert (status, said) == (2, "")
+        assert says in err
+        assert not manifest_path(path).exists()
 
 
 def test_each_flipped_bit_is_found_by_all_that_load(kvq, folder):

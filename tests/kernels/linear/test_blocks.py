@@ -1,6 +1,9 @@
 """Weights in GGUF blocks: the values and products of every type, in any batch and beside other weights."""
 
+import mmap
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +122,38 @@ def test_nothing_around_inputs_and_rows_is_read(backend: str, kind: GgmlType) ->
     apart = BlockWeight(fmt=weight.fmt, rows=wide[:, 5:-2])
     x = rows_of(3, 256)
     assert torch.equal(CpuLinear(apart)(x), CpuLinear(weight)(x))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_pages_of_a_mapped_file_are_dropped_when_they_are_packed(
+    backend: str, tmp_path: Path, is_mapped: bool
+) -> None:
+    """Joined parts that begin in the middle of pages, beside other bytes; their panels are the same."""
+    cpp_only(backend)
+    first, second = blocks_of(GGML_TYPES["Q6_K"], 5003, 1024), blocks_of(GGML_TYPES["Q6_K"], 1999, 1024)
+    parts = [weight.rows.numpy().tobytes() for weight in (first, second)]
+    whole = b"a" * 1001 + parts[0] + b"b" * 77 + parts[1] + b"c" * 99
+    path = tmp_path / "rows"
+    path.write_bytes(whole)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    raw, weights = torch.frombuffer(mapped, dtype=torch.uint8), []
+    for weight, at in ((first, 1001), (second, 1078 + len(parts[0]))):
+        rows = raw[at : at + weight.rows.numel()].view(weight.rows.shape)
+        weights.append(BlockWeight(fmt=weight.fmt, rows=rows, is_mapped=is_mapped).to(torch.device("cpu")))
+    packed, x = CpuLinear(*weights), rows_of(3, 1024)
+    resident = resident_bytes(raw.data_ptr())
+    assert resident < len(whole) * 0.2 if is_mapped else resident > len(whole) * 0.9, resident
+    assert torch.equal(packed(x), CpuLinear(first, second)(x))
+    assert bytes(mapped) == whole == path.read_bytes()
+
+
+def resident_bytes(address: int) -> int:
+    """The size of the mapping's pages at `address` that are in memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{address:08x}-"))
+    return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1]) * 1024
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvq import fileio
 from kvq.errors import ConfigError
-from kvq.formats.ggml import GgmlType
+from kvq.formats.ggml import GgmlType, part_paths
 from kvq.models.gguf.header import MAGIC, has_magic
+from kvq.weights.manifest import manifest_path, write_manifest
 
 _VERSION, _ALIGNMENT = 3, 32
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -60,7 +61,7 @@ class GgufWriter:
             self._at = file.tell() + -file.tell() % _ALIGNMENT
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Flush the file to disk, and give it its name and the permissions of a file that it replaces.
+        """Flush the file to disk, give it its name and a replaced file's permissions, and write its manifest.
 
         `metadata`: as in the beginning, but strings may be others of the same lengths.
         """
@@ -73,7 +74,9 @@ class GgufWriter:
                 os.fsync(file.fileno())
             if self._out.exists():
                 fileio.keep_permissions(self.path, os.stat(self._out))
+            manifest_path(self._out).unlink(missing_ok=True)  # it lists the older file
             os.replace(self.path, self._out)
+        write_manifest(self._out)
 
     def __enter__(self) -> "GgufWriter":
         return self
@@ -94,6 +97,8 @@ def check_gguf_target(out: Path, *, overwrite: bool) -> None:
     """Raise ConfigError unless a GGUF file may be written to `out`."""
     if out.suffix.lower() != ".gguf":
         raise ConfigError(f"a GGUF model is one file, got --out {out}; name a file that ends in .gguf")
+    if len(part_paths(out)) > 1:
+        raise ConfigError(f"{out} names one part of a split model, and kvq writes one file; name another")
     if not out.parent.is_dir():
         raise ConfigError(f"can't write {out}: there is no folder {out.parent}; create it first")
     if out.is_symlink() or (out.exists() and not (out.is_file() and has_magic(out))):

@@ -48,6 +48,7 @@ def test_targets(tmp_path):
     (tmp_path / "link.gguf").symlink_to(tmp_path / "new.gguf")
     for name, message in (
         ("a.bin", r"ends in \.gguf"),
+        ("a-00001-of-00002.gguf", "names one part of a split model"),
         ("none/a.gguf", "there is no folder"),
         ("other.gguf", "something else"),
         ("folder.gguf", "something else"),
