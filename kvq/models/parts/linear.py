@@ -153,9 +153,7 @@ def _pack_own(model: nn.Module, dtype: torch.dtype) -> None:
         for name, form in stacked_experts(model).items()
         if model.get_submodule(name).down_proj.dtype is torch.float32
     }
-    install_experts(
-        model, experts, lambda name, expert, values: PlainWeight.narrowest(values), fmt=None, in_cpp=True
-    )
+    install_experts(model, experts, lambda name, expert, values: PlainWeight.narrowest(values), in_cpp=True)
 
 
 def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
