@@ -164,11 +164,10 @@ def test_blocks_of_any_types_give_the_references_results(
     name: str, hidden: int, inner: int, inputs: Inputs
 ) -> None:
     gate_up, down = in_blocks(name, 4, hidden, inner, inputs)
-    x, (chosen, weights) = torch.randn(29, hidden), choices(29, 3, 4)
+    x, (chosen, weights) = rows_of(29, hidden, seed=7), choices(29, 3, 4)
     experts, reference = CpuExperts(gate_up, down, Gating()), ReferenceExperts(gate_up, down, Gating())
     got, want = experts(x, chosen, weights), reference(x, chosen, weights)
-    # An input may lie between two codes of 8 bits, where the last bit of an fp32 sum decides.
-    assert error(got, want.double()) < (2e-5 if inputs is Inputs.FULL else 2e-3)
+    assert error(got, want.double()) < 5e-4  # of inputs in 16 bits, or of one that is rounded to another code
     assert torch.equal(experts(x[:1], chosen[:1], weights[:1]), got[:1])
 
 
