@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import kvq
+from kvq.capacity.plan.target import make_target
 from kvq.engine.steps.reconcile import found_weights
 from kvq.models import Model
 from kvq.models.gguf.files import read_gguf
@@ -127,6 +128,9 @@ def test_the_plan_counts_their_blocks(saved: tuple[Path, Path]) -> None:
         pytest.skip("a family of unlisted layers")
     planned = {term.name: term.nbytes for term in planned_weights(model.prepared)}
     assert found_weights(model.weights.model)[EXPERTS_TERM] == planned[EXPERTS_TERM]
+    file = sum(one.end - one.begin for name, one in read_gguf(saved[1]).tensors.items() if "_exps" in name)
+    of_file = {term.name: term.nbytes for term in make_target(saved[1]).terms()}
+    assert of_file[EXPERTS_TERM] == file <= planned[EXPERTS_TERM] < 1.03 * file
 
 
 @pytest.mark.parametrize("activations", ["auto", "full"])
