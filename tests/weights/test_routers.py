@@ -30,8 +30,8 @@ class _Experts(PackedExperts):
 @torch.inference_mode()
 def test_gates_of_shared_experts_are_too(experts: int) -> None:
     block, other = nn.Module(), nn.Linear(24, 3)
-    block.shared_expert_gate, block.experts, block.proj = nn.Linear(24, experts), _Experts(), other
-    block.shared_expert_gate.bias = None if experts % 2 else block.shared_expert_gate.bias
+    block.shared_expert_gate = nn.Linear(24, experts, bias=experts % 2 == 0)
+    block.experts, block.proj = _Experts(), other
     plain = torch.randn(31, 24)
     want = block.shared_expert_gate(plain).sigmoid()
     batch_invariant_routers(block)

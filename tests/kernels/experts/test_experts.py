@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused() -> None:
         CpuExperts(gate_up, down[:-1], Gating())
     with pytest.raises(ConfigError, match="as many pairs"):
         CpuExperts(gate_up[:-1] + weights_of("int8", 1, HIDDEN, 32)[0], down, Gating())
-    odd: list[Parts] = [(weights_of("float32")[0][0], weights_of("float32", hidden=63)[0][0])]
+    odd: list[Parts] = [(PlainWeight(values=torch.ones(96, 63)), PlainWeight(values=torch.ones(96, 64)))]
     for kernel_of in (CpuExperts, ReferenceExperts):
         with pytest.raises(ConfigError, match=r"weights of the same inputs can be joined, got \[63, 64\]"):
             kernel_of(odd * EXPERTS, down, Gating())

@@ -95,8 +95,13 @@ def divergence(wanted: Tensor, found: Tensor) -> float:
 
 def dequantized_experts(path: Path, patch: pytest.MonkeyPatch, **options: Any) -> tuple[Model, list[str]]:
     """The loaded model, and the experts whose values were asked for."""
-    asked, own = [], GgufTensors.__getitem__
-    patch.setattr(GgufTensors, "__getitem__", lambda self, name: (asked.append(name), own(self, name))[1])
+    asked, own = list[str](), GgufTensors.__getitem__
+
+    def values(self: GgufTensors, name: str) -> Tensor:
+        asked.append(name)
+        return own(self, name)
+
+    patch.setattr(GgufTensors, "__getitem__", values)
     model = load_fp32(path, **options)
     stored = read_gguf(path).sources
     return model, [name for name in asked if ".experts." in name and not stored[name].tensor.kind.is_float]
