@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvq.formats.ggml import GgmlType
 from kvq.formats.weights import WeightFormat
-from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.kernels import PlainWeight
 from kvq.kernels.experts.cpu import CpuExperts
-from kvq.kernels.experts.reference import Gating, ReferenceExperts
+from kvq.kernels.experts.reference import Gating, Parts, ReferenceExperts, parts_of
 from kvq.kernels.gated.reference import COMPILED, Activation
 from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear, runs_library_code
 
@@ -25,8 +26,7 @@ _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_p
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # sizes of the small copy
 _TOLERANCE = 1e-4  # max|a - b| / max|b| of a row
 
-Weight = QuantizedWeight | PlainWeight
-Make = Callable[[str, int, Tensor], Weight]  # (name, expert, weight [out, in]) -> packed
+Make = Callable[[str, int, Tensor], Parts]  # (name, expert, weight [out, in]) -> what is packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,21 @@ class PackedExperts(Packed):
     """All experts of a layer, in one kernel."""
 
     def __init__(
-        self, kernel: CpuExperts | ReferenceExperts, sizes: tuple[int, int, int], fmt: WeightFormat | None
+        self,
+        kernel: CpuExperts | ReferenceExperts,
+        sizes: tuple[int, int, int],
+        formats: set[WeightFormat | GgmlType],
     ) -> None:
-        """`sizes`: experts, hidden size, inner size. `fmt`: the weights' format; None for floats."""
+        """`sizes`: experts, hidden size, inner size. `formats`: of the weights, without floats."""
         super().__init__()
         self.kernel = kernel
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
-        self.fmt = fmt
+        self._formats = formats
+
+    @property
+    def formats(self) -> set[WeightFormat | GgmlType]:
+        """Formats of the weights, without floats."""
+        return self._formats
 
     @property
     def weight_count(self) -> int:
@@ -67,8 +75,8 @@ class PackedExperts(Packed):
         return output.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
-        fmt = "floats" if self.fmt is None else self.fmt.name
-        return f"{self.num_experts} x {self.hidden_dim} x {self.intermediate_dim}, {fmt}"
+        names = ", ".join(sorted(fmt.name for fmt in self.formats)) or "floats"
+        return f"{self.num_experts} x {self.hidden_dim} x {self.intermediate_dim}, {names}"
 
 
 def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
@@ -94,20 +102,19 @@ def stacked_experts(model: nn.Module) -> dict[str, ExpertsForm]:
     return found
 
 
-def install_experts(
-    model: nn.Module, forms: Mapping[str, ExpertsForm], make: Make, *, fmt: WeightFormat | None, in_cpp: bool
-) -> None:
+def install_experts(model: nn.Module, forms: Mapping[str, ExpertsForm], make: Make, *, in_cpp: bool) -> None:
     """Replace the stacked experts named in `forms` with packed ones, one layer at a time.
 
-    `fmt`: format of the weights that `make` returns; None for floats. `in_cpp`: use C++ kernels, not the
-    reference.
+    `in_cpp`: use C++ kernels, not the reference.
     """
     for name, form in forms.items():
         given: Any = model.get_submodule(name)
         parts = _parts(given, form, lambda own, *weight, name=name: make(f"{name}.{own}", *weight))
         kernel = (CpuExperts if in_cpp else ReferenceExperts)(**parts)
-        sizes = len(parts["down"]), kernel.hidden, parts["down"][0].in_features
-        replace_linear(model, name, PackedExperts(kernel, sizes, fmt))
+        flat = [part for weight in (*parts["gate_up"], *parts["down"]) for part in parts_of(weight)]
+        formats = {part.fmt for part in flat if not isinstance(part, PlainWeight)}
+        sizes = len(parts["down"]), kernel.hidden, flat[-1].in_features
+        replace_linear(model, name, PackedExperts(kernel, sizes, formats))
 
 
 def _parts(module: Any, form: ExpertsForm, make: Make) -> dict[str, Any]:

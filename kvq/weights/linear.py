@@ -34,6 +34,11 @@ class Packed(nn.Module):
     fmt: WeightFormat | GgmlType | None = None  # the weights' format; None for floats
 
     @property
+    def formats(self) -> set[WeightFormat | GgmlType]:
+        """Formats of the weights, without floats."""
+        return set() if self.fmt is None else {self.fmt}
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes of the weights as stored by the kernel."""
         return int(self.kernel.nbytes)
@@ -263,7 +268,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 def weight_formats(model: nn.Module) -> set[WeightFormat | GgmlType]:
     """Return the formats of all quantized weights."""
     packed = (module for module in model.modules() if isinstance(module, Packed))
-    return {module.fmt for module in packed if module.fmt is not None}
+    return {fmt for module in packed for fmt in module.formats}
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:

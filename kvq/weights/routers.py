@@ -9,6 +9,7 @@ from torch.nn import functional
 from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.weights.experts import PackedExperts
+from kvq.weights.linear import ROUTERS, runs_library_code
 
 _WHOLE = 64  # values: torch processes vectors of 4 to 16, two or four at a time
 _CONVERSIONS = (Tensor.float, Tensor.type, Tensor.to)
@@ -47,14 +48,21 @@ def _apart(x: Tensor) -> Tensor:  # D173: separate rows: the sigmoid of a vector
     return x.new_empty(x.shape[0], x.shape[1] + 1)[:, :-1].copy_(x)
 
 
+def is_batch_invariant(linear: nn.Linear) -> bool:
+    """Return True if a Linear layer is a router whose product was replaced."""
+    return isinstance(linear.weight, _RouterWeight)
+
+
 def batch_invariant_routers(model: nn.Module) -> None:
     """Replace the matrix products in routers of packed experts with batch-invariant ones."""
     for block in list(model.modules()):
         if not any(isinstance(child, PackedExperts) for child in block.children()):
             continue
-        for router in block.children():
+        for name, router in block.named_children():
             weight = router._parameters.get("weight")
-            if type(weight) is nn.Parameter and weight.dim() == 2 and not isinstance(router, nn.Linear):
+            if isinstance(router, nn.Linear) and (name not in ROUTERS or not runs_library_code(router)):
+                continue
+            if type(weight) is nn.Parameter and weight.dim() == 2:
                 steady = _RouterWeight(weight.detach(), requires_grad=False)
                 steady.kernel = CpuLinear(PlainWeight.narrowest(weight.detach()))
                 router.weight = steady

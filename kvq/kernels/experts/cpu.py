@@ -6,7 +6,7 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
-from kvq.kernels.experts.reference import Gating, Weight, check_choices, check_experts
+from kvq.kernels.experts.reference import Gating, Parts, check_choices, check_experts, parts_of
 from kvq.kernels.gated.reference import check_activation
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of, struct
@@ -21,8 +21,8 @@ class CpuExperts:
 
     def __init__(
         self,
-        gate_up: Sequence[Weight],
-        down: Sequence[Weight],
+        gate_up: Sequence[Parts],
+        down: Sequence[Parts],
         gating: Gating,
         *,
         gate_up_bias: Tensor | None = None,
@@ -35,7 +35,7 @@ class CpuExperts:
         """
         check_activation(gating.activation)
         check_experts(gate_up, down, gate_up_bias, down_bias)
-        self._linears = [[CpuLinear(weight) for weight in own] for own in (gate_up, down)]
+        self._linears = [[CpuLinear(*parts_of(weight)) for weight in own] for own in (gate_up, down)]
         arrays = [(struct("KvqLinear") * len(own))(*(x.struct for x in own)) for own in self._linears]
         biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
         self._kept = arrays, biases  # the structure points to their memory
@@ -48,7 +48,7 @@ class CpuExperts:
             limit=gating.limit,
             shift=gating.shift,
         )
-        self.hidden = gate_up[0].in_features
+        self.hidden = self._linears[0][0].in_features
         self.bias_bytes = sum(bias.nbytes for bias in biases if bias is not None)
         self.nbytes = sum(linear.nbytes for own in self._linears for linear in own) + self.bias_bytes
         self.code_bytes = sum(linear.code_bytes for own in self._linears for linear in own)

@@ -9,9 +9,9 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.kernels.gated.reference import Activation, activate
 from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.weight import Weight
 
-Weight = QuantizedWeight | PlainWeight
+Parts = Weight | tuple[Weight, ...]  # one weight, or several of adjacent outputs for the same inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +36,8 @@ class ReferenceExperts:
 
     def __init__(
         self,
-        gate_up: Sequence[Weight],
-        down: Sequence[Weight],
+        gate_up: Sequence[Parts],
+        down: Sequence[Parts],
         gating: Gating,
         *,
         gate_up_bias: Tensor | None = None,
@@ -49,12 +49,13 @@ class ReferenceExperts:
             ConfigError: the weights or biases don't match.
         """
         check_experts(gate_up, down, gate_up_bias, down_bias)
-        self._gate_up, self._down = ([ReferenceLinear(weight) for weight in own] for own in (gate_up, down))
+        self._gate_up, self._down = ([_linears(weight) for weight in own] for own in (gate_up, down))
         self._gating, self._gate_up_bias, self._down_bias = gating, gate_up_bias, down_bias
-        self.hidden = gate_up[0].in_features
+        self.hidden = parts_of(gate_up[0])[0].in_features
         self.bias_bytes = sum(bias.nbytes for bias in (gate_up_bias, down_bias) if bias is not None)
-        self.nbytes = sum(linear.nbytes for linear in (*self._gate_up, *self._down)) + self.bias_bytes
-        self.code_bytes = sum(linear.code_bytes for linear in (*self._gate_up, *self._down))
+        linears = [linear for own in (*self._gate_up, *self._down) for linear in own]
+        self.nbytes = sum(linear.nbytes for linear in linears) + self.bias_bytes
+        self.code_bytes = sum(linear.code_bytes for linear in linears)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sums of experts for x [rows, hidden]; `chosen` int64, `weights` [rows, top]."""
@@ -70,10 +71,11 @@ class ReferenceExperts:
 
     def _given(self, x: Tensor, expert: int) -> Tensor:
         """Return one expert's output for the rows `x`."""
-        both = self._gate_up[expert](x)
+        both = torch.cat([linear(x) for linear in self._gate_up[expert]], 1)
         if self._gate_up_bias is not None:
             both = both.float() + self._gate_up_bias[expert]
-        given = self._down[expert](gated_experts(both, self._gating).to(x.dtype))
+        between = gated_experts(both, self._gating).to(x.dtype)
+        given = torch.cat([linear(between) for linear in self._down[expert]], 1)
         return given if self._down_bias is None else given.float() + self._down_bias[expert]
 
 
@@ -86,14 +88,27 @@ def gated_experts(both: Tensor, gating: Gating) -> Tensor:
     return activate(gates, gating.activation) * (rest + gating.shift)
 
 
+def parts_of(weight: Parts) -> tuple[Weight, ...]:
+    """Return the weights that make up one."""
+    return weight if isinstance(weight, tuple) else (weight,)
+
+
+def _linears(weight: Parts) -> list[ReferenceLinear]:
+    return [ReferenceLinear(part) for part in parts_of(weight)]
+
+
+def _shape(weight: Parts) -> tuple[int, int]:
+    parts = parts_of(weight)
+    if len(inputs := {part.in_features for part in parts}) != 1:
+        raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
+    return sum(part.out_features for part in parts), inputs.pop()
+
+
 def check_experts(
-    gate_up: Sequence[Weight], down: Sequence[Weight], gate_up_bias: Tensor | None, down_bias: Tensor | None
+    gate_up: Sequence[Parts], down: Sequence[Parts], gate_up_bias: Tensor | None, down_bias: Tensor | None
 ) -> None:
     """Raise ConfigError unless all experts have the same shape, as compiled code assumes."""
-    shapes = {
-        (first.out_features, first.in_features, last.out_features, last.in_features)
-        for first, last in zip(gate_up, down, strict=False)
-    }
+    shapes = {(*_shape(first), *_shape(last)) for first, last in zip(gate_up, down, strict=False)}
     both, hidden, out, inner = next(iter(shapes), (0, 0, 0, 0))
     if len(gate_up) != len(down) or len(shapes) != 1 or both != 2 * inner or hidden != out:
         raise ConfigError(

@@ -4,7 +4,7 @@
 #include "../native/abi.h"
 
 struct KvqGroup {
-    const KvqLinear* linear;  // all with the same numbers of inputs and outputs
+    const KvqLinear* linear;  // or a chain; all with the same numbers of inputs and outputs
     int64_t rows;             // at least one; groups' rows follow each other
 };
 

@@ -14,6 +14,13 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
 
 namespace {
 
+// The outputs of a chain's first weight, without those after it.
+inline KvqLinear alone(const KvqLinear& linear) {
+    KvqLinear own = linear;
+    if (linear.next) own.out_features -= linear.next->out_features;
+    return own;
+}
+
 int multiply_one(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
                  int64_t out_row, int code, int64_t rows, int threads) {
     int products = products_of(*linear, code, rows);
@@ -63,11 +70,10 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
                           int64_t out_row, int code, int64_t rows, int threads) {
     KvqAround own = *around;
     for (; linear; linear = linear->next) {
-        KvqLinear alone = *linear;
-        if (linear->next) alone.out_features -= linear->next->out_features;
-        int status = multiply_one(&alone, &own, x, x_row, out, out_row, code, rows, threads);
+        KvqLinear first = alone(*linear);
+        int status = multiply_one(&first, &own, x, x_row, out, out_row, code, rows, threads);
         if (status) return status;
-        int64_t bytes = alone.out_features * bytes_of(code);
+        int64_t bytes = first.out_features * bytes_of(code);
         out += bytes;
         if (own.bias) own.bias += bytes;
         if (own.added) own.added += bytes;
@@ -124,15 +130,29 @@ struct Parts {
     }
 };
 
-// Prepare the call's products in `memory`; without memory, only count its size.
+// Weights of all groups' chains.
+inline int count_weights(const KvqGroup* groups, int count) {
+    int weights = 0;
+    for (int i = 0; i < count; i++)
+        for (const KvqLinear* one = groups[i].linear; one; one = one->next) weights++;
+    return weights;
+}
+
+// Prepare the call's products in `memory`, one for each weight of a chain; without memory, only count its size.
 inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_t x_row, Output out, int threads,
                      Memory& memory) {
-    Parts all = {memory.take<Part>(count), count, threads, 0, 0, nullptr, nullptr, 0, 0};
-    for (int i = 0; i < count; i++) {
-        const KvqLinear& l = *groups[i].linear;
-        int products = products_of(l, out.code, groups[i].rows);
-        Call call = {l, NOTHING_AROUND, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
-                     (int)divided(threads, count), products, rows_of(l, products, groups[i].rows)};
+    int weights = count_weights(groups, count);
+    Parts all = {memory.take<Part>(weights), weights, threads, 0, 0, nullptr, nullptr, 0, 0};
+    KvqLinear* linears = memory.take<KvqLinear>(weights);
+    const KvqLinear* chain = groups->linear;
+    Output own = out;
+    for (int i = 0; i < weights; i++) {
+        KvqLinear first = alone(*chain);
+        if (linears) linears[i] = first;
+        const KvqLinear& l = linears ? linears[i] : first;
+        int products = products_of(l, out.code, groups->rows);
+        Call call = {l, NOTHING_AROUND, cut_of(l), x, x_row, own, groups->rows, divided(l.out_features, OUTPUTS),
+                     (int)divided(threads, weights), products, rows_of(l, products, groups->rows)};
         int64_t tiles = divided(call.rows, call.tile_rows);
         Memory tile = {};
         take_tile(l, call.cut, products, call.tile_rows, tile);
@@ -146,7 +166,11 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         Split s = split(call, tiles);
         if (all.parts) new (all.parts + i) Part{call, s, all.tiles, all.tasks};
         all.tiles += tiles, all.tasks += s.tasks;
+        own.data += l.out_features * bytes_of(out.code);
+        if ((chain = chain->next)) continue;
         x += call.rows * x_row, out.data += call.rows * out.row;
+        own = out, groups++;
+        if (i + 1 < weights) chain = groups->linear;
     }
     all.columns = memory.take<float>(most_threads(threads) * all.columns_size);
     all.kept = memory.take<float>(most_threads(threads) * all.kept_size);

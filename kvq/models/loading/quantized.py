@@ -67,7 +67,7 @@ def load_rounded(  # D215: a million values at a time; no cache on disk
         return round_weight(values.float(), fmt)
 
     if (in_cpp := runs_experts(fmt, device, backend)) is not None:
-        install_experts(model, stacked_experts(model), rounded_expert, fmt=fmt, in_cpp=in_cpp)
+        install_experts(model, stacked_experts(model), rounded_expert, in_cpp=in_cpp)
     return model.to(dtype)
 
 
@@ -201,7 +201,7 @@ def _install_experts(  # D184: placed by name, then compared with the stack
             found: QuantizedWeight = own[full.rpartition(".")[2]][expert]
             return found
 
-        install_experts(model, {name: form}, codes, fmt=fmt, in_cpp=in_cpp)
+        install_experts(model, {name: form}, codes, in_cpp=in_cpp)
 
 
 def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:

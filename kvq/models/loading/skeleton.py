@@ -36,9 +36,12 @@ from kvq.models.loading.quantized import (
 from kvq.models.observe.geometry import can_replace_attention
 from kvq.models.observe.support import is_listed
 from kvq.models.parts.linear import install_own, own_linears
+from kvq.weights import EXPERT_PARTS, expert_places, install_experts, stacked_experts
+from kvq.weights.experts import ExpertsForm
 from kvq.weights.files import stored_shape
 from kvq.weights.files.tensors import FLOATS
 from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
+from kvq.weights.unstacked import Places
 
 _log = logging.getLogger("kvq")
 
@@ -152,22 +155,26 @@ def fill(  # D214: straight from the file into panels
     """Fill a skeleton with the checkpoint's values; nothing stays mapped.
 
     `packs`: also replace Linear layers with kvq's own. Tensors are read one at a time. Returns None and
-    changes nothing if transformers computes any tensor from others, such as stacked experts or a slice.
+    changes nothing if transformers computes any tensor from others, such as a slice, or experts that it
+    stacks; those of GGUF files are packed one by one.
 
     Raises:
         ModelError: a tensor has a dtype that torch doesn't support.
     """
-    places, known = [place for place in _places(model) if place[2].is_meta], by_storage(stand_ins)
+    stored, known = read_tensors(prepared.folder), by_storage(stand_ins)
+    experts = _experts_of(model, stored) if packs else {}
+    stacked = {id(holder) for name in experts for holder, _, _ in _places(model.get_submodule(name))}
+    places = [place for place in _places(model) if place[2].is_meta and id(place[0]) not in stacked]
     sources = {id(tensor): source_of(tensor, known) for _, _, tensor in places}
     names = {number: name for number, name in sources.items() if name is not None}
     if len(names) < len(sources):
         return None
-    stored = read_tensors(prepared.folder)
     linears, lookups = own_linears(model, prepared.dtype) if packs else ({}, {})
     weights = {
         layer: partial(_weight, stored, names[id(linear.weight)], prepared)
         for layer, linear in linears.items()
     }
+    _pack_experts(model, experts, stored, prepared)
     packed = {id(linear._parameters) for linear in linears.values()}
     packed |= {id(one._parameters) for embeddings in lookups.values() for one in embeddings.values()}
     if packs and isinstance(stored, GgufTensors):
@@ -183,6 +190,31 @@ def fill(  # D214: straight from the file into panels
         holder[name] = made[id(tensor)]
     install_own(model, weights, lookups, prepared.dtype)
     return model
+
+
+def _experts_of(model: nn.Module, stored: ModelTensors) -> dict[str, tuple[ExpertsForm, Places]]:
+    """Return stacked experts whose weights a GGUF file holds one by one, and their names there."""
+    names = [name.removesuffix(".weight") for name in stored if ".experts." in name]
+    if not names or not isinstance(stored, GgufTensors):
+        return {}
+    return expert_places(model, stacked_experts(model), names)
+
+
+def _pack_experts(
+    model: nn.Module,
+    experts: Mapping[str, tuple[ExpertsForm, Places]],
+    stored: ModelTensors,
+    prepared: PreparedModel,
+) -> None:  # straight from the mapped file: the stack never exists
+    """Replace stacked experts with packed ones, whose weights may be in blocks of different types."""
+    for place, (form, names) in experts.items():
+
+        def weights(name: str, expert: int, _: Tensor, own: Places = names) -> tuple[Weight, ...]:
+            *first, last = (own[expert, part] for part in EXPERT_PARTS)
+            chosen = first if name.endswith("gate_up_proj") else [last]
+            return tuple(_weight(stored, f"{each}.weight", prepared) for each in chosen)
+
+        install_experts(model, {place: form}, weights, in_cpp=True)
 
 
 def _pack_embeddings(

@@ -29,6 +29,7 @@ from kvq.weights import (
 )
 from kvq.weights.install import Weights
 from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
+from kvq.weights.routers import is_batch_invariant
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gains
 _MANY = 48  # number of rows that are summed in the same order as any larger number of rows
@@ -99,7 +100,9 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and runs_library_code(child) and is_supported(child.weight.dtype):
+            if type(child) is not nn.Linear or is_batch_invariant(child) or not runs_library_code(child):
+                continue
+            if is_supported(child.weight.dtype):
                 setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
 
 
@@ -153,9 +156,7 @@ def _pack_own(model: nn.Module, dtype: torch.dtype) -> None:
         for name, form in stacked_experts(model).items()
         if model.get_submodule(name).down_proj.dtype is torch.float32
     }
-    install_experts(
-        model, experts, lambda name, expert, values: PlainWeight.narrowest(values), fmt=None, in_cpp=True
-    )
+    install_experts(model, experts, lambda name, expert, values: PlainWeight.narrowest(values), in_cpp=True)
 
 
 def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
@@ -205,7 +206,9 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
 
 def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | PackedLinear]:
     """Return True if results may depend on the number of rows; in compiled kernels they never do."""
-    return isinstance(module, nn.Linear) or (isinstance(module, PackedLinear) and module.backend != "cpu")
+    if isinstance(module, nn.Linear):
+        return not is_batch_invariant(module)
+    return isinstance(module, PackedLinear) and module.backend != "cpu"
 
 
 @torch.inference_mode()
