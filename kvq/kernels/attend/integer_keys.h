@@ -29,7 +29,7 @@ inline float integer_query(int16_t* out, float* sums, const float* q, int dim, c
     for (int i = 0; i < dim; i += W) most = maximum(most, maximum(load(q + i), -load(q + i)));
     float top = largest(most);
     if (top < SMALLEST) top = 0;  // its inverse would be infinite
-    float factor = top > 0 ? MOST / top : 0.0f;
+    float factor = top > 0 ? c.most / top : 0.0f;
     int32_t x[MOST_INTEGER_DIM];
     for (int i = 0; i < dim; i += W) {
         vi y = __builtin_convertvector(rounded(load(q + i) * factor), vi);
@@ -43,7 +43,7 @@ inline float integer_query(int16_t* out, float* sums, const float* q, int dim, c
     for (int e = 0; e < dim; e++) out[index[e]] = (int16_t)x[e];
     if (is_twice)
         for (int at = 0; at < c.width; at += L) memcpy(out + at + L / 2, out + at, L);
-    return top / MOST;
+    return top / c.most;
 }
 
 // score += one group's share.

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "integer_matrix.h"
+#include "integer_quads.h"
 #include "integer_scales.h"
-#include "integer_values.h"
 #include "integer_words.h"
 #include "../native/memory.h"
 
@@ -25,7 +25,7 @@ struct IntegerCut {
     KeysKernel keys;                      // of K, for few query rows
     int32_t few_index[MOST_INTEGER_DIM];  // for those
     bool is_turned;                       // the kernel transposes words
-    bool is_values;
+    bool is_values, is_quads;             // products of V are sums over four tokens' bytes
     Segments segments;                  // of K
     ValuesKernel values[2][MOST_ROWS];  // in place or staged, for 1, 2, 3 and 4 query rows
     ExpandKernel expand, expand_few;    // of codes in planes, for many query rows and for few; else null
@@ -47,7 +47,7 @@ struct IntegerScratch {
 inline IntegerCut plain_cut(const KvqRows& rows) {
     IntegerCut c;
     c.cut = cut_of(rows);
-    c.is_turned = c.is_values = false;
+    c.is_turned = c.is_values = c.is_quads = false;
     c.expand = c.expand_few = rows.code == KVQ_GROUPED ? expand_kernel(rows.dim, rows.bits) : nullptr;
     c.stride = (c.cut.row_bytes + BYTES - 1) / BYTES * BYTES;
     return c;
@@ -60,7 +60,7 @@ inline void turn(IntegerCut& c, const KvqRows& rows) {
     c.is_turned = true;
     c.keys = is_narrow ? turned_scores<2> : turned_scores<4>;
     if (is_narrow) c.expand_few = nullptr;
-    find_word_places(c.few_index, rows.dim);
+    for (int i = 0; i < rows.dim; i++) c.few_index[i] = i;
 }
 
 inline IntegerCut keys_cut(const KvqRows& rows) {
@@ -98,7 +98,14 @@ inline void set_values(IntegerCut& c) {
 inline IntegerCut values_cut(const KvqRows& rows) {
     IntegerCut c = plain_cut(rows);
     c.is_values = true;
-    for (int i = 0; i < rows.dim; i++) c.index[i] = value_index(c.cut, rows.dim, i);
+    c.is_quads = takes_quads(c.cut);
+    for (int i = 0; i < rows.dim; i++) c.index[i] = (c.is_quads ? quad_index : value_index)(c.cut, rows.dim, i);
+    if (c.is_quads) {
+        c.stage = stage_quads;
+        constexpr ValuesKernel KERNELS[] = {quad_values<1>, quad_values<2>, quad_values<3>, quad_values<4>};
+        memcpy(c.values[1], KERNELS, sizeof KERNELS);
+        return c;
+    }
     bool two = c.cut.is_pair || c.cut.is_split;
     if (c.cut.is_nibbles)
         two ? set_values<true, true>(c) : set_values<true, false>(c);
@@ -124,7 +131,8 @@ inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory
     int32_t* pairs = memory.take<int32_t>((int64_t)rows * groups * TILE / 2);
     float* factors = memory.take<float>(rows * groups);
     float* minimums = memory.take<float>(rows * groups * W);
-    s.staged = memory.take<int32_t>(rows > MOST_FEW ? TILE * c.cut.width / 2 : 0);
+    bool is_staged = rows > MOST_FEW || (c.is_quads && rows > 0);
+    s.staged = memory.take<int32_t>(is_staged ? TILE * c.cut.width / 2 : 0);
     if (memory.begin)
         for (int r = 0; r < rows; r++)
             s.weights[r] = {pairs + r * groups * TILE / 2, factors + r * groups, minimums + r * groups * W};
@@ -139,7 +147,18 @@ inline void read_integer_query(IntegerScratch& s, const IntegerCut& c, int row, 
     s.is_few = rows <= MOST_FEW;
     bool is_turned = s.is_few && c.is_turned;
     float factor = integer_query(q, sums, x, dim, c.cut, s.is_few ? c.few_index : c.index, c.cut.is_pair && !is_turned);
+    if (is_turned) order_words(q, dim);
     s.queries[row] = {q, sums, factor * scale};
+}
+
+// Store `count` addresses, `step` bytes apart.
+inline void store_addresses(const uint8_t** out, const uint8_t* first, int64_t step, int count) {
+    typedef int64_t addresses __attribute__((vector_size(64)));
+    const addresses lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    addresses x = (int64_t)first + lanes * step;
+    int i = 0;
+    for (; i + 8 <= count; i += 8, x += 8 * step) memcpy(out + i, &x, sizeof x);
+    for (; i < count; i++) out[i] = first + i * step;
 }
 
 // Find the addresses of the rows [skip, keys) of a tile; other rows get one of these.
@@ -147,7 +166,7 @@ inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, 
     for (int i = skip; i < keys;) {
         int count = cursor.run(keys - i);
         const uint8_t* row = row_codes(rows, *cursor.entry, head, cursor.offset);
-        for (int j = 0; j < count; j++) tile.rows[i + j] = row + j * rows.codes_slot;
+        store_addresses(tile.rows + i, row, rows.codes_slot, count);
         i += count;
         cursor.skip(count);
     }
@@ -206,19 +225,21 @@ inline void start_values(const IntegerScratch& s, const IntegerCut& c, int rows)
 // out [rows, stride] = out * decays [rows] + weights [rows, TILE] . tile
 inline void integer_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride, const float* decays,
                            const float* weights, int rows) {
-    bool is_staged = rows > MOST_FEW;
+    bool is_staged = rows > MOST_FEW || c.is_quads;
     if (is_staged) c.stage(s.staged, s.tile, s.ahead, c.cut);
-    (c.cut.is_grouped ? integer_weights<true> : integer_weights<false>)(s.weights, weights, decays, rows, s.tile, c.cut);
+    auto prepare = c.is_quads ? quad_weights : c.cut.is_grouped ? integer_weights<true> : integer_weights<false>;
+    prepare(s.weights, weights, decays, rows, s.tile, c.cut);
     for (int r = 0, some; r < rows; r += some) {
         some = some_of(rows - r, MOST_ROWS);
-        c.values[is_staged][some - 1](out + (int64_t)r * stride, stride, s.weights + r, decays + r, s.tile, s.ahead,
-                                      s.staged, c.cut);
+        c.values[is_staged][some - 1](out + (int64_t)r * stride, stride, s.weights + r, decays + r, s.tile,
+                                      r ? s.tile : s.ahead, s.staged, c.cut);
     }
 }
 
 inline void end_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride, int rows) {
     if (c.cut.is_grouped)
-        for (int r = 0; r < rows; r++) add_minimums(out + (int64_t)r * stride, s.weights[r], c.cut);
+        for (int r = 0; r < rows; r++)
+            (c.is_quads ? add_quad_minimums : add_minimums)(out + (int64_t)r * stride, s.weights[r], c.cut);
 }
 
 }  // namespace

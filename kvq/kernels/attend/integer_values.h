@@ -12,7 +12,7 @@ namespace {
 
 // One query row's weights for a tile, by group, with V's scales in them.
 struct IntegerWeights {
-    int32_t* pairs;   // [groups, TILE / 2], 16 bits of each of two tokens
+    int32_t* pairs;   // [groups, TILE / 2], 16 bits of each of two tokens; with VNNI, bytes (integer_quads.h)
     float* factors;   // [groups], factors of the pairs
     float* minimums;  // [groups, W] sum of weight times minimum since the split began, lane by lane
 };

@@ -22,6 +22,7 @@ constexpr int BYTES = 4 * W;  // of a register
 constexpr int MOST_GROUPS = 16;
 constexpr int MOST_INTEGER_DIM = 512;  // 127 * 32767 * 512 < 2^31: sums can't overflow
 constexpr float MOST = 32767.0f;
+constexpr float MOST_SPLIT = 32639.0f;  // 127 * 257: the largest number whose high byte does not overflow
 
 inline reg both(int32_t pair) { return KVQ_MM(set1_epi32)(pair); }
 inline reg load16(const int16_t* p) { return load_as<reg>(p); }
@@ -44,6 +45,14 @@ inline vi multiply_add(vi sum, reg a, reg b) {
     return sum + (vi)KVQ_MM(madd_epi16)(a, b);
 #endif
 }
+
+#if defined(__AVX512VNNI__)
+// An integer of 15 bits and sign is 256 * high + low, with signs: codes are multiplied by both bytes, four at a time.
+inline reg high_bytes(reg x) { return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8); }
+inline vi multiply_bytes(vi sum, reg codes, reg parts) { return (vi)_mm512_dpbusd_epi32((reg)sum, codes, parts); }
+// The sum of products with codes that were left `shift` bits high, from those with high and with low bytes.
+inline vi whole(vi high, vi low, int shift) { return (high << (8 - shift)) + (low >> shift); }
+#endif
 
 #if defined(__AVX512F__)
 // Load the first `n` bytes at `p`, then zeros; n >= 1.
@@ -98,6 +107,7 @@ struct Cut {
     int kinds;      // registers of 16-bit numbers that a chunk becomes
     int width;      // 16-bit numbers of a row, padding included
     float middle;   // of the codes' range
+    float most;     // largest integer of a query's elements
 };
 
 inline Cut cut_of(const KvqRows& rows) {
@@ -117,6 +127,11 @@ inline Cut cut_of(const KvqRows& rows) {
     c.chunks = (c.run_bytes + BYTES - 1) / BYTES;
     c.kinds = c.is_nibbles ? 4 : 2;
     c.width = c.runs * c.chunks * c.kinds * L;
+#if defined(__AVX512VNNI__)
+    c.most = c.is_nibbles ? MOST_SPLIT : MOST;
+#else
+    c.most = MOST;
+#endif
     return c;
 }
 
