@@ -22,14 +22,14 @@ from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, measured, result_of, used_line
 from kvq.commands.shared.terminal import echo, print_check, print_eval, warn
 from kvq.errors import ConfigError
+from kvq.evals.watch import Keep, Watch
+from kvq.formats import KVRecipe
 
 if TYPE_CHECKING:
     from kvq.commands.quality.eval_tasks import Chosen, EvalPlan
     from kvq.commands.shared.loading import CheckedModel
     from kvq.evals import EvalText
     from kvq.evals.report.gates import Gate
-    from kvq.evals.watch import Keep
-    from kvq.formats import KVRecipe
     from kvq.models import Model
 
 _JSON = ("cautions", "look")  # keys of results that are not lists of rows
@@ -139,7 +139,7 @@ def _measure(
         return finished.end([{**found, "gates": gates}])
 
 
-def recipes_of(checked: "CheckedModel") -> "list[KVRecipe]":
+def recipes_of(checked: "CheckedModel") -> list[KVRecipe]:
     """Return the recipes of the formats that fit, starting with the baseline."""
     from kvq.evals.divergence import baseline_first
 
@@ -198,10 +198,9 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
 
 
 def _run_all(
-    prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
+    prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: Keep
 ) -> dict[str, Any]:
     """Run all tasks, and return their results as JSON by key, with time and memory under `tasks`."""
-    from kvq.evals.watch import Watch
 
     found: dict[str, Any] = {"tasks": []}
     for one, given in prepared:
