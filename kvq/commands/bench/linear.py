@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from kvq.commands.bench.options import TIMES, KernelOptions, split_list
-from kvq.commands.shared.options import gathered, json_option, option, picked
+from kvq.commands.shared.declare import gathered, option, picked
+from kvq.commands.shared.options import json_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns

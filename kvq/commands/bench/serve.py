@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
-from kvq.commands.shared.options import gathered, json_option, kv_option, option
+from kvq.commands.shared.declare import gathered, option
+from kvq.commands.shared.options import json_option, kv_option
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns

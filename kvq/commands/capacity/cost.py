@@ -10,7 +10,8 @@ import click
 
 from kvq.capacity.plan import gpus
 from kvq.commands.capacity.sizing import PriceOptions, gpu_file_option, gpus_of
-from kvq.commands.shared.options import gathered, json_option, option
+from kvq.commands.shared.declare import gathered, option
+from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, GPU, SHARE, TOKENS
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.terminal import console, text_table

@@ -15,7 +15,8 @@ from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.vllm import VllmEngine
 from kvq.commands.capacity import plan_serve
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions, sizing_options, target_options
-from kvq.commands.shared.options import gathered, kv_option, picked
+from kvq.commands.shared.declare import gathered, picked
+from kvq.commands.shared.options import kv_option
 from kvq.commands.shared.results import result_of, write_rows
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError

@@ -16,7 +16,7 @@ from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import CapacityPlan
 from kvq.capacity.plan.vllm import VllmEngine, own_type
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
-from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.declare import given_options, picked
 from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
 from kvq.evals.report.page import Columns

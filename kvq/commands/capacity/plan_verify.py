@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.capacity.plan.catalogue import known_models
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
-from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.declare import given_options, picked
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns, say_model

@@ -6,7 +6,8 @@ import click
 
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
-from kvq.commands.shared.options import gathered, kv_option
+from kvq.commands.shared.declare import gathered
+from kvq.commands.shared.options import kv_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns

@@ -12,7 +12,8 @@ from kvq.capacity.plan.gpus import Gpu, Prices, find_gpu, known_gpus, read_gpus
 from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.step_time import Efficiency, read_efficiency
 from kvq.capacity.plan.target import Target, make_target, read_config
-from kvq.commands.shared.options import gathered, model_argument, option, path_option, picked
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import model_argument
 from kvq.commands.shared.param_types import (
     AT_LEAST_0,
     AT_LEAST_1,

@@ -13,18 +13,8 @@ import click
 
 from kvq import fileio
 from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message
-from kvq.commands.shared.options import (
-    ACCEPT,
-    GENERATION_CONFIG,
-    ModelOptions,
-    SectionedCommand,
-    gathered,
-    given_options,
-    kv_option,
-    model_options,
-    option,
-    picked,
-)
+from kvq.commands.shared.declare import SectionedCommand, gathered, given_options, option, picked
+from kvq.commands.shared.options import ACCEPT, GENERATION_CONFIG, ModelOptions, kv_option, model_options
 from kvq.commands.shared.param_types import SIZE
 from kvq.commands.shared.terminal import echo, stream
 from kvq.errors import ConfigError, KVQError, nearest

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    REVISION,
-    TOKEN,
-    gathered,
-    kv_option,
-    model_argument,
-    option,
-    path_option,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import REVISION, TOKEN, kv_option, model_argument, text_options
 from kvq.commands.shared.param_types import TO_READ, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.quality.eval_options import EvalOptions
-from kvq.commands.shared.options import (
-    ModelOptions,
-    WindowOptions,
-    gathered,
-    kv_option,
-    model_options,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, picked
+from kvq.commands.shared.options import ModelOptions, WindowOptions, kv_option, model_options, text_options
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, measured, result_of, used_line
 from kvq.commands.shared.terminal import echo, print_check, print_eval, warn

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import click
 
-from kvq.commands.shared.options import option, path_option
+from kvq.commands.shared.declare import option, path_option
 from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, TOKENS, Finite, Several
 
 

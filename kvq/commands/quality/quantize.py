@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    REVISION,
-    TOKEN,
-    gathered,
-    given_options,
-    model_argument,
-    option,
-    path_option,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, given_options, option, path_option, picked
+from kvq.commands.shared.options import REVISION, TOKEN, model_argument, text_options
 from kvq.commands.shared.param_types import AT_LEAST_1, TOKENS, Finite
 from kvq.commands.shared.progress import named_progress, progress_bar, status
 from kvq.commands.shared.results import begin, measured, write_rows

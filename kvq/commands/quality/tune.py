@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    ModelOptions,
-    gathered,
-    model_options,
-    option,
-    path_option,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import ModelOptions, model_options, text_options
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, TO_READ, TO_WRITE, TOKENS, TokenCount
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of

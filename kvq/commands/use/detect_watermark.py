@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import gathered, option, path_option
+from kvq.commands.shared.declare import gathered, option, path_option
 from kvq.commands.shared.param_types import FILE, MODEL, PATH, Finite
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError, RequestError
