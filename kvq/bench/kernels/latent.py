@@ -14,11 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.bench.kernels.measure import Contender, Run, copies_for, exact_attention
-from kvq.bench.kernels.workload import (
-    Workload,
-    filled,
-    slots_of,
-)
+from kvq.bench.kernels.workload import Workload, filled, slots_of
 from kvq.cache import KVCache
 from kvq.cache.pool import PoolBytes
 from kvq.cache.stores.expansion import LatentExpansion

@@ -6,10 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvq.bench.kernels.workload import (
-    Workload,
-    slots_of,
-)
+from kvq.bench.kernels.workload import Workload, slots_of
 from kvq.cache import KVCache
 from kvq.cache.stores.staged import StagedStore
 from kvq.errors import ConfigError
