@@ -118,7 +118,7 @@ def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
         if name in Own.registered:
             raise ConfigError(f"{name} is a registered format, of which `kvq tune` has no candidates")
         if name not in known:
-            hint = nearest(name, list(known)) or ";"
+            hint = nearest(name, known) or ";"
             raise ConfigError(
                 f"--formats takes {', '.join(known)}, got {name!r}{hint} separate them by commas"
             )

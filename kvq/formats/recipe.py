@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvq import fileio, strict_json
-from kvq.errors import ConfigError, first_lines, nearest
+from kvq.errors import ConfigError, first_lines, unknown
 from kvq.formats import names
 from kvq.formats.calibrated import Centers, StaticScales, check_digest, check_model, check_shape, field_digest
 from kvq.formats.codes import Code
@@ -382,9 +382,7 @@ def _check_keys(data: dict[str, object], required: tuple[str, ...], optional: tu
     allowed = (*required, *optional)
     for key in data:
         if key not in allowed:
-            raise ConfigError(
-                f"unknown key {key!r}{nearest(key, list(allowed)) or ';'} allowed: {', '.join(allowed)}"
-            )
+            raise ConfigError(unknown("key", key, allowed))
     for key in required:
         if key not in data:
             raise ConfigError(f"missing key {key!r}")

@@ -153,7 +153,7 @@ class _ChatSession:
 
     def _command(self, name: str, rest: str) -> None:
         if name not in self._commands:
-            hint = nearest(name, list(self._commands)) or ";"
+            hint = nearest(name, self._commands) or ";"
             raise ConfigError(f"there is no {name}{hint} /help lists what there is")
         self._commands[name](rest)
 

@@ -212,7 +212,7 @@ def choose_tasks(names: str) -> list[Chosen]:
     for full in filter(None, map(str.strip, names.split(","))):
         name, colon, argument = full.partition(":")
         if name not in TASKS:
-            hint = nearest(name, list(TASKS)) or ";"
+            hint = nearest(name, TASKS) or ";"
             raise ConfigError(f"there is no task {name!r}{hint} tasks are {', '.join(TASKS)}")
         task = TASKS[name]
         if task.takes_argument and not argument:
