@@ -101,7 +101,7 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         is_known = not args or args[0].startswith("-") or args[0] in _COMMANDS
         if not is_known and not ctx.resilient_parsing:  # resilient: the shell is completing the line
-            hint = nearest(args[0], list(_COMMANDS)) or ";"
+            hint = nearest(args[0], _COMMANDS) or ";"
             ctx.fail(f"there is no command {args[0]!r}{hint} commands: {', '.join(_COMMANDS)}")
         return super().resolve_command(ctx, args)
 

@@ -3,6 +3,8 @@
 Every message states the value received, the values allowed, and how to fix the error.
 """
 
+from collections.abc import Iterable
+
 
 class KVQError(Exception):
     """Base class of every error that kvq raises for its users."""
@@ -64,7 +66,19 @@ def first_lines(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def nearest(name: str, allowed: list[str], *, cutoff: float = 0.4) -> str:
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """Return an error message: `unknown {what} 'x'; did you mean 'y'? known: y, z`."""
+    names = list(known)
+    return f"unknown {what} {name!r}{nearest(str(name), names) or ';'} known: {', '.join(names)}"
+
+
+def not_one_of(what: str, name: object, allowed: Iterable[str]) -> str:
+    """Return an error message: `{what} must be one of y, z, got 'x'; did you mean 'y'?`."""
+    names = list(allowed)
+    return f"{what} must be one of {', '.join(names)}, got {name!r}{nearest(str(name), names)}"
+
+
+def nearest(name: str, allowed: Iterable[str], *, cutoff: float = 0.4) -> str:
     """Return `; did you mean 'x'?` for the closest allowed name, or an empty string.
 
     `cutoff`: minimum similarity, from 0 to 1.

@@ -93,9 +93,9 @@ def wikitext() -> str:
 @pytest.fixture(autouse=True, scope="session")
 def load_checks(tmp_path_factory) -> Iterator[None]:
     """What load checks find in this process is kept in a folder of the tests' own."""
-    from kvq.models.check import memory as check_memory
+    from kvq.models.check import load_check
 
     folder = tmp_path_factory.mktemp("checks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_memory, "memory_folder", lambda: folder)
+        patch.setattr(load_check, "memory_folder", lambda: folder)
         yield

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 
 
@@ -24,8 +26,4 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def percentile(values: Iterable[float], percent: float) -> float:
     """Return the value below which `percent` percent of `values` lie, with linear interpolation."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return float(np.percentile([*values], percent))

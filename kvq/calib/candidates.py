@@ -5,18 +5,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvq.errors import ConfigError, nearest
-from kvq.formats import (
-    CODES,
-    Code,
-    Grouped,
-    KVFormat,
-    KVRecipe,
-    LayerFormats,
-    legal_group_sizes,
-    parse_format,
-    parse_key_format,
-)
-from kvq.formats.spec import Own
+from kvq.formats.codes import CODES, Code
+from kvq.formats.names import parse_format, parse_key_format
+from kvq.formats.recipe import KVRecipe, LayerFormats
+from kvq.formats.spec import Grouped, KVFormat, Own, legal_group_sizes
 from kvq.geometry import ModelGeometry
 from kvq.layout import BLOCK_SIZE
 from kvq.models.loading.prepared import PreparedModel
@@ -126,7 +118,7 @@ def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
         if name in Own.registered:
             raise ConfigError(f"{name} is a registered format, of which `kvq tune` has no candidates")
         if name not in known:
-            hint = nearest(name, list(known)) or ";"
+            hint = nearest(name, known) or ";"
             raise ConfigError(
                 f"--formats takes {', '.join(known)}, got {name!r}{hint} separate them by commas"
             )

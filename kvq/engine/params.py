@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvq.errors import RequestError, nearest
+from kvq.errors import RequestError, unknown
 
 # Limits for all fields that cost memory or time, checked before any work is done.
 MAX_SAMPLES = 128
@@ -253,9 +253,7 @@ def as_params(params: Params | None) -> SamplingParams:
     known = [f.name for f in fields(SamplingParams)]
     for name in params:
         if name not in known:
-            raise RequestError(
-                f"unknown sampling option {name!r}{nearest(name, known) or ';'} known: {known}"
-            )
+            raise RequestError(unknown("sampling option", name, known))
     return SamplingParams(**params)
 
 

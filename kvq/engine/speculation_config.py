@@ -35,7 +35,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            hint = nearest(str(self.method), list(METHODS)) or ";"
+            hint = nearest(str(self.method), METHODS) or ";"
             raise ConfigError(f"speculation has no method {self.method!r}{hint} write {_SPELLING}")
         if not isinstance(self.k, int) or isinstance(self.k, bool) or not 1 <= self.k <= MOST_DRAFTS:
             raise ConfigError(f"speculation's k must be a whole number of 1 to {MOST_DRAFTS}, got {self.k!r}")

@@ -16,6 +16,7 @@ from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
+from kvq.models.run.prompts import num_common
 
 _SPARE = 1.25  # factor on the blocks that the prompts need; the scheduler reserves some
 
@@ -109,12 +110,6 @@ def measure_generation(
     return rows
 
 
-def same_tokens(expected: list[int], got: list[int]) -> int:
-    """Return the length of the common prefix of two token lists of equal length."""
-    pairs = zip(expected, got, strict=True)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
-
-
 def _continuations(
     model: Model, prompts: list[list[int]], plan: GenerationPlan, progress: Callable[..., None]
 ) -> list[list[int]]:
@@ -136,7 +131,7 @@ def _continuations(
 def _row(
     label: str, expected: list[list[int]], got: list[list[int]], seconds: float, bootstrap: Bootstrap
 ) -> GenerationRow:
-    same = np.array([same_tokens(a, b) for a, b in zip(expected, got, strict=True)])
+    same = np.array([num_common(a, b) for a, b in zip(expected, got, strict=True)])
     identical = sum(a == b for a, b in zip(expected, got, strict=True))
     return GenerationRow(
         kv=label,

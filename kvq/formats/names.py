@@ -4,17 +4,9 @@ import re
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError, nearest
+from kvq.formats import spec
 from kvq.formats.codes import CODES, Code, Kind
-from kvq.formats.spec import (
-    Grouped,
-    KVFormat,
-    Own,
-    PerChannel,
-    PerHead,
-    PerTokenHead,
-    ScaleMode,
-    legal_group_sizes,
-)
+from kvq.formats.spec import KVFormat
 from kvq.formats.spelling import GROUP, respelled
 
 _OF_WIDTH = {16: "bf16", 8: "int8"}  # in pairs such as k8v4; other widths are grouped codes
@@ -123,7 +115,7 @@ def split_pair(text: str) -> _KVName:
         mapped = FOREIGN_NAMES.get(part, part)
         if mapped != part:
             notes.append(f"{part} is read as kvq's {mapped}")
-        if mapped not in Own.registered:
+        if mapped not in spec.Own.registered:
             _read(mapped, text)
         ours.append(mapped)
     return _KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
@@ -139,7 +131,7 @@ def parse_key_format(name: str, head_dim: int) -> KVFormat:
     """
     bare = CODES.get("int8" if name == "fp8" else name)
     if bare is not None and (bare.is_grouped or bare is Code.INT8):
-        fmt = KVFormat(code=bare, scale=PerChannel())
+        fmt = KVFormat(code=bare, scale=spec.PerChannel())
         if fmt.fits(head_dim):
             return fmt
     return parse_format(name, head_dim)
@@ -154,22 +146,22 @@ def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
     Raises:
         ConfigError: the name is unknown, or `head_dim` does not fit the format.
     """
-    if (own := Own.registered.get(name)) is not None:
+    if (own := spec.Own.registered.get(name)) is not None:
         fmt = KVFormat(code=Code.FP32, own=own)
         fmt.check(head_dim)
         return fmt
     code, read = _read(name, name)
     rotated = read["rotated"] is not None
-    scale: ScaleMode | None = None
+    scale: spec.ScaleMode | None = None
     if read["scale"] == "per_channel":
-        scale = PerChannel()
+        scale = spec.PerChannel()
     elif code.kind is Kind.SCALED:
-        scale = PerHead() if read["scale"] == "per_head" else PerTokenHead()
+        scale = spec.PerHead() if read["scale"] == "per_head" else spec.PerTokenHead()
     elif code.is_grouped and read["group"] is None:
-        fitting = [n for n in legal_group_sizes(head_dim) if n <= code.group]
-        scale, rotated = Grouped(max(fitting, default=head_dim), is_narrow=True), True
+        fitting = [n for n in spec.legal_group_sizes(head_dim) if n <= code.group]
+        scale, rotated = spec.Grouped(max(fitting, default=head_dim), is_narrow=True), True
     elif read["group"] is not None:
-        scale = Grouped(int(read["group"]), is_narrow=read["narrow"] is not None)
+        scale = spec.Grouped(int(read["group"]), is_narrow=read["narrow"] is not None)
     fmt = KVFormat(code=code, scale=scale, rotated=rotated, mean=read["mean"] is not None)
     fmt.check(head_dim)
     return fmt
@@ -211,7 +203,7 @@ def _of_widths(name: str) -> _KVName | None:
 
 def _unknown(name: str, given: str) -> ConfigError:
     """Return the error for an unknown name, which may be part of the value `given` by the user."""
-    known = (*known_names(), *Own.registered)
+    known = (*known_names(), *spec.Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
     return ConfigError(

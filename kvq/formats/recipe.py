@@ -7,17 +7,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvq import fileio, strict_json
-from kvq.errors import ConfigError, first_lines, nearest
+from kvq.errors import ConfigError, first_lines, unknown
+from kvq.formats import names
 from kvq.formats.calibrated import Centers, StaticScales, check_digest, check_model, check_shape, field_digest
 from kvq.formats.codes import Code
-from kvq.formats.names import (
-    NOTHING_EXACT,
-    ExactTokens,
-    parse_format,
-    parse_key_format,
-    split_exact,
-    split_pair,
-)
+from kvq.formats.names import parse_format
 from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat, Own
 
 FORMAT_VERSION = 2
@@ -81,7 +75,7 @@ class KVRecipe:
     layers: tuple[LayerFormats, ...]
     static_scales: StaticScales | None = None
     centers: Centers | None = None
-    exact: ExactTokens = NOTHING_EXACT
+    exact: names.ExactTokens = names.NOTHING_EXACT
     model_digest: str = ""  # of the weights that the recipe was made for; empty if it fits any model
     label: str = ""  # the user's input, for tables
 
@@ -113,8 +107,8 @@ class KVRecipe:
         Raises:
             ConfigError: the name is unknown, or a head dimension does not fit the format.
         """
-        formats, exact = split_exact(kv)
-        pair, key_format = split_pair(formats), parse_key_format if whole_blocks else parse_format
+        formats, exact = names.split_exact(kv)
+        pair, key_format = names.split_pair(formats), names.parse_key_format if whole_blocks else parse_format
         layers = tuple(
             LayerFormats(
                 k=key_format(pair.k, k_dim), v=parse_format(pair.v, v_dim), k_head_dim=k_dim, v_head_dim=v_dim
@@ -162,7 +156,7 @@ class KVRecipe:
     def is_staged(self) -> bool:
         """True if sinks, recent tokens or blocks not yet full are kept unquantized in a staging area."""
         wait = any(layer.need_whole_blocks for layer in self.layers)
-        return wait or self.exact != NOTHING_EXACT
+        return wait or self.exact != names.NOTHING_EXACT
 
     @property
     def own(self) -> list[Own]:
@@ -340,7 +334,7 @@ class KVRecipe:
             layers=layers,
             static_scales=scales,
             centers=centers,
-            exact=ExactTokens(**{part: data[part] for part in _EXACT if part in data}),
+            exact=names.ExactTokens(**{part: data[part] for part in _EXACT if part in data}),
             model_digest=model_digest or "",
         )
         for index, layer in enumerate(data["layers"]):
@@ -388,9 +382,7 @@ def _check_keys(data: dict[str, object], required: tuple[str, ...], optional: tu
     allowed = (*required, *optional)
     for key in data:
         if key not in allowed:
-            raise ConfigError(
-                f"unknown key {key!r}{nearest(key, list(allowed)) or ';'} allowed: {', '.join(allowed)}"
-            )
+            raise ConfigError(unknown("key", key, allowed))
     for key in required:
         if key not in data:
             raise ConfigError(f"missing key {key!r}")

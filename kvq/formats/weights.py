@@ -118,4 +118,4 @@ def _meant(name: str) -> str:
     """Return `; did you mean 'x'?` with a similar name, or an empty string."""
     code, ends = respelled(name, [code.value for code in WeightCode], (GROUP, "channel", "asym", "a8"))
     hint = "_".join([code, *ends.values()])
-    return f"; did you mean {hint!r}?" if _NAME.fullmatch(hint) else nearest(name, list(WEIGHT_NAMES))
+    return f"; did you mean {hint!r}?" if _NAME.fullmatch(hint) else nearest(name, WEIGHT_NAMES)

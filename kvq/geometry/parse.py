@@ -77,7 +77,7 @@ class _Reader:
         if self.model_type not in known:
             raise ConfigError(
                 f"model_type {self.model_type!r} is not a family kvq has checked"
-                f"{nearest(self.model_type, list(FAMILIES)) or ';'} it knows {', '.join(FAMILIES)}"
+                f"{nearest(self.model_type, FAMILIES) or ';'} it knows {', '.join(FAMILIES)}"
             )
         self.family: Family = known[self.model_type]
 

@@ -65,7 +65,7 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
         return "its attention is not causal"
     for rope in rope_types(config):
         if rope not in ROPE_TYPES and model_type in FAMILIES:
-            near = nearest(rope, list(ROPE_TYPES)) or ";"
+            near = nearest(rope, ROPE_TYPES) or ";"
             return f"rope_type {rope!r} is none that transformers knows{near} known: {', '.join(ROPE_TYPES)}"
         if rope in BATCH_DEPENDENT_ROPE and max_context is None:
             return (

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
-from kvq.errors import ConfigError, KVQError, nearest
+from kvq.errors import ConfigError, KVQError, not_one_of
 
 _FORMATS = ("text", "json")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -36,8 +36,7 @@ class LogConfig:
         for name, allowed in (("format", _FORMATS), ("level", _LEVELS)):
             value = getattr(self, name)
             if value not in allowed:
-                hint = nearest(str(value), list(allowed))
-                raise ConfigError(f"log {name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+                raise ConfigError(not_one_of(f"log {name}", value, allowed))
 
 
 def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:

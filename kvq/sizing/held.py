@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.errors import ConfigError, ModelError, nearest
+from kvq.errors import ConfigError, ModelError, not_one_of
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.scheme import IN_BLOCKS, Rule, first_of
 from kvq.formats.checkpoints.stored import NF4, Stored, stored_layers
@@ -122,7 +122,5 @@ def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
     try:
         rules = everywhere(Stored.of(parse_weight_format(weights)))
     except ConfigError as error:
-        raise ConfigError(
-            f"weights must be one of {', '.join(NAMES)}, got {weights!r}{nearest(weights, list(NAMES))}"
-        ) from error
+        raise ConfigError(not_one_of("weights", weights, NAMES)) from error
     return HeldAs(rules=rules, other=other, unread=unread)

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.layout import GroupLayout, KVLayout, Role
-from kvq.sizing.needs import (
-    STATES_EACH,
-    bytes_of,
-    sequence_alone,
-    sequence_blocks,
-    sequences_blocks,
-    wanted_blocks,
-)
+from kvq.sizing import needs
+from kvq.sizing.needs import bytes_of
 
 RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
 GPU_FRACTION = 0.9  # of the memory that is free once weights are loaded; the rest: graphs, logits, fragments
@@ -75,7 +69,7 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
     More memory never makes the longest context shorter.
     """
     limits = {"sequences": sequences, "max_context": max_context}
-    wanted = wanted_blocks(layout, **limits, step_tokens=step_tokens)
+    wanted = needs.wanted_blocks(layout, **limits, step_tokens=step_tokens)
     if budget_bytes is None:
         return PoolPlan(num_blocks=wanted, step_tokens=step_tokens, sequences=sequences)
     chunk, is_staged = max(step_tokens, sequences), layout.recipe.is_staged
@@ -95,9 +89,9 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
         is_bounded, longest = bounded < longest, bounded
     step_tokens = _staged_step(layout, chunk, budget_bytes, longest)
     limits["sequences"] = min(sequences, step_tokens)
-    least = sequence_alone(layout, longest, 1, step_tokens=step_tokens)
+    least = needs.sequence_alone(layout, longest, 1, step_tokens=step_tokens)
     least = _with_states(layout, least, budget_bytes, sequences=limits["sequences"], max_context=max_context)
-    wanted = _at_least(wanted_blocks(layout, **limits, step_tokens=step_tokens), least)
+    wanted = _at_least(needs.wanted_blocks(layout, **limits, step_tokens=step_tokens), least)
     if is_bounded:  # the rest is for other sequences; rounding would otherwise lengthen the context
         blocks = share_blocks(layout, _merged(layout, sealed=least, staging=wanted), budget_bytes, least)
     else:
@@ -107,7 +101,7 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
     if blocks == wanted and limits["sequences"] == sequences:  # the unused rest is for longer steps
 
         def needed(tokens: int) -> list[int]:
-            return _at_least(wanted_blocks(layout, **limits, step_tokens=tokens), least)
+            return _at_least(needs.wanted_blocks(layout, **limits, step_tokens=tokens), least)
 
         steps = range(step_tokens, chunk + 1)
         fits = bisect_left(steps, True, key=lambda tokens: bytes_of(layout, needed(tokens)) > budget_bytes)
@@ -122,10 +116,10 @@ def _with_states(
     """Return `least`, increased by as many useful blocks of recurrent states as also fit."""
     least = list(least)
     if layout.states is not None:
-        states = layout.states.block_bytes * STATES_EACH
+        states = layout.states.block_bytes * needs.STATES_EACH
         each = layout.sequence_bytes(min(_USUAL, max_context)) - layout.states.block_bytes + states
         count = min(sequences, (budget_bytes - bytes_of(layout, least)) // each)
-        least[-1] = max(least[-1], count * STATES_EACH)
+        least[-1] = max(least[-1], count * needs.STATES_EACH)
     return least
 
 
@@ -139,7 +133,7 @@ class _First:  # D272: one long sequence first, then many of 512 tokens
 
     def blocks(self, tokens: int) -> list[int]:
         """Return the maximum number of blocks that the sequence holds in each layer group."""
-        return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
+        return needs.sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
 
     def longest(self, most: int, *, staging_bytes: float = 0) -> int:
         """Return the number of tokens that fit if staging groups take at least `staging_bytes`, or 0."""
@@ -164,7 +158,7 @@ def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int, longest:
 
     def is_too_long(blocks: int) -> bool:
         tokens = min(step_tokens, blocks * size)
-        return bytes_of(layout, sequence_alone(layout, longest, 1, step_tokens=tokens)) > budget_bytes
+        return bytes_of(layout, needs.sequence_alone(layout, longest, 1, step_tokens=tokens)) > budget_bytes
 
     fits = bisect_left(range(1, min(most, -(-step_tokens // size)) + 1), True, key=is_too_long)
     return min(step_tokens, max(1, fits) * size)
@@ -182,7 +176,9 @@ def _side_by_side(
     """Return blocks for as many sequences of `_SHORT` tokens as fit; if all fit, staging for longer ones."""
 
     def blocks(count: int, tokens: int) -> list[int]:
-        return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)
+        return _at_least(
+            needs.sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least
+        )
 
     def is_too_many(count: int) -> bool:
         return bytes_of(layout, blocks(count, short)) > budget_bytes
@@ -210,8 +206,8 @@ class _Crowd:
 
 def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
     """Return the number of sequences of `tokens` tokens that fit in the pools, at their peak of blocks."""
-    own = sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
-    alone = sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
+    own = needs.sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
+    alone = needs.sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
     fits = [
         max(0, (count - most) // each + 1)
         for count, each, most in zip(pools.num_blocks, own, alone, strict=True)

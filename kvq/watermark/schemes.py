@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError, unknown
 
 MAX_CONTEXT = 16  # tokens
 MAX_LAYERS = 64  # bits of a token's random word, one per layer
@@ -67,8 +67,7 @@ def parse_scheme(text: str) -> Scheme:
     name, *given = text.split(",") if isinstance(text, str) else [repr(text)]
     kind = SCHEMES.get(name)
     if kind is None:
-        hint = nearest(name, [*SCHEMES]) or ";"
-        raise ConfigError(f"unknown watermark scheme {name!r}{hint} known: {', '.join(SCHEMES)}")
+        raise ConfigError(unknown("watermark scheme", name, SCHEMES))
     known = {field.name: field.type for field in fields(kind)}
     numbers: dict[str, int | float] = {}
     for one in given:

@@ -14,7 +14,7 @@ from kvq.bench.kernels import tune as tuning
 from kvq.bench.kernels.measure import exact_attention, percentile
 from kvq.bench.kernels.staged import read_bytes, steps_of_staged
 from kvq.bench.kernels.tune import write_table
-from kvq.bench.kernels.workload import Workload, filled_cache, layout_of, lengths, queries
+from kvq.bench.kernels.workload import Workload, filled_cache, lengths
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, KVQError
 from kvq.kernels import AttentionOptions
@@ -130,7 +130,7 @@ def test_staged_recipes_attend_to_what_steps_would_have_sealed(context: str, tmp
 )
 def test_steps_of_staged_recipes_seal_nothing_or_a_block_of_each(kv: str, contexts: tuple[int, ...]) -> None:
     workload = replace(small(), contexts=contexts, kv_heads=2, head_dim=64, block_size=32)
-    recent = layout_of(workload, kv).exact.recent
+    recent = workload.layout(kv).exact.recent
     quiet, sealing = steps_of_staged(workload, kv).values()
     for step, blocks in ((quiet, 0), (sealing, 1)):
         for n, given in zip(step.contexts, contexts, strict=True):
@@ -141,7 +141,7 @@ def test_steps_of_staged_recipes_seal_nothing_or_a_block_of_each(kv: str, contex
 
 def test_what_is_read_of_staged_tokens_is_their_own_forms() -> None:
     workload = replace(small(), contexts=(4096,), kv_heads=2, head_dim=64, block_size=32)
-    layout = layout_of(workload, "int3+sinks=4+recent=128")
+    layout = workload.layout("int3+sinks=4+recent=128")
     copies = len(layout.geometry.layers)
     old = 4096 - 128 - 32
     assert read_bytes(layout, 4096) / copies == 2 * 2 * 64 * (3.5 * old + 16 * (128 + 32)) / 8
@@ -359,6 +359,6 @@ def small() -> Workload:
 def test_layers_are_copies_that_rotate_data_past_the_cache() -> None:
     cache, batch, copies = filled_cache(small(), "int4")
     assert copies > 1
-    q = queries(small()).flatten(0, 1)
+    q = small().queries().flatten(0, 1)
     outs = [cache.attend(i, q, batch, AttentionOptions(scale=1.0))[0] for i in range(copies)]
     assert all(torch.equal(out, outs[0]) for out in outs)

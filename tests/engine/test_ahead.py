@@ -319,7 +319,7 @@ def test_a_value_that_is_not_finite_in_a_token_computed_in_vain_fails_nobody():
 def test_costs_are_those_of_the_step_itself(ahead, monkeypatch):
     llm = engine(pair("llama")[0], async_scheduling=ahead)
     seen, forward, slow, now = [], llm.core.runner.forward, 0.02, [0.0]  # by a clock that nothing else moves
-    llm.core._clock = llm.core._launcher._clock = lambda: now[0]
+    llm.core._clock = llm.core._launcher.clock = lambda: now[0]
     observe = llm.core.scheduler.costs.observe
     llm.core.scheduler.costs.observe = lambda **step: seen.append(step) or observe(**step)
 

@@ -5,7 +5,8 @@ import pytest
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import RequestError
 from kvq.evals import default_text
-from kvq.evals.generation import GenerationPlan, cut_prompts, measure_generation, same_tokens
+from kvq.evals.generation import GenerationPlan, cut_prompts, measure_generation
+from kvq.models.run.prompts import num_common
 
 TEXT = default_text().text
 PLAN = GenerationPlan(prompts=9, prompt_tokens=40, new_tokens=12)
@@ -43,7 +44,7 @@ def test_prompts_are_spread_over_the_text(tiny):
 
 
 def test_same_tokens_counts_up_to_the_first_difference():
-    assert [same_tokens([1, 2, 3], other) for other in ([9, 2, 3], [1, 9, 3], [1, 2, 3])] == [0, 1, 3]
+    assert [num_common([1, 2, 3], other) for other in ([9, 2, 3], [1, 9, 3], [1, 2, 3])] == [0, 1, 3]
 
 
 def test_what_can_not_be_generated_is_refused(tiny):

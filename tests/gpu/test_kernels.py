@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.bench.kernels.measure import exact_attention, relative_error
-from kvq.bench.kernels.workload import Workload, filled_cache, queries
+from kvq.bench.kernels.workload import Workload, filled_cache
 from kvq.cache import KVCache
 from kvq.formats import Code
 from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, registry
@@ -292,7 +292,7 @@ def test_a_long_extend_errs_no_more_than_twice_what_torch_does(
         device=GPU,
     )
     cache, batch, _ = filled_cache(workload, kv, "triton")
-    q = queries(workload)
+    q = workload.queries()
     out, _ = attend(q.flatten(0, 1), cache.layer(0), batch, AttentionOptions(scale=128**-0.5))
     k, v = cache.gather(0, batch.tables[:1], 0, 9000, unrotate=True)
     truth = exact_attention(q[0], k[0], v[0], 128**-0.5)

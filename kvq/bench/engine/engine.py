@@ -11,7 +11,7 @@ from kvq.bench.engine.server import KvqServer
 from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import in_turn
 from kvq.engine import EngineConfig
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError, unknown
 from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 
@@ -40,10 +40,7 @@ class EnginePlan:
     def __post_init__(self) -> None:
         for name in self.rivals:
             if name not in RIVALS:
-                raise ConfigError(
-                    f"unknown rival {name!r}{nearest(name, list(RIVALS)) or ';'} known: none, "
-                    f"{', '.join(RIVALS)}"
-                )
+                raise ConfigError(unknown("rival", name, ["none", *RIVALS]))
         if list(self.users) != sorted(set(self.users)) or any(n < 1 for n in self.users):
             raise ConfigError(f"concurrencies must rise from 1 or more, got {self.users}")
         if self.users and max(self.users) > self.load.num_requests:

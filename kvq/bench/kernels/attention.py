@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from kvq.bench.kernels.latent import against_heads, latent_contenders
 from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, exact_attention, relative_error
 from kvq.bench.kernels.staged import filled_staged, read_bytes, steps_of_staged, visible_kv
-from kvq.bench.kernels.workload import Workload, dense_kv, filled_cache, layout_of, queries
+from kvq.bench.kernels.workload import Workload, filled_cache
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.evals.watch import UNWATCHED, Progress
@@ -70,7 +70,7 @@ def bench_attention(
 def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) -> Iterator[Contender]:
     dense_rivals = dense_rivals and workload.is_even
     for kv in formats:
-        if layout_of(workload, kv).recipe.is_staged:
+        if workload.layout(kv).recipe.is_staged:
             for name, step in steps_of_staged(workload, kv).items():
                 yield replace(over_blocks(step, kv)[0], name=name)
             continue
@@ -91,9 +91,9 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
 
 def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch | StagedBatch]:
     """Return kvq's contender, its cache, and the batch that attends over the cache."""
-    is_staged = layout_of(workload, kv).recipe.is_staged
+    is_staged = workload.layout(kv).recipe.is_staged
     cache, batch, copies = (filled_staged if is_staged else filled_cache)(workload, kv)
-    q = queries(workload)
+    q = workload.queries()
     scale = workload.head_dim**-0.5
     if isinstance(batch, StagedBatch):
         k, v = visible_kv(cache, batch)
@@ -125,14 +125,14 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
 
 def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
     """Return the contender that attends in one Triton kernel: a batch marked as captured gathers no rows."""
-    q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
+    q, options = workload.queries().flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     captured = replace(batch, is_captured=True)
     return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])
 
 
 def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
     """Return the contender whose Triton kernel rounds queries to 8 bits, over the same blocks."""
-    q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
+    q, options = workload.queries().flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     attend = gpu.lazy("attend.triton.attend", "attend")
     return replace(
         own,
@@ -145,7 +145,7 @@ def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: Sequenc
 def _of_rounding(workload: Workload, cache: KVCache, batch: SequenceBatch, truth: Tensor) -> float:
     """Return twice the relative error caused by only rounding queries to 8 bits, for the last sequence."""
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
-    held = rounded_queries(queries(workload)[-1], cache.layer(0).formats.k)
+    held = rounded_queries(workload.queries()[-1], cache.layer(0).formats.k)
     return 2 * relative_error(exact_attention(held, k[0], v[0], workload.head_dim**-0.5), truth)
 
 
@@ -159,7 +159,7 @@ def _multiplies_8_bits(workload: Workload, cache: KVCache) -> bool:
 
 def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
     """Return the contender that first dequantizes all K and V, then runs torch's attention."""
-    q, scale = queries(workload), workload.head_dim**-0.5
+    q, scale = workload.queries(), workload.head_dim**-0.5
 
     def run(copy: int) -> Tensor:
         dense = cache.gather(copy, batch.tables, 0, workload.contexts[0], unrotate=True)
@@ -171,8 +171,8 @@ def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: Sequ
 
 def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
     """Yield torch's attention over contiguous K and V, in two forms of grouped-query attention."""
-    k, v = (x.to(dtype) for x in dense_kv(workload))
-    scale, q = workload.head_dim**-0.5, queries(workload).to(dtype)
+    k, v = (x.to(dtype) for x in workload.dense_kv())
+    scale, q = workload.head_dim**-0.5, workload.queries().to(dtype)
     copies = copies_for(workload.device, 2 * k.nbytes)
     ks, vs = ([x.clone() for _ in range(copies)] for x in (k, v))
     truth = exact_attention(q[-1], k[-1], v[-1], scale)
@@ -212,8 +212,8 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
         raise ConfigError(f"--rivals takes a folder with a rivals.py, found none in {folder}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    k, v = (x.to(workload.dtype) for x in dense_kv(workload))
-    q = queries(workload)
+    k, v = (x.to(workload.dtype) for x in workload.dense_kv())
+    q = workload.queries()
     truth = exact_attention(q[-1], k[-1], v[-1], workload.head_dim**-0.5)
     for name, kv, nbytes, run in module.contenders(workload, q, k, v):
 

@@ -14,17 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.bench.kernels.measure import Contender, Run, copies_for, exact_attention
-from kvq.bench.kernels.workload import (
-    Workload,
-    blocks_of,
-    filled,
-    layout_of,
-    queries,
-    random_rows,
-    shuffled_tables,
-    slots_of,
-    step_of,
-)
+from kvq.bench.kernels.workload import Workload, filled, slots_of
 from kvq.cache import KVCache
 from kvq.cache.pool import PoolBytes
 from kvq.cache.stores.expansion import LatentExpansion
@@ -63,7 +53,7 @@ def check_one_head(workload: Workload) -> None:
 def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, Tensor]]:
     """Return kvq's contender, and the stored keys and values, fp32 [sequences, 1, tokens, dim]."""
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[workload.dtype]
-    layout, blocks = layout_of(workload, f"{name}/{kv}"), sum(blocks_of(workload))
+    layout, blocks = workload.layout(f"{name}/{kv}"), sum(workload.blocks())
     pool = PoolBytes(layout.groups[0], blocks, workload.device)
     layers = [pool.layer(i, layout.recipe) for i in range(len(layout.geometry.layers))]
     spec = KernelSpec(
@@ -73,7 +63,7 @@ def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, 
     write, attend = kernel("write_kv"), kernel("attend_latent")
     layout.recipe.check_unstaged("a benchmark of latent attention")
     batch = filled(workload, range(len(layers)), lambda i, k, v, slots: write.run(k, v, layers[i], slots))
-    q, options = queries(workload), AttentionOptions(scale=workload.query_dim**-0.5)
+    q, options = workload.queries(), AttentionOptions(scale=workload.query_dim**-0.5)
     rotary, latent = gather_dense(layers[0], batch.tables, 0, max(workload.contexts), unrotate=True)
     keys = torch.cat((latent, rotary), dim=-1)
     last = slice(0, workload.contexts[-1])
@@ -95,7 +85,7 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
     nbytes = stored[0].numel() * workload.dtype.itemsize
     copies = copies_for(workload.device, nbytes)
     keys = [stored[0].to(workload.dtype, copy=True) for _ in range(copies)]
-    q = queries(workload)
+    q = workload.queries()
     new, heads = q.shape[1:3]
     folded = q.transpose(1, 2).flatten(1, 2)[:, None]  # [sequences, 1, heads * new, dim]
     tokens = keys[0].shape[2]
@@ -162,7 +152,7 @@ def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iter
 
 
 def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
-    layout = layout_of(workload, kv)
+    layout = workload.layout(kv)
     geometry = layout.geometry
     layers = tuple(replace(layer, is_latent=True, expansion=expansion.dims) for layer in geometry.layers)
     latent = plan_layout(
@@ -189,7 +179,7 @@ def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion, linear:
     heads = replace(
         workload, kv_heads=workload.q_heads, head_dim=dims.k_dim + workload.head_dim, latent_dim=dims.v_dim
     )
-    cache, batch = _filled(workload, layout_of(heads, kv), expansion)
+    cache, batch = _filled(workload, heads.layout(kv), expansion)
     q, options = _head_queries(workload, expansion)
     new = torch.randn(len(q), expansion.latent_dim, dtype=torch.float32).to(q)
 
@@ -223,15 +213,15 @@ def _filled(
 ) -> tuple[KVCache, SequenceBatch]:
     """Return a cache of random latents and rotary keys, or of the heads they expand to, and its step."""
     layout.recipe.check_unstaged("a benchmark of latent attention")
-    tables, blocks = shuffled_tables(workload), sum(blocks_of(workload))
+    tables, blocks = workload.shuffled_tables(), sum(workload.blocks())
     cache = KVCache(layout, num_blocks=[blocks], device=workload.device, backend=workload.backend)
-    for i, position, k, v in random_rows(workload, _CHUNK):
+    for i, position, k, v in workload.random_rows(_CHUNK):
         if heads is not None:
             rows = heads.expanded(k[:, 0].float(), v[:, 0].float())
             k, v = (x.transpose(0, 1).to(workload.dtype) for x in rows)  # [tokens, heads, dim]
         for layer in range(len(layout.geometry.layers)):
             cache.write(layer, k, v, slots_of(tables[i], position, workload.block_size))
-    return cache, step_of(workload, tables)
+    return cache, workload.step(tables)
 
 
 def _head_queries(workload: Workload, expansion: LatentExpansion) -> tuple[Tensor, AttentionOptions]:

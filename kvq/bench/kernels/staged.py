@@ -6,15 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvq.bench.kernels.workload import (
-    Workload,
-    blocks_of,
-    layout_of,
-    random_rows,
-    shuffled_tables,
-    slots_of,
-    step_of,
-)
+from kvq.bench.kernels.workload import Workload, slots_of
 from kvq.cache import KVCache
 from kvq.cache.stores.staged import StagedStore
 from kvq.errors import ConfigError
@@ -34,7 +26,7 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
     """
     if workload.new > 1:
         raise ConfigError(f"{kv} is staged, which is timed in decode only; leave out --new {workload.new}")
-    layout, needs, size = layout_of(workload, kv), blocks_of(workload), workload.block_size
+    layout, needs, size = workload.layout(kv), workload.blocks(), workload.block_size
     exact, count = layout.exact, len(needs)
     ring, first = -(-(_CHUNK + exact.recent) // size) + 2, exact.sinks // size
     blocks = [sum(needs), count * ring, count * first][: len(layout.groups)]
@@ -44,12 +36,12 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
     recent = (sequence * ring + index % ring).int()
     sinks = torch.where(index < first, sequence * first + index, 0).int() if first else None
     batch = StagedBatch(
-        sealed=step_of(workload, shuffled_tables(workload)),
-        recent=step_of(workload, recent),
-        sinks=None if sinks is None else step_of(workload, sinks),
+        sealed=workload.step(workload.shuffled_tables()),
+        recent=workload.step(recent),
+        sinks=None if sinks is None else workload.step(sinks),
     )
     layers = range(len(layout.geometry.layers))
-    for i, position, k, v in random_rows(workload, _CHUNK):
+    for i, position, k, v in workload.random_rows(_CHUNK):
         slots, end = slots_of(recent[i], position, size), int(position[-1]) + 1
         one = _of_sequence(batch, i, len(position), end)
         for layer in layers:
@@ -66,7 +58,7 @@ def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
     "kvq, sealing a block each", contexts are up to a block shorter, so the new token seals a block of every
     sequence, which normally happens once in `block_size` steps.
     """
-    recent, size = layout_of(workload, kv).exact.recent, workload.block_size
+    recent, size = workload.layout(kv).exact.recent, workload.block_size
     late = [(n - recent) % size for n in workload.contexts]  # number of tokens since the last sealed block
     quiet = tuple(max(1, n - (over == 0)) for n, over in zip(workload.contexts, late, strict=True))
     steps = {"kvq": replace(workload, contexts=quiet)}

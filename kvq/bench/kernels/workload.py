@@ -58,6 +58,85 @@ class Workload:
         """Total number of tokens of all sequences."""
         return sum(self.contexts)
 
+    def queries(self) -> Tensor:
+        """Return Q of the new tokens, [sequences, new, q_heads, query_dim]."""
+        source = torch.Generator().manual_seed(self.seed + 1)
+        shape = (len(self.contexts), self.new, self.q_heads, self.query_dim)
+        return torch.randn(shape, generator=source, dtype=torch.float32).to(self.device, self.dtype)
+
+    def dense_kv(self) -> tuple[Tensor, Tensor]:
+        """Return K and V for sequences of equal length, fp32 [sequences, kv_heads, tokens, head_dim]."""
+        shape = (len(self.contexts), self.kv_heads, self.contexts[0], self.head_dim)
+        source = torch.Generator(device=self.device).manual_seed(self.seed)
+        k, v = (
+            torch.randn(shape, generator=source, device=self.device, dtype=torch.float32) for _ in range(2)
+        )
+        return k, v
+
+    def blocks(self) -> list[int]:
+        """Return the number of blocks of every sequence."""
+        return [-(-n // self.block_size) for n in self.contexts]
+
+    def shuffled_tables(self) -> Tensor:
+        """Return the block table of every sequence, int32 [sequences, max blocks]."""
+        needs = self.blocks()
+        order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(self.seed))
+        tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
+        for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
+            tables[i, :need] = blocks
+        return tables.to(self.device)
+
+    def random_rows(self, chunk: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Yield (sequence, positions, K, V), K and V [tokens, kv_heads, dim], `chunk` tokens at a time."""
+        source = torch.Generator(device=self.device).manual_seed(self.seed)
+        for i, context in enumerate(self.contexts):
+            for at in range(0, context, chunk):
+                position = torch.arange(at, min(at + chunk, context), device=self.device)
+                shapes = [(len(position), self.kv_heads, dim) for dim in self.dims]
+                k, v = (
+                    torch.randn(shape, generator=source, device=self.device, dtype=torch.float32)
+                    for shape in shapes
+                )
+                yield i, position, k.to(self.dtype), v.to(self.dtype)
+
+    def step(self, tables: Tensor) -> SequenceBatch:
+        """Return the step that reads the blocks in `tables`; each sequence's last tokens are the new ones."""
+        return SequenceBatch(
+            query_lens=(self.new,) * len(self.contexts),
+            context_lens=self.contexts,
+            tables=tables,
+            slots=torch.zeros(0, dtype=torch.int64, device=self.device),
+        )
+
+    def layout(self, kv: str) -> KVLayout:
+        """Return a layout of equal layers that together are several times as large as the last-level cache.
+
+        The layout is staged only if the format name requests staging.
+        """
+        one = self._plan(kv, layers=1)
+        return self._plan(kv, copies_for(self.device, round(one.kv_bytes_per_token * self.tokens)))
+
+    def _plan(self, kv: str, layers: int) -> KVLayout:
+        heads, (k_dim, v_dim) = self.kv_heads, self.dims
+        geometry = ModelGeometry(
+            model_type="bench",
+            layers=tuple(
+                LayerGeometry(index=i, kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim, window=None)
+                for i in range(layers)
+            ),
+            q_heads=self.q_heads,
+            hidden_size=self.q_heads * k_dim,
+            vocab_size=1,
+            max_context=max(self.contexts),
+        )
+        recipe = KVRecipe.uniform(kv, [self.dims] * layers)
+        if recipe.is_static:  # random rows with standard deviation 1 stay within 6
+            maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
+            recipe = recipe.with_scales(
+                StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)
+            )
+        return plan_layout(geometry, recipe, block_size=self.block_size, order=self.order)
+
 
 def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
     """Parse the lengths of all sequences: `8192`, or `128-32768` for log-normal lengths in that range.
@@ -80,118 +159,31 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
     return tuple(min(max(n, low), high) for n in drawn)
 
 
-def queries(workload: Workload) -> Tensor:
-    """Return Q of the new tokens, [sequences, new, q_heads, query_dim]."""
-    source = torch.Generator().manual_seed(workload.seed + 1)
-    shape = (len(workload.contexts), workload.new, workload.q_heads, workload.query_dim)
-    return torch.randn(shape, generator=source, dtype=torch.float32).to(workload.device, workload.dtype)
-
-
-def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
-    """Return K and V for sequences of equal length, fp32 [sequences, kv_heads, tokens, head_dim]."""
-    shape = (len(workload.contexts), workload.kv_heads, workload.contexts[0], workload.head_dim)
-    source = torch.Generator(device=workload.device).manual_seed(workload.seed)
-    k, v = (
-        torch.randn(shape, generator=source, device=workload.device, dtype=torch.float32) for _ in range(2)
-    )
-    return k, v
-
-
 def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, int]:
     """Return a cache with random rows in shuffled blocks, the step that reads it, and the number of layers.
 
     Every layer stores a copy of the rows; together, the copies are several times as large as the last-level
     cache.
     """
-    layout, needs = layout_of(workload, kv), blocks_of(workload)
+    layout, needs = workload.layout(kv), workload.blocks()
     layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
     cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=workload.backend)
     copies = len(layout.geometry.layers)
     return cache, filled(workload, range(copies), cache.write), copies
 
 
-def blocks_of(workload: Workload) -> list[int]:
-    """Return the number of blocks of every sequence."""
-    return [-(-n // workload.block_size) for n in workload.contexts]
-
-
 def filled(
     workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
 ) -> SequenceBatch:
     """Write the same random rows to shuffled blocks of all layers, and return the step that reads them."""
-    tables = shuffled_tables(workload)
-    for i, position, k, v in random_rows(workload, _CHUNK):
+    tables = workload.shuffled_tables()
+    for i, position, k, v in workload.random_rows(_CHUNK):
         slots = slots_of(tables[i], position, workload.block_size)
         for layer in layers:
             write(layer, k, v, slots)
-    return step_of(workload, tables)
-
-
-def shuffled_tables(workload: Workload) -> Tensor:
-    """Return the block table of every sequence, int32 [sequences, max blocks]."""
-    needs = blocks_of(workload)
-    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
-    tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
-    for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
-        tables[i, :need] = blocks
-    return tables.to(workload.device)
-
-
-def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield (sequence, positions, K, V) with K and V [tokens, kv_heads, dim], `chunk` tokens at a time."""
-    source = torch.Generator(device=workload.device).manual_seed(workload.seed)
-    for i, context in enumerate(workload.contexts):
-        for at in range(0, context, chunk):
-            position = torch.arange(at, min(at + chunk, context), device=workload.device)
-            shapes = [(len(position), workload.kv_heads, dim) for dim in workload.dims]
-            k, v = (
-                torch.randn(shape, generator=source, device=workload.device, dtype=torch.float32)
-                for shape in shapes
-            )
-            yield i, position, k.to(workload.dtype), v.to(workload.dtype)
-
-
-def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
-    """Return the step that reads the blocks in `tables`, with each sequence's last tokens as new tokens."""
-    return SequenceBatch(
-        query_lens=(workload.new,) * len(workload.contexts),
-        context_lens=workload.contexts,
-        tables=tables,
-        slots=torch.zeros(0, dtype=torch.int64, device=workload.device),
-    )
+    return workload.step(tables)
 
 
 def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
     """Return the slots of a sequence's tokens."""
     return table[position // block_size].long() * block_size + position % block_size
-
-
-def layout_of(workload: Workload, kv: str) -> KVLayout:
-    """Return a layout of equal layers that together are several times as large as the last-level cache.
-
-    The layout is staged only if the format name requests staging.
-    """
-    one = _plan(workload, kv, layers=1)
-    return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))
-
-
-def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
-    heads, (k_dim, v_dim) = workload.kv_heads, workload.dims
-    geometry = ModelGeometry(
-        model_type="bench",
-        layers=tuple(
-            LayerGeometry(index=i, kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim, window=None)
-            for i in range(layers)
-        ),
-        q_heads=workload.q_heads,
-        hidden_size=workload.q_heads * k_dim,
-        vocab_size=1,
-        max_context=max(workload.contexts),
-    )
-    recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
-    if recipe.is_static:  # random rows with standard deviation 1 stay within 6
-        maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
-        recipe = recipe.with_scales(
-            StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)
-        )
-    return plan_layout(geometry, recipe, block_size=workload.block_size, order=workload.order)

@@ -13,17 +13,12 @@ from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
-from kvq.scheduler import (
-    Branch,
-    CostModel,
-    FixedCosts,
-    MeasuredCosts,
-    Request,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-)
 from kvq.scheduler.closed_form import is_settled, repeat
+from kvq.scheduler.config import SchedulerConfig
+from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
+from kvq.scheduler.request import Branch, Request
+from kvq.scheduler.scheduler import Scheduler
+from kvq.scheduler.step import StepPlan
 from kvq.sizing.pools import reserve_blocks
 
 _IDLE_S = 1e-3  # until the next attempt if nothing can run

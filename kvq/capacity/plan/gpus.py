@@ -117,7 +117,7 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
     if found is None:
         if several := [one for one in known if one.startswith(f"{asked}-")]:
             raise ConfigError(f"there are several {name}; say which: {', '.join(several)}")
-        raise ConfigError(f"no GPU {name!r} is known{nearest(name, list(known)) or ';'} see kvq gpus")
+        raise ConfigError(f"no GPU {name!r} is known{nearest(name, known) or ';'} see kvq gpus")
     return found
 
 

@@ -10,7 +10,8 @@ from kvq.commands.bench.linear import linear
 from kvq.commands.bench.serve import serve
 from kvq.commands.bench.speculation import speculation
 from kvq.commands.bench.vllm import vllm
-from kvq.commands.shared.options import gathered, json_option, option
+from kvq.commands.shared.declare import gathered, option
+from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import BLOCK_SIZES
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows

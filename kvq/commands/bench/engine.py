@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
-from kvq.commands.shared.options import (
-    ModelOptions,
-    SectionedCommand,
-    gathered,
-    json_option,
-    kv_option,
-    model_options,
-    option,
-    picked,
-)
+from kvq.commands.shared.declare import SectionedCommand, gathered, option, picked
+from kvq.commands.shared.options import ModelOptions, json_option, kv_option, model_options
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, SIZE, TO_WRITE, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns, print_origin

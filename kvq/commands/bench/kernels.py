@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.bench.options import TIMES, KernelOptions, split_list
-from kvq.commands.shared.options import gathered, json_option, option, path_option, picked
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import BLOCK_SIZES, FORMATS, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of, write_rows

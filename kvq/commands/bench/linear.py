@@ -7,11 +7,14 @@ from typing import Any
 import click
 
 from kvq.commands.bench.options import TIMES, KernelOptions, split_list
-from kvq.commands.shared.options import gathered, json_option, option, picked
+from kvq.commands.shared.declare import gathered, option, picked
+from kvq.commands.shared.options import json_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.watch import part_of
+from kvq.formats.weights import parse_weight_format
 from kvq.sizes import speed
 
 _COLUMNS = {
@@ -48,8 +51,6 @@ def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | Non
     Weights are rotated to prevent caching, since products of few rows are limited by reading the weights.
     """
     from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
-    from kvq.evals.watch import part_of
-    from kvq.formats.weights import parse_weight_format
 
     begin(json_path)
     device, dtype = kernels.place()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.shared.options import option, picked
+from kvq.commands.shared.declare import option, picked
 from kvq.commands.shared.param_types import Finite
 from kvq.errors import ConfigError
 from kvq.sizes import speed

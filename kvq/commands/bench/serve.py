@@ -9,11 +9,13 @@ from typing import Any
 import click
 
 from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
-from kvq.commands.shared.options import gathered, json_option, kv_option, option
+from kvq.commands.shared.declare import gathered, option
+from kvq.commands.shared.options import json_option, kv_option
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.watch import Watch
 from kvq.extras import SERVER, require
 
 
@@ -53,7 +55,6 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     """
     require("kvq bench serve", SERVER)
     from kvq.bench.serve.serve import bench_serve, bench_url, measure_servers
-    from kvq.evals.watch import Watch
 
     begin(json_path)
     url, of_servers = options.url, options.serve_options

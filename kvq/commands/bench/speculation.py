@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.bench.options import RATES
-from kvq.commands.shared.options import (
-    SPECULATION,
-    ModelOptions,
-    gathered,
-    json_option,
-    kv_option,
-    model_options,
-    option,
-    picked,
-)
+from kvq.commands.shared.declare import gathered, option, picked
+from kvq.commands.shared.options import SPECULATION, ModelOptions, json_option, kv_option, model_options
 from kvq.commands.shared.param_types import FILE, TO_WRITE, Finite, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns, print_origin

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.bench.options import THROUGHPUT
-from kvq.commands.shared.options import gathered, json_option, kv_option, model_argument, option
+from kvq.commands.shared.declare import gathered, option
+from kvq.commands.shared.options import json_option, kv_option, model_argument
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError

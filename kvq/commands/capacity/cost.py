@@ -4,20 +4,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from kvq.capacity.plan import gpus
 from kvq.commands.capacity.sizing import PriceOptions, gpu_file_option, gpus_of
-from kvq.commands.shared.options import gathered, json_option, option
+from kvq.commands.shared.declare import gathered, option
+from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, GPU, SHARE, TOKENS
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.terminal import console, text_table
 from kvq.errors import ConfigError
 from kvq.sizes import dollars
-
-if TYPE_CHECKING:
-    from kvq.capacity.plan.gpus import Prices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +47,7 @@ def command(options: _CostOptions, api: PriceOptions, gpu_file: Path | None, jso
     write_rows([row], json_path)
 
 
-def _numbers(options: _CostOptions, api: "Prices | None", gpu_file: Path | None) -> dict[str, Any]:
-    from kvq.capacity.plan.gpus import break_even_requests
+def _numbers(options: _CostOptions, api: gpus.Prices | None, gpu_file: Path | None) -> dict[str, Any]:
 
     own = _own(options, gpu_file)
     if not own and api is None:
@@ -62,13 +60,12 @@ def _numbers(options: _CostOptions, api: "Prices | None", gpu_file: Path | None)
         if options.requests is not None:
             row["api_usd_per_month"] = each * options.requests
         if own:
-            row["break_even_requests"] = break_even_requests(row["usd_per_month"], each)
+            row["break_even_requests"] = gpus.break_even_requests(row["usd_per_month"], each)
     return row
 
 
 def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
     """Return the cost of running on one's own GPUs, or an empty dict if no GPU is specified."""
-    from kvq.capacity.plan import gpus
 
     if options.gpu is None and options.usd_per_hour is None:
         return {}
@@ -93,7 +90,7 @@ def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
 
 
 def _lines(
-    row: dict[str, Any], options: _CostOptions, api: "Prices | None"
+    row: dict[str, Any], options: _CostOptions, api: gpus.Prices | None
 ) -> Iterator[tuple[str, str, str]]:
     if "usd_per_hour" in row:
         speed = f"{options.tokens_per_s:,.0f} tokens/s x {options.utilization:.0%} x 3,600 s"

@@ -1,17 +1,16 @@
 """`kvq models`: models for which kvq can plan without access to their files."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from kvq.capacity.plan.catalogue import KnownModel, known_models
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, in_words, layer_kinds
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.terminal import print_columns
 from kvq.sizes import binary, count
-
-if TYPE_CHECKING:
-    from kvq.capacity.plan.catalogue import KnownModel
+from kvq.sizing.memory import kv_layout
 
 _COLUMNS = {
     "model": ("model", ""),
@@ -35,15 +34,13 @@ def command(json_path: str | None) -> None:
     States is the memory of recurrent layers per sequence, regardless of its length. --json includes the
     source of each model's facts, and the reason if kvq doesn't run a model.
     """
-    from kvq.capacity.plan.catalogue import known_models
 
     rows = [_row(model) for model in known_models().values()]
     print_columns(rows, _COLUMNS, width=_WIDTH)
     write_rows(rows, json_path)
 
 
-def _row(model: "KnownModel") -> dict[str, Any]:
-    from kvq.sizing.memory import kv_layout
+def _row(model: KnownModel) -> dict[str, Any]:
 
     geometry, counted = model.geometry, model.parameters
     return {

@@ -3,33 +3,25 @@
 import math
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvq.commands.capacity.plan_serve import (
-    columns,
-    serve_command,
-    show,
-    users_at_context,
-    vllm_engine,
-    vllm_remarks,
-    vllm_server,
-)
+from kvq.capacity.lengths import Demand, Length, fixed, lognormal, read_trace
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.memory import Engine
+from kvq.capacity.plan.plan import CapacityPlan, at_rate, make_plan, speed_by_users, users_by_context
+from kvq.capacity.plan.target import Target
+from kvq.capacity.plan.vllm import VllmEngine
+from kvq.commands.capacity import plan_serve
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions, sizing_options, target_options
-from kvq.commands.shared.options import gathered, kv_option, picked
+from kvq.commands.shared.declare import gathered, picked
+from kvq.commands.shared.options import kv_option
 from kvq.commands.shared.results import result_of, write_rows
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.sizes import decimal, parse_tokens
 from kvq.sizing.pools import MAX_NUM_SEQS
-
-if TYPE_CHECKING:
-    from kvq.capacity.lengths import Demand, Length
-    from kvq.capacity.plan.gpus import Gpu
-    from kvq.capacity.plan.memory import Engine
-    from kvq.capacity.plan.plan import CapacityPlan
-    from kvq.capacity.plan.target import Target
 
 
 @click.command(name="plan")
@@ -69,19 +61,18 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
             refused.append(error)
     if not rows:
         raise refused[0]
-    remarks = vllm_remarks(rows, sizing) if options.engine == "vllm" else []
-    show(rows, assumed=sizing.calibrate is None, max_num_seqs=sizing.sequences, remarks=remarks)
+    remarks = plan_serve.vllm_remarks(rows, sizing) if options.engine == "vllm" else []
+    plan_serve.show(rows, assumed=sizing.calibrate is None, max_num_seqs=sizing.sequences, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):
         echo(f"left out: {reason}", err=True)
     write_rows(rows, sizing.json_path)
     if sizing.html_path is not None:
         from kvq.commands.capacity.capacity_report import write_plan
 
-        write_plan(sizing.html_path, result_of(rows), columns(rows))
+        write_plan(sizing.html_path, result_of(rows), plan_serve.columns(rows))
 
 
-def _demand(sizing: SizingOptions, options: PlanOptions, target: "Target") -> "Demand":
-    from kvq.capacity.lengths import Demand
+def _demand(sizing: SizingOptions, options: PlanOptions, target: Target) -> Demand:
 
     most = target.geometry.max_context
     lengths = _lengths(options, most)
@@ -92,8 +83,7 @@ def _demand(sizing: SizingOptions, options: PlanOptions, target: "Target") -> "D
     return Demand(lengths=lengths, slot_tokens=options.slot or reserved, prefix_share=options.prefix_share)
 
 
-def _lengths(options: PlanOptions, most: int) -> "list[Length]":
-    from kvq.capacity.lengths import fixed, lognormal, read_trace
+def _lengths(options: PlanOptions, most: int) -> list[Length]:
 
     if [options.context, options.lognormal, options.trace].count(None) != 2:
         raise ConfigError(
@@ -116,15 +106,13 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 
 
 def _row(
-    sizing: SizingOptions, options: PlanOptions, target: "Target", demand: "Demand", gpu: "Gpu", kv: str
+    sizing: SizingOptions, options: PlanOptions, target: Target, demand: Demand, gpu: Gpu, kv: str
 ) -> dict[str, Any]:
     """Plan one KV format on one GPU, or raise ConfigError if the model and one request don't fit."""
-    from kvq.capacity.plan.plan import make_plan
-    from kvq.capacity.plan.vllm import VllmEngine
 
     engine: Engine = sizing.engine(options.step_tokens)
     if options.engine == "vllm":
-        engine = vllm_engine(sizing, options, gpu)
+        engine = plan_serve.vllm_engine(sizing, options, gpu)
     planned = partial(make_plan, target, gpu, kv, demand, efficiency=sizing.efficiency(gpu, kv))
     plan = planned(engine=engine)
     if not plan.users.paged:
@@ -135,9 +123,9 @@ def _row(
             f"(--tensor-parallel), or shorter requests"
         )
     if isinstance(engine, VllmEngine):
-        server = vllm_server(plan, sizing, engine, gpu)
+        server = plan_serve.vllm_server(plan, sizing, engine, gpu)
     else:
-        command = serve_command(plan, sizing, options.step_tokens)
+        command = plan_serve.serve_command(plan, sizing, options.step_tokens)
         server = {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
     active = None if options.users is None else math.ceil(options.users * options.active)
     row = {
@@ -147,17 +135,15 @@ def _row(
         **_at_rate(plan, options.rate),
         "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
         **server,
-        "users_at_context": users_at_context(plan, planned, engine, demand.longest),
+        "users_at_context": plan_serve.users_at_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
-        from kvq.capacity.plan.plan import speed_by_users, users_by_context
-
         row["users_by_context"] = users_by_context(target, gpu, kv, engine)
         row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)
     return row
 
 
-def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
+def _figures(plan: CapacityPlan, demand: Demand) -> dict[str, Any]:
     users, served = plan.users, plan.serving
     return {
         **picked(plan, "model", "gpu", "kv"),
@@ -180,9 +166,8 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
     }
 
 
-def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
+def _at_rate(plan: CapacityPlan, rate: float | None) -> dict[str, Any]:
     """Return figures for requests that arrive at `rate`, or an empty dict if it is None."""
-    from kvq.capacity.plan.plan import at_rate
 
     if rate is None:
         return {}

@@ -7,26 +7,26 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvq.capacity.plan import vllm
+from kvq.capacity.plan.catalogue import known_models
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.memory import Engine
+from kvq.capacity.plan.plan import CapacityPlan
+from kvq.capacity.plan.vllm import VllmEngine, own_type
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
-from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.declare import given_options, picked
 from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
+from kvq.evals.report.page import Columns
 from kvq.formats.weights import parse_weight_format
 from kvq.layout import BLOCK_SIZE
 from kvq.sizes import binary, decimal, dollars, parse_bytes
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
-if TYPE_CHECKING:
-    from kvq.capacity.plan.gpus import Gpu
-    from kvq.capacity.plan.memory import Engine
-    from kvq.capacity.plan.plan import CapacityPlan
-    from kvq.capacity.plan.vllm import VllmEngine
-    from kvq.evals.report.page import Columns
-
 _MUCH = 1.05  # smallest gain in users, as a factor, for which an option is suggested
-_VLLM: "Columns" = {
+_VLLM: Columns = {
     "gpu": ("GPU", ""),
     "kv": ("KV", ""),
     "num_gpu_blocks": ("blocks", ",d"),
@@ -34,7 +34,7 @@ _VLLM: "Columns" = {
     "max_model_len": ("request, tokens", ",d"),
     "max_concurrency": ("maximum concurrency", ".2f"),
 }
-_AT_RATE: "Columns" = {
+_AT_RATE: Columns = {
     "gpu": ("GPU", ""),
     "kv": ("KV", ""),
     "utilization": ("utilization", ".0%"),
@@ -44,7 +44,7 @@ _AT_RATE: "Columns" = {
 }
 
 
-def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
+def serve_command(plan: CapacityPlan, sizing: SizingOptions, step_tokens: int) -> str | None:
     """Return the `kvq serve` command whose memory a plan predicts, or None if kvq can't serve the plan."""
     if plan.split.gpus > 1 or plan.refused is not None:
         return None
@@ -70,7 +70,7 @@ def _command_line(command: str, words: list[str], options: Iterable[tuple[str, o
 
 
 def users_at_context(  # D273: by default, memory is divided for the model's full context
-    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
+    plan: CapacityPlan, again: Callable[..., CapacityPlan], engine: Engine, longest: int
 ) -> int | None:
     """Return the number of users that fit if the longest context is `longest`, or None if the gain is small.
 
@@ -85,7 +85,6 @@ def users_at_context(  # D273: by default, memory is divided for the model's ful
 
 def _path_of(model: str) -> str:
     """Return a folder or hub name unchanged, or DIR for the name of a model in the catalogue."""
-    from kvq.capacity.plan.catalogue import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
@@ -99,9 +98,8 @@ def _rounded_to(weights: str) -> str | None:
     return weights
 
 
-def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "VllmEngine":
+def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: Gpu) -> VllmEngine:
     """Return vLLM's settings on a GPU, with vLLM's own defaults for omitted options."""
-    from kvq.capacity.plan.vllm import VllmEngine
 
     values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
     typed = {name: value for name, value in values.items() if name in given_options()}
@@ -114,11 +112,8 @@ def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "V
     )
 
 
-def vllm_server(
-    plan: "CapacityPlan", sizing: SizingOptions, engine: "VllmEngine", gpu: "Gpu"
-) -> dict[str, Any]:
+def vllm_server(plan: CapacityPlan, sizing: SizingOptions, engine: VllmEngine, gpu: Gpu) -> dict[str, Any]:
     """Return the `vllm serve` command whose memory a plan predicts, and its default --max-num-seqs."""
-    from kvq.capacity.plan import vllm
 
     step_tokens, max_num_seqs = vllm.batch_defaults(gpu)
     plain = vllm.own_type(plan.kv)
@@ -140,7 +135,6 @@ def vllm_server(
 
 def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]:
     """Return notes about vLLM's command lines."""
-    from kvq.capacity.plan.vllm import own_type
 
     lines = []
     if (rounded := _rounded_to(sizing.weights)) is not None:
@@ -154,7 +148,7 @@ def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]
     return lines
 
 
-def columns(rows: list[dict[str, Any]]) -> "Columns":
+def columns(rows: list[dict[str, Any]]) -> Columns:
     """Return the columns of a table of plans, keyed by the fields of a row."""
     users = {"gpus_needed": ("GPUs needed", ",d")} if rows[0]["gpus_needed"] is not None else {}
     return {

@@ -5,13 +5,15 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvq.capacity.plan.catalogue import known_models
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
-from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.declare import given_options, picked
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns, say_model
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
+from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ _COLUMNS = {
 
 def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> None:
     """Start an engine for each format, and exit with code 1 if memory is off by more than the tolerance."""
-    from kvq.capacity.plan.catalogue import known_models
     from kvq.models.loading.prepared import prepare
 
     if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):
@@ -102,7 +103,6 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
     from kvq.cache.memory import available_bytes
     from kvq.engine.device.memory import planned_pools
     from kvq.models.loading.footprint import planned_activations, planned_weights
-    from kvq.sizing.needs import bytes_of
 
     layout = prepared.layout(prepared.recipe(kv))
     free = available_bytes(prepared.device)

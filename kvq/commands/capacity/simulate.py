@@ -1,21 +1,20 @@
 """`kvq simulate`: KV formats and policies under one simulated load."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
-from kvq.commands.shared.options import gathered, kv_option
+from kvq.commands.shared.declare import gathered
+from kvq.commands.shared.options import kv_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import Columns
 from kvq.evals.watch import Progress, part_of
 from kvq.sizes import dollars
-
-if TYPE_CHECKING:
-    from kvq.evals.report.page import Columns
 
 _PROGRESS_EVERY = 100  # requests
 
@@ -86,7 +85,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
             row["wins"] = row is best if len(group) > 1 else None
 
 
-def columns(rows: list[dict[str, Any]]) -> "Columns":
+def columns(rows: list[dict[str, Any]]) -> Columns:
     """Return the table's columns, omitting compared fields that do not differ and events that never occur."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}

@@ -16,7 +16,7 @@ from kvq.capacity.plan.gpus import Gpu, Prices
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import SizingOptions
-from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.declare import given_options, picked
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from kvq.commands.shared.options import option
+from kvq.commands.shared.declare import option
 from kvq.commands.shared.param_types import (
     AT_LEAST_1,
     FILE,

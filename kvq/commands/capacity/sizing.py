@@ -3,11 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from kvq.commands.shared.options import gathered, model_argument, option, path_option, picked
+from kvq.capacity.plan.catalogue import is_known, known_models
+from kvq.capacity.plan.gpus import Gpu, Prices, find_gpu, known_gpus, read_gpus
+from kvq.capacity.plan.memory import Engine
+from kvq.capacity.plan.step_time import Efficiency, read_efficiency
+from kvq.capacity.plan.target import Target, make_target, read_config
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import model_argument
 from kvq.commands.shared.param_types import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -22,16 +28,12 @@ from kvq.commands.shared.param_types import (
     TokenCount,
 )
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
+from kvq.geometry.families import FAMILIES, SIZED
 from kvq.layout import BLOCK_SIZE
+from kvq.sizing.memory import Split
+from kvq.sizing.parameters import ModelShape, is_counted
 from kvq.sizing.pools import GPU_FRACTION
-
-if TYPE_CHECKING:
-    from kvq.capacity.plan.gpus import Gpu, Prices
-    from kvq.capacity.plan.memory import Engine
-    from kvq.capacity.plan.step_time import Efficiency
-    from kvq.capacity.plan.target import Target
-    from kvq.sizing.parameters import ModelShape
-
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OWN_GPUS = "File of GPUs instead of kvq's own list."
@@ -76,27 +78,23 @@ class SizingOptions:
 
     def check_paths(self) -> None:
         """Raise ConfigError if --html is given but the packages that draw plots are missing."""
-        from kvq.extras import PLOTS, require
 
         if self.html_path is not None:
             require("--html", PLOTS)
 
-    def gpus(self) -> "list[Gpu]":
+    def gpus(self) -> list[Gpu]:
         """Return the GPUs named by --gpu."""
         if self.gpu is None:
             raise ConfigError(
                 "a GPU is needed: give --gpu, one or several names of kvq gpus; on this machine, kvq plan "
                 "--verify counts without one"
             )
-        from kvq.capacity.plan.gpus import find_gpu
 
         known = gpus_of(self.gpu_file)
         return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
 
-    def target(self, weights_gb: float | None = None) -> "Target":
+    def target(self, weights_gb: float | None = None) -> Target:
         """Return the model split over GPUs. `weights_gb`: size of the weights, or None to calculate it."""
-        from kvq.capacity.plan.target import make_target
-        from kvq.sizing.memory import Split
 
         if weights_gb is not None and not weights_gb > 0:
             raise ConfigError(f"--weights-gb must be above 0, got {weights_gb}")
@@ -111,12 +109,11 @@ class SizingOptions:
         )
         return replace(target, name=self.model)
 
-    def engine(self, step_tokens: int, sequences: int | None = None) -> "Engine":
+    def engine(self, step_tokens: int, sequences: int | None = None) -> Engine:
         """Return the engine settings that affect memory, for at most `step_tokens` new tokens per step.
 
         `sequences`: maximum number of concurrent sequences if --max-num-seqs is not given.
         """
-        from kvq.capacity.plan.memory import Engine
 
         return Engine(
             step_tokens=step_tokens,
@@ -125,9 +122,8 @@ class SizingOptions:
             **picked(self, "block_size", "max_context", "memory_fraction"),
         )
 
-    def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
+    def efficiency(self, gpu: Gpu, kv: str) -> Efficiency | None:
         """Return the efficiency for a KV format from the --calibrate file, or None without --calibrate."""
-        from kvq.capacity.plan.step_time import read_efficiency
 
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
 
@@ -152,9 +148,8 @@ class PriceOptions:
     api_input: float | None = option(None, "$ a million prompt tokens at an API.", type=AT_LEAST_0)
     api_output: float | None = option(None, "$ a million output tokens at an API.", type=AT_LEAST_0)
 
-    def prices(self) -> "Prices | None":
+    def prices(self) -> Prices | None:
         """Return both prices, or None if neither is given."""
-        from kvq.capacity.plan.gpus import Prices
 
         if self.api_input is None and self.api_output is None:
             return None
@@ -163,16 +158,14 @@ class PriceOptions:
         return Prices(input=self.api_input, output=self.api_output)
 
 
-def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
+def gpus_of(file: Path | None) -> Mapping[str, Gpu]:
     """Return the GPU specifications in `file`, or the built-in ones if it is None."""
-    from kvq.capacity.plan.gpus import known_gpus, read_gpus
 
     return known_gpus() if file is None else read_gpus(file)
 
 
 def _name_or_folder(name: str) -> Path | str:
     """Return the name of a catalogue model, or a folder for any other: local, embedded or from the hub."""
-    from kvq.capacity.plan.catalogue import is_known, known_models
 
     is_here = Path(name).exists()
     if name.lower() in known_models() or (is_known(name) and not is_here):
@@ -185,13 +178,10 @@ def _name_or_folder(name: str) -> Path | str:
     return resolve_model(name, weights=False).folder
 
 
-def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
+def _observed(model: Path | str, *, counted: bool) -> ModelShape | None:
     """Return the observed shape of a model folder, or None if its config.json determines the shape."""
     if isinstance(model, str):
         return None
-    from kvq.capacity.plan.target import read_config
-    from kvq.geometry.families import FAMILIES, SIZED
-    from kvq.sizing.parameters import is_counted
 
     family = str(read_config(model).get("model_type", ""))
     if family in FAMILIES | SIZED and (is_counted(family) or not counted):

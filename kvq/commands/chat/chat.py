@@ -13,18 +13,8 @@ import click
 
 from kvq import fileio
 from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message
-from kvq.commands.shared.options import (
-    ACCEPT,
-    GENERATION_CONFIG,
-    ModelOptions,
-    SectionedCommand,
-    gathered,
-    given_options,
-    kv_option,
-    model_options,
-    option,
-    picked,
-)
+from kvq.commands.shared.declare import SectionedCommand, gathered, given_options, option, picked
+from kvq.commands.shared.options import ACCEPT, GENERATION_CONFIG, ModelOptions, kv_option, model_options
 from kvq.commands.shared.param_types import SIZE
 from kvq.commands.shared.terminal import echo, stream
 from kvq.errors import ConfigError, KVQError, nearest
@@ -163,7 +153,7 @@ class _ChatSession:
 
     def _command(self, name: str, rest: str) -> None:
         if name not in self._commands:
-            hint = nearest(name, list(self._commands)) or ";"
+            hint = nearest(name, self._commands) or ";"
             raise ConfigError(f"there is no {name}{hint} /help lists what there is")
         self._commands[name](rest)
 

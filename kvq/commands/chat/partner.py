@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvq.commands.shared.options import option
+from kvq.commands.shared.declare import option
 from kvq.commands.shared.param_types import TOKENS
 from kvq.errors import KVQError
 

@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import (
-    BashComplete,
-    CompletionItem,
-    FishComplete,
-    ShellComplete,
-    ZshComplete,
-    add_completion_class,
-)
+from click import shell_completion
 
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
@@ -23,10 +16,10 @@ MARK = "# Made by `kvq completion`"
 _MOST_ANCESTORS = 8  # make, sudo or a script may run between the shell and kvq
 
 
-class _Valued(ShellComplete):
+class _Valued(shell_completion.ShellComplete):
     """Completion that also supports `--option=value` if the shell passes it as one word."""
 
-    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
+    def get_completions(self, args: list[str], incomplete: str) -> list[shell_completion.CompletionItem[Any]]:
         """Return completions for the last word."""
         found = super().get_completions(args, incomplete)
         option, equals, _ = incomplete.partition("=")
@@ -36,7 +29,7 @@ class _Valued(ShellComplete):
         return found
 
 
-class _Bash(_Valued, BashComplete):
+class _Bash(_Valued, shell_completion.BashComplete):
     """Completion for bash, which splits `--option=value` into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
@@ -47,29 +40,30 @@ class _Bash(_Valued, BashComplete):
         return args, incomplete
 
 
-class _Zsh(_Valued, ZshComplete):
+class _Zsh(_Valued, shell_completion.ZshComplete):
     """Completion for zsh; the script initializes zsh's completion system if necessary."""
 
     source_template = (
         "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
-        + ZshComplete.source_template
+        + shell_completion.ZshComplete.source_template
     )
 
 
-class _Fish(_Valued, FishComplete):
+class _Fish(_Valued, shell_completion.FishComplete):
     """Completion for fish; unlike click's script, this one does not split values at commas."""
 
-    source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
+    source_template = shell_completion.FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
 
-_CLASSES: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}  # D364
+# D364
+_CLASSES: dict[str, type[shell_completion.ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
 SHELLS = tuple(_CLASSES)
 
 
 def register() -> None:
     """Register kvq's completion classes with click."""
     for name, one in _CLASSES.items():
-        add_completion_class(one, name)
+        shell_completion.add_completion_class(one, name)
 
 
 def _place_of(shell: str) -> tuple[Path, Path | None]:

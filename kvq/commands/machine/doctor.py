@@ -12,6 +12,9 @@ import click
 from kvq.commands.shared.terminal import echo
 from kvq.errors import UnsupportedKernel
 from kvq.extras import PACKAGES, install_command, missing_packages
+from kvq.formats import KVRecipe
+from kvq.formats.weights import parse_weight_format
+from kvq.layout import BLOCK_SIZE
 from kvq.sizes import binary
 from kvq.version import __version__
 
@@ -57,10 +60,8 @@ def command() -> None:
 
 def backend_verdicts() -> list[tuple[str, str]]:
     """Return every backend with the operations that run here, or with the reason why none do."""
-    from kvq.formats import KVRecipe
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
-    from kvq.layout import BLOCK_SIZE
     from kvq.models.parts.device import pick_device
 
     formats = KVRecipe.uniform("int4", [(128, 128)], whole_blocks=True).layers[0]
@@ -83,7 +84,6 @@ def backend_verdicts() -> list[tuple[str, str]]:
 
 def _linear_operations(device: "Device", backend: str) -> list[str]:
     """Return a backend's Linear operations that run here."""
-    from kvq.formats.weights import parse_weight_format
     from kvq.kernels import LinearSpec, select
 
     found = []

@@ -8,27 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    REVISION,
-    TOKEN,
-    gathered,
-    kv_option,
-    model_argument,
-    option,
-    path_option,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import REVISION, TOKEN, kv_option, model_argument, text_options
 from kvq.commands.shared.param_types import TO_READ, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows
 from kvq.commands.shared.terminal import echo, warn
 from kvq.errors import ConfigError
+from kvq.formats import Grouped, KVRecipe
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
     from kvq.evals import EvalText
-    from kvq.formats import KVRecipe
     from kvq.models import Model
     from kvq.models.loading.prepared import PreparedModel
 
@@ -124,7 +115,7 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
 
 def _check_options(
     prepared: "PreparedModel",
-    recipe: "KVRecipe",
+    recipe: KVRecipe,
     texts: "tuple[EvalText, EvalText | None]",
     options: _CalibrateOptions,
 ) -> None:
@@ -144,15 +135,14 @@ def _check_options(
         check_length(prepared, other, options.context)
 
 
-def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
+def _is_grouped(recipe: KVRecipe) -> list[tuple[bool, bool]]:
     """Return, for K and V of every layer, whether the format supports centers."""
-    from kvq.formats import Grouped
 
     return [(isinstance(one.k.scale, Grouped), isinstance(one.v.scale, Grouped)) for one in recipe.layers]
 
 
 def _check(
-    model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
+    model: "Model", recipe: KVRecipe, seen: "Observations", other: "EvalText", context: int | None
 ) -> dict[str, Any]:
     """Check the recipe on another text, or the observed FP8 scales if the recipe has no scales or centers."""
     from kvq.calib.domain import check_domain
@@ -164,7 +154,7 @@ def _check(
 
 
 def _print(
-    recipe: "KVRecipe", seen: "Observations", heads: list[dict[str, Any]], options: _CalibrateOptions
+    recipe: KVRecipe, seen: "Observations", heads: list[dict[str, Any]], options: _CalibrateOptions
 ) -> None:
     echo(
         f"wrote {options.out}: {recipe.name}{', centered' if options.centered else ''}, static scales of "

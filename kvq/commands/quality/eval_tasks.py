@@ -12,14 +12,7 @@ from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
 from kvq.evals.lm_eval.loading import LMEvalPlan, load_tasks, task_metrics
-from kvq.evals.needle.needle import (
-    NeedleRow,
-    NeedleSummary,
-    measure_needle,
-    needle_prompts,
-    summarize_needle,
-    void_reason,
-)
+from kvq.evals.needle import needle
 from kvq.evals.needle.prompts import NeedlePlan, NeedlePrompts
 from kvq.evals.perplexity import instrument_facts, look
 from kvq.evals.quality import QualityRow, measure_quality
@@ -126,16 +119,17 @@ def _attention(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[st
 
 
 def _needle(plan: EvalPlan, model: Model, watch: Watch, _: object) -> dict[str, Any]:
-    def result(rows: list[NeedleRow]) -> dict[str, Any]:
-        reason = void_reason(rows)
+    def result(rows: list[needle.NeedleRow]) -> dict[str, Any]:
+        reason = needle.void_reason(rows)
         return {
-            "needle_summary": summarize_needle(rows),
+            "needle_summary": needle.summarize_needle(rows),
             "needle": rows,
             "needle_plan": asdict(plan.needle),
             "void": {} if reason is None else {"needle": reason},
         }
 
-    return result(measure_needle(model, plan.recipes, plan.text.text, plan.needle, watch.through(result)))
+    given = plan.text.text, plan.needle, watch.through(result)
+    return result(needle.measure_needle(model, plan.recipes, *given))
 
 
 def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
@@ -191,10 +185,10 @@ TASKS: dict[str, Task] = {
     "attention": Task(key="attention", run=_attention, **_WINDOWS, **_of_rows("attention", AttentionRow)),
     "needle": Task(
         key="needle",
-        prepare=lambda plan, _: needle_prompts(plan.prepared, plan.text.text, plan.needle),
+        prepare=lambda plan, _: needle.needle_prompts(plan.prepared, plan.text.text, plan.needle),
         check_exact=_exact_in_needles,
         run=_needle,
-        **_of_rows("needle_summary", NeedleSummary),
+        **_of_rows("needle_summary", needle.NeedleSummary),
     ),
     "lm_eval": Task(
         key="lm_eval",
@@ -218,7 +212,7 @@ def choose_tasks(names: str) -> list[Chosen]:
     for full in filter(None, map(str.strip, names.split(","))):
         name, colon, argument = full.partition(":")
         if name not in TASKS:
-            hint = nearest(name, list(TASKS)) or ";"
+            hint = nearest(name, TASKS) or ";"
             raise ConfigError(f"there is no task {name!r}{hint} tasks are {', '.join(TASKS)}")
         task = TASKS[name]
         if task.takes_argument and not argument:

@@ -10,7 +10,11 @@ from kvq.commands.shared.options import REVISION, TOKEN, kv_option, model_argume
 from kvq.commands.shared.param_types import BLOCK_SIZES, RENAMED, TO_WRITE
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.terminal import console, print_columns, warn
-from kvq.layout import BLOCK_SIZE, named_recipe
+from kvq.errors import ConfigError, KVQError
+from kvq.evals.report.page import SIZES, Columns
+from kvq.formats import CODES, KVRecipe
+from kvq.layout import BLOCK_SIZE, VERSION, named_recipe, plan_layout
+from kvq.sizes import decimal
 
 _FORMATS = (
     "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "int6", "k8v4", "int5",
@@ -31,9 +35,6 @@ def command(
     model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
 ) -> None:
     """Show a model's layers by kind and the bytes per token of every format. No weights are read."""
-    from kvq.errors import ConfigError, KVQError
-    from kvq.formats import CODES, KVRecipe
-    from kvq.layout import VERSION, plan_layout
     from kvq.models.describe.checkpoint import is_gguf
     from kvq.models.describe.modules import build_on_meta, unquantized
     from kvq.models.describe.resolve import resolve_model
@@ -126,8 +127,6 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-    from kvq.evals.report.page import SIZES, Columns
-    from kvq.sizes import decimal
 
     out = console()
     out.print(

@@ -1,12 +1,10 @@
 """Layer kinds of a model: KV that grows with each token, and states of constant size per sequence."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvq.commands.shared.terminal import print_columns
-
-if TYPE_CHECKING:
-    from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry import LayerGeometry, ModelGeometry
 
 COMPUTE_BYTES = 2  # per element of a state in the compute dtype
 _PIECES = 5  # maximum number of layer ranges shown per kind
@@ -22,12 +20,12 @@ _COLUMNS = {
 }
 
 
-def kind_of(layer: "LayerGeometry") -> str:
+def kind_of(layer: LayerGeometry) -> str:
     """Return the kind of a layer, such as `full`, `latent` or `sliding-4096`."""
     return f"{layer.kind}-{layer.window}" if layer.window else layer.kind
 
 
-def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
+def layer_kinds(geometry: ModelGeometry) -> list[dict[str, Any]]:
     """Return a row per kind: layers that store K and V, share another layer's K and V, or have states."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in _rows(geometry):
@@ -60,7 +58,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(texts if len(texts) <= _PIECES else [*texts[: _PIECES - 1], "..", texts[-1]])
 
 
-def in_words(geometry: "ModelGeometry") -> str:
+def in_words(geometry: ModelGeometry) -> str:
     """Return the kinds as text, such as `15 full + 45 Qwen3_5MoeGatedDeltaNet`."""
     counts: dict[str, int] = {}
     for row in layer_kinds(geometry):
@@ -68,7 +66,7 @@ def in_words(geometry: "ModelGeometry") -> str:
     return " + ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def _rows(geometry: "ModelGeometry") -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(geometry: ModelGeometry) -> Iterator[tuple[int, dict[str, Any]]]:
     for layer in geometry.layers:
         yield (
             layer.number,

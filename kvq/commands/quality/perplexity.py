@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    ModelOptions,
-    WindowOptions,
-    gathered,
-    kv_option,
-    model_options,
-    option,
-    path_option,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, option, path_option
+from kvq.commands.shared.options import ModelOptions, WindowOptions, kv_option, model_options, text_options
 from kvq.commands.shared.param_types import TOKENS
 from kvq.commands.shared.results import FinishedRows, begin
 from kvq.commands.shared.terminal import print_check, print_eval, warn

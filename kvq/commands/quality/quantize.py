@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    REVISION,
-    TOKEN,
-    gathered,
-    given_options,
-    model_argument,
-    option,
-    path_option,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, given_options, option, path_option, picked
+from kvq.commands.shared.options import REVISION, TOKEN, model_argument, text_options
 from kvq.commands.shared.param_types import AT_LEAST_1, TOKENS, Finite
 from kvq.commands.shared.progress import named_progress, progress_bar, status
 from kvq.commands.shared.results import begin, measured, write_rows
 from kvq.commands.shared.terminal import echo, say_model
 from kvq.errors import ConfigError
+from kvq.evals.watch import Watch
 from kvq.extras import BITSANDBYTES, require
 from kvq.formats.ggml_mixtures import DEFAULT, NAMES, file_type
 
@@ -231,7 +223,6 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
     """Measure perplexity before and after quantization, as served and with unquantized KV."""
     from kvq.commands.shared.loading import load_checked
     from kvq.evals import measure_perplexity
-    from kvq.evals.watch import Watch
     from kvq.models.check.verdict import cautions
     from kvq.models.loading.prepared import prepare
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvq.calib.quantize import Quantized
-from kvq.commands.shared.options import picked
+from kvq.commands.shared.declare import picked
 from kvq.commands.shared.results import used_line
 from kvq.commands.shared.terminal import echo, print_cautions, print_columns
 from kvq.sizes import binary

@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import (
-    ModelOptions,
-    gathered,
-    model_options,
-    option,
-    path_option,
-    picked,
-    text_options,
-)
+from kvq.commands.shared.declare import gathered, option, path_option, picked
+from kvq.commands.shared.options import ModelOptions, model_options, text_options
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, TO_READ, TO_WRITE, TOKENS, TokenCount
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
 from kvq.commands.shared.terminal import console, echo, print_cautions, print_columns, text_table, warn
 from kvq.errors import ConfigError
+from kvq.formats import Code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +23,6 @@ if TYPE_CHECKING:
     from kvq.calib.candidates import Trial
     from kvq.calib.search import Tuned
     from kvq.evals import EvalText
-    from kvq.formats import Code
     from kvq.models import Model
     from kvq.models.loading.prepared import PreparedModel
 

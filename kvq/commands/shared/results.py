@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
+from kvq.evals.watch import Watch
 from kvq.extras import PLOTS, require
 from kvq.sizes import binary
 
@@ -116,7 +117,6 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
 
     def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
         """Run `work(watch=...)` with a progress bar, and return the result with its rows."""
-        from kvq.evals.watch import Watch
 
         with self:
             with progress_bar(what) as progress:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.evals.report.page import Columns, table
 from kvq.printable import one_line, printable
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from kvq.commands.shared.consoles import PlainConsole
     from kvq.engine.requests.defaults import SamplingDefaults
-    from kvq.evals.report.page import Columns
     from kvq.models.describe.resolve import ModelSource
 
 _SHOWN_DIGITS = 12  # number of digits shown of a digest
@@ -118,9 +118,8 @@ def console() -> "PlainConsole":
     return out if out.is_terminal else PlainConsole(width=240)
 
 
-def print_columns(rows: Iterable[Mapping[str, Any]], columns: "Columns", *, width: int = 130) -> None:
+def print_columns(rows: Iterable[Mapping[str, Any]], columns: Columns, *, width: int = 130) -> None:
     """Print a table with these columns, untruncated even if the terminal is narrower than `width`."""
-    from kvq.evals.report.page import table
 
     out = console()
     out.width = max(out.width, width)

@@ -7,6 +7,7 @@ import click
 
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.terminal import echo, print_check
+from kvq.errors import ConfigError
 
 KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
 PROMPT = "The history of the city of"
@@ -37,7 +38,6 @@ def command(out: str, max_windows: int | None) -> None:
     from kvq.commands.quality.eval_tasks import EvalPlan
     from kvq.commands.quality.perplexity import measure
     from kvq.engine import LLM, SamplingParams
-    from kvq.errors import ConfigError
     from kvq.evals import default_text
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.report.figure import check_plot_path, write_figure

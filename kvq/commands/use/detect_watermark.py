@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import gathered, option, path_option
+from kvq.commands.shared.declare import gathered, option, path_option
 from kvq.commands.shared.param_types import FILE, MODEL, PATH, Finite
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError, RequestError
+from kvq.fileio import write_text
+from kvq.version import __version__
 
 if TYPE_CHECKING:
     from kvq.watermark import Detection, Scheme
@@ -131,8 +133,6 @@ def _in_words(row: dict[str, Any]) -> str:
 
 
 def _write_json(path: str, rows: list[dict[str, Any]], options: _DetectOptions) -> None:
-    from kvq.fileio import write_text
-    from kvq.version import __version__
     from kvq.watermark.schemes import parse_scheme, spelled
 
     scheme = spelled(parse_scheme(options.scheme))

@@ -10,17 +10,14 @@ from typing import Any, TypeVar
 import click
 
 from kvq.blockmgr.states import SNAPSHOT_EVERY
+from kvq.commands.shared.declare import adapted, gathered, option, path_option
 from kvq.commands.shared.options import (
     ACCEPT,
     GENERATION_CONFIG,
     SPECULATION,
     ModelOptions,
-    adapted,
-    gathered,
     kv_option,
     model_options,
-    option,
-    path_option,
 )
 from kvq.commands.shared.param_types import (
     POSITIVE,

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.shared.declare import SectionedCommand, gathered, option, path_option
 from kvq.commands.shared.options import (
     ACCEPT,
     GENERATION_CONFIG,
     SPECULATION,
     ModelOptions,
-    SectionedCommand,
-    gathered,
     kv_option,
     model_options,
-    option,
-    path_option,
 )
 from kvq.commands.shared.param_types import TO_READ, TokenCount
 from kvq.commands.shared.terminal import echo, say_defaults, stream

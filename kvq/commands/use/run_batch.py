@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import SectionedCommand, gathered, option
+from kvq.commands.shared.declare import SectionedCommand, gathered, option
 from kvq.commands.shared.param_types import FILE, PATH
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.terminal import echo, say_defaults, say_model

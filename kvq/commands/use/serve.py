@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from kvq.commands.shared.config_file import config_option
+from kvq.commands.shared.declare import SectionedCommand, gathered, option, picked
 from kvq.commands.shared.interrupts import nothing_begun
-from kvq.commands.shared.options import SectionedCommand, gathered, option, picked
 from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, FILE, NATURAL, POSITIVE, SHARE, TOKENS
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options

@@ -2,7 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,25 +29,17 @@ from kvq.scheduler import Scheduler
 _PROMPT_LOGPROB_BYTES = 64 << 20  # maximum bytes of logits per step for prompt log-probabilities
 
 
+@dataclass(eq=False)
 class Intake:
     """Factory that creates jobs for one engine. May be used from any thread."""
 
-    def __init__(
-        self,
-        model: Model,
-        scheduler: Scheduler,
-        *,
-        marking: Marking | None = None,
-        home: Home,
-        clock: Callable[[], float],
-    ) -> None:
-        self._model = model
-        self._scheduler = scheduler
-        self._marking = marking
-        self._home = home
-        self._clock = clock
-        self._ids = itertools.count()
-        self._random = random.SystemRandom()
+    model: Model
+    scheduler: Scheduler
+    marking: Marking | None
+    home: Home
+    clock: Callable[[], float]
+    _ids: Iterator[int] = field(default_factory=itertools.count, init=False)
+    _random: random.Random = field(default_factory=random.SystemRandom, init=False)
 
     def new_job(
         self, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS, *, listener: Listener | None = None
@@ -57,11 +50,11 @@ class Intake:
             RequestError: the request can't be served, or it can never fit in memory.
             EngineError: this process was forked from the process that made the engine.
         """
-        self._home.check()
+        self.home.check()
         tokens = self._tokens(prompt)
         self._check(options, len(tokens))
-        params = marked(options.params, self._marking)
-        start, eos = params.prompt_logprobs_start, frozenset() if params.ignore_eos else self._model.end_ids
+        params = marked(options.params, self.marking)
+        start, eos = params.prompt_logprobs_start, frozenset() if params.ignore_eos else self.model.end_ids
         job = Job(
             id=options.request_id or f"request-{next(self._ids)}",
             tokens=tokens,
@@ -78,26 +71,26 @@ class Intake:
             seed=self._random.getrandbits(63) if params.seed is None else int(params.seed),
             end_ids=eos | frozenset(params.stop_token_ids),
             listener=listener,
-            timing=Timing(arrival_s=self._clock()),
+            timing=Timing(arrival_s=self.clock()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),
             pins=sorted(options.pins, key=lambda pin: pin.length),
         )
-        max_tokens = self._scheduler.check(job)
+        max_tokens = self.scheduler.check(job)
         if params.echo and job.prompt is None:
-            job.prompt = self._model.tokenizer.decode(tokens)
+            job.prompt = self.model.tokenizer.decode(tokens)
         if params.beam_width is not None:
             job.beams = BeamSearch(params, max_tokens=max_tokens, end_ids=job.end_ids)
         return job
 
     def _tokens(self, prompt: Prompt) -> Any:
-        most = self._scheduler.config.max_context
+        most = self.scheduler.config.max_context
         if isinstance(prompt, str) and len(prompt) > most:
             check_length(prompt, most, self._longest_token)
-        return prompt_tokens(prompt, self._model.tokenizer, self._model.geometry.vocab_size)
+        return prompt_tokens(prompt, self.model.tokenizer, self.model.geometry.vocab_size)
 
     def _check(self, options: RequestOptions, num_tokens: int) -> None:
         params, pins = options.params, options.pins
-        check_params(params, self._model.geometry.vocab_size)
+        check_params(params, self.model.geometry.vocab_size)
         start = params.prompt_logprobs_start
         if start and (params.prompt_logprobs is None or start >= num_tokens):
             raise RequestError(
@@ -108,12 +101,12 @@ class Intake:
             raise RequestError(f"a request may pin {MAX_PINS} prefixes of its {num_tokens} prompt tokens")
         if params.structured is not None and params.ignore_eos:
             raise RequestError("structured output ends by the end token; leave ignore_eos out")
-        if params.structured is not None and not self._model.end_ids:
+        if params.structured is not None and not self.model.end_ids:
             raise RequestError(f"structured output ends by the end token, but {NO_END}")
 
     @cached_property
     def _longest_token(self) -> int:
-        return longest_token(self._model.tokenizer)
+        return longest_token(self.model.tokenizer)
 
     def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
         """Return limits on prefix reuse and chunk size for a prompt whose log-probabilities are requested."""
@@ -122,5 +115,5 @@ class Intake:
         reused = max(
             0, params.prompt_logprobs_start - 1
         )  # the first token needs the logits of the previous one
-        rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
+        rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self.model.geometry.vocab_size))
         return {"max_reuse": reused, "max_chunk": rows if num_tokens - reused > rows else None}

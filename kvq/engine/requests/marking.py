@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvq.engine.params import SamplingParams
-from kvq.errors import ConfigError, RequestError, nearest
+from kvq.errors import ConfigError, RequestError, not_one_of
 from kvq.watermark.key import Key, read_key
 from kvq.watermark.schemes import MODES, Scheme, Tournament, parse_scheme
 
@@ -48,8 +48,7 @@ class Marking:
 def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
     """Raise ConfigError unless these options are consistent."""
     if mode not in MODES:
-        hint = nearest(str(mode), [*MODES]) or ";"
-        raise ConfigError(f"watermark must be one of {', '.join(MODES)}, got {mode!r}{hint}")
+        raise ConfigError(not_one_of("watermark", mode, MODES))
     parse_scheme(scheme)
     if mode == "off" and key_file is not None:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvq.blockmgr.prefix import token_array
 from kvq.engine.params import MAX_SALT, PrefixPin, SamplingParams
-from kvq.errors import RequestError
+from kvq.errors import RequestError, not_one_of
 from kvq.models.parts.inputs import check_holds_items, check_token_ids, check_unicode
 from kvq.scheduler import Priority
 
@@ -73,7 +73,7 @@ def as_priority(priority: str | Priority) -> Priority:
         return priority
     names = {p.name.lower(): p for p in Priority}
     if priority not in names:
-        raise RequestError(f"priority must be one of {', '.join(names)}, got {priority!r}")
+        raise RequestError(not_one_of("priority", priority, names))
     return names[priority]
 
 

@@ -19,18 +19,8 @@ from kvq.engine.sampling.penalties import TokenCounts, apply_biases, apply_masks
 from kvq.engine.sampling.rows import RowTable
 from kvq.engine.sampling.seeds import Purpose
 from kvq.engine.sampling.watermarks import Watermarks
-from kvq.kernels.draw import kernel_for
+from kvq.kernels.draw import kernel_for, reference
 from kvq.kernels.draw.parameters import Kind, packed
-from kvq.kernels.draw.reference import (
-    MAX_VOCAB,
-    Settings,
-    draw,
-    draw_ranked,
-    draw_whole,
-    keep_or_replace,
-    kept_masses,
-    likeliest,
-)
 from kvq.watermark.key import Key
 from kvq.watermark.schemes import Scheme
 
@@ -97,7 +87,8 @@ class Sampler:
         device: torch.device,
         watermark: tuple[Scheme, Key] | None = None,
     ) -> None:
-        assert vocab_size <= MAX_VOCAB, f"masses of {vocab_size} tokens may overflow; {MAX_VOCAB} at most"
+        most = reference.MAX_VOCAB
+        assert vocab_size <= most, f"masses of {vocab_size} tokens may overflow; {most} at most"
         self.vocab_size = vocab_size
         self.readbacks = Readbacks(device)
         self._device = device
@@ -229,7 +220,7 @@ class Sampler:
                 mine, [rows[i] for i in free], [counts[i] for i in free], Purpose.DRAFT
             )
             sums = drawn_from.cumsum(dim=-1)
-            tokens[index] = draw(sums, sums[:, -1], uniform)
+            tokens[index] = reference.draw(sums, sums[:, -1], uniform)
             finite = torch.isfinite(mine.amax(dim=-1)).tolist()
             masses = {place: row for place, row, good in zip(free, drawn_from, finite, strict=True) if good}
         return [Drafted(token, masses.get(place)) for place, token in enumerate(tokens.tolist())]
@@ -263,18 +254,18 @@ class Sampler:
         draft = torch.stack([one.masses for one in drafted.values() if one.masses is not None])
         tokens = upload([one.token for one in drafted.values()], self._device)
         keeping = self._table.keeping(mine, behind)
-        return index, keep_or_replace(target, draft, tokens, keeping, uniform)
+        return index, reference.keep_or_replace(target, draft, tokens, keeping, uniform)
 
     def _masses(
         self, scores: Tensor, rows: list[int], counts: list[int], purpose: Purpose
     ) -> tuple[Tensor, Tensor]:
         """Return the masses to sample from, int64 [rows, vocab], and random numbers, fp64 [rows]."""
-        peaks, _ = likeliest(scores)
+        peaks, _ = reference.likeliest(scores)
         found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
         uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
         for _, chosen, settings, width in self._groups(rows, counts, purpose):
             uniform[chosen] = settings.uniform
-            tokens, masses = kept_masses(scores[chosen], peaks[chosen], settings, width)
+            tokens, masses = reference.kept_masses(scores[chosen], peaks[chosen], settings, width)
             found[chosen] = torch.zeros_like(found[chosen]).scatter_(1, tokens.expand_as(masses), masses)
         return found, uniform
 
@@ -318,21 +309,21 @@ class Sampler:
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens, and the numbers to copy to the host, as the GPU kernel does."""
-        peaks, tokens = likeliest(scores)
+        peaks, tokens = reference.likeliest(scores)
         for kind, chosen, settings, width in self._groups(rows, counts, Purpose.TOKEN):
             whole = len(chosen) == len(rows)  # selecting all rows would copy them
             some, tops = (scores, peaks) if whole else (scores[chosen], peaks[chosen])
             tokens[chosen] = (
-                draw_whole(some, tops, settings)
+                reference.draw_whole(some, tops, settings)
                 if kind is Kind.WHOLE
-                else draw_ranked(some, tops, settings, width)
+                else reference.draw_ranked(some, tops, settings, width)
             )
         raw_peaks = peaks if raw is None else raw.amax(dim=-1).float()
         return tokens, _side_by_side(tokens, raw_peaks, peaks)
 
     def _groups(
         self, rows: list[int], counts: list[int], purpose: Purpose
-    ) -> Iterator[tuple[Kind, Tensor, Settings, int]]:
+    ) -> Iterator[tuple[Kind, Tensor, reference.Settings, int]]:
         """Yield the randomly sampled rows, grouped by kind of draw, in chunks that fit in memory.
 
         Each item is (kind, batch indices, settings, number of most likely tokens needed).

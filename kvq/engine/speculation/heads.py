@@ -5,19 +5,19 @@ after the next. Further drafts use the layer's own state, as in vLLM and in Deep
 layer's K and V have separate blocks, in the model's own dtype.
 """
 
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kvq.blockmgr import BlockManager
+from kvq.blockmgr import BlockManager, Sequence
 from kvq.engine.device.runner import StepOutput
 from kvq.engine.device.transfers import upload
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.sampling.choose import Chooser
 from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.drafter import Drafter, Growing
-from kvq.engine.speculation.head_contexts import Context
 from kvq.errors import ConfigError, ModelError
 from kvq.kernels import SequenceBatch
 from kvq.models.loading.prepared import make_cache
@@ -27,8 +27,58 @@ from kvq.models.run.packing import padded, positions_of
 from kvq.scheduler import Branch, StepPlan
 
 _WAITING = 256  # maximum waiting states of a branch until the next draft; more are read immediately
+
+
+@dataclass(slots=True, eq=False)
+class _Context:
+    """K and V of the head for one branch, and the model states that the head has not read yet.
+
+    The head reads the states one by one. State p covers the tokens up to position p; the head reads it with
+    the token at p + 1. Tokens from the prefix cache have no computed states, so a context may begin at any
+    position, which only makes its drafts worse. States from `start` on have been read; later ones wait.
+    """
+
+    sequence: Sequence
+    start: int
+    waiting: list[Tensor] = field(default_factory=list)  # states [rows, hidden_size]
+    newest: Tensor | None = None  # [hidden_size]: the head's own state after the last state that it read
+
+    @property
+    def read(self) -> int:
+        """Position of the first state that has not been read."""
+        return self.start + self.sequence.length
+
+    @property
+    def end(self) -> int:
+        """Position of the first state that has not been received."""
+        return self.read + sum(map(len, self.waiting))
+
+    def add(self, states: Tensor, first: int) -> None:
+        """Add waiting states from position `first` on, replacing any later ones; `first` is at most `end`."""
+        states = states[max(0, self.read - first) :]
+        if not len(states):
+            return
+        kept = self._first(max(0, first - self.read))
+        self.waiting = [*kept, states.clone()]  # the next step overwrites the memory
+
+    def take(self, count: int) -> Tensor:
+        """Remove and return the first `count` waiting states, at least one: [count, hidden_size]."""
+        joined = torch.cat(self.waiting)
+        self.waiting = [joined[count:]] if count < len(joined) else []
+        return joined[:count]
+
+    def _first(self, count: int) -> list[Tensor]:
+        kept = []
+        for part in self.waiting:
+            if count <= 0:
+                break
+            kept.append(part[:count])
+            count -= len(part)
+        return kept
+
+
 _Reading = tuple[
-    Context, Tensor, list[int]
+    _Context, Tensor, list[int]
 ]  # states [rows, hidden_size] that will be read, and the next token of each
 
 
@@ -50,7 +100,7 @@ class Heads(Drafter):
         self._head = head
         self._hidden_size = head.geometry.hidden_size
         self._dtype, self._device = head.prepared.dtype, head.prepared.device
-        self._contexts: dict[Branch, Context] = {}
+        self._contexts: dict[Branch, _Context] = {}
         self._newest: dict[Branch, Tensor] = {}  # [hidden_size], for the drafts in progress
         self._try()
 
@@ -120,7 +170,7 @@ class Heads(Drafter):
         if (context := self._contexts.pop(branch, None)) is not None:
             self._manager.free(context.sequence)
 
-    def _context(self, branch: Branch, first: int) -> Context:
+    def _context(self, branch: Branch, first: int) -> _Context:
         """Return the branch's context if it has all states before `first`, or a new one starting there."""
         context = self._contexts.get(branch)
         if context is not None and context.end < first:
@@ -130,13 +180,13 @@ class Heads(Drafter):
             context = self._contexts[branch] = self._begin(first)
         return context
 
-    def _begin(self, start: int) -> Context:
-        return Context(self._manager.new_sequence(), start)
+    def _begin(self, start: int) -> _Context:
+        return _Context(self._manager.new_sequence(), start)
 
-    def _fork(self, context: Context) -> Context:
+    def _fork(self, context: _Context) -> _Context:
         """Return a copy of a context; the copy shares the context's blocks."""
         twin = self._manager.fork(context.sequence)
-        return Context(twin, context.start, list(context.waiting), context.newest)
+        return _Context(twin, context.start, list(context.waiting), context.newest)
 
     def _share(self, branch: Branch) -> None:
         """Start the contexts of the request's other branches from the context of `branch`."""
@@ -176,7 +226,7 @@ class Heads(Drafter):
         """Allocate blocks and return the branches that can read their states; drop contexts without room."""
         if self._have_room([(self._contexts[branch], count) for branch, count in rows.items()]):
             return list(rows)
-        fitting: list[tuple[Context, int]] = []
+        fitting: list[tuple[_Context, int]] = []
         kept = []
         for branch, count in rows.items():
             context = self._contexts[branch]
@@ -187,7 +237,7 @@ class Heads(Drafter):
                 self._manager.free(self._contexts.pop(branch).sequence)
         return kept
 
-    def _have_room(self, work: list[tuple[Context, int]]) -> bool:
+    def _have_room(self, work: list[tuple[_Context, int]]) -> bool:
         return self._manager.can_append([(context.sequence, rows) for context, rows in work])
 
     def _run(self, work: dict[Branch, _Reading]) -> dict[Branch, Tensor]:
@@ -248,6 +298,6 @@ class Heads(Drafter):
         self._manager.free(context.sequence)
 
 
-def _readable(context: Context, branch: Branch) -> int:
+def _readable(context: _Context, branch: Branch) -> int:
     """Return how many waiting states have a known next token; states of rejected drafts have none."""
     return max(0, min(context.end, len(branch.tokens) - 1) - context.read)

@@ -72,19 +72,15 @@ class EngineCore(NotCopyable):
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Job, None] = {}  # started and not ended, oldest first
-        self.intake = Intake(model, self.scheduler, marking=marking, home=self._home, clock=clock)
+        self.intake = Intake(model, self.scheduler, marking, self._home, clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(
             speculation, helper, self.scheduler, self.runner, self._chooser, clock
         )
         ahead = config.async_scheduling
-        self._launcher = Launcher(
-            self.scheduler,
-            self.runner,
-            clock,
-            runs_ahead=True if ahead is None and weights.device.type == "cuda" else ahead,
-            speculator=self.speculator,
-        )
+        if ahead is None and weights.device.type == "cuda":
+            ahead = True
+        self._launcher = Launcher(self.scheduler, self.runner, clock, ahead, self.speculator)
         self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
         self._grammars = PendingGrammars(model)

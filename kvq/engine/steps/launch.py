@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvq.blockmgr import SwapIn, SwapOut
 from kvq.engine.device.runner import Runner, StepOutput, join
@@ -19,27 +20,19 @@ IN_TURNS = 64
 LONG_STEP_S = 0.02  # on a CPU: a new request would wait for one more long step, to save little Python time
 
 
+@dataclass(slots=True, eq=False)
 class Launcher:
     """Launcher of steps. If a forward pass fails, its branches run one by one, and only failing requests end.
 
     `runs_ahead`: whether to launch a step while the previous one is being settled (None: if it pays off).
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        clock: Callable[[], float],
-        *,
-        runs_ahead: bool | None,
-        speculator: Speculator | None = None,
-    ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._clock = clock
-        self._runs_ahead = runs_ahead
-        self._speculator = speculator
-        self._num_in_turns = 0  # upcoming steps that are not launched ahead unless this is configured
+    scheduler: Scheduler
+    runner: Runner
+    clock: Callable[[], float]
+    runs_ahead: bool | None
+    speculator: Speculator | None
+    _num_in_turns: int = 0  # upcoming steps that are not launched ahead unless this is configured
 
     def run(self, flight: Flight) -> None:
         """Run a step to its end. If a step launched ahead failed, run it again with known tokens."""
@@ -92,36 +85,36 @@ class Launcher:
         """Plan the step after `flight` if that step needs only the tokens of `flight` and may run ahead."""
         if not self._may_run_ahead(flight.plan.num_decodes):
             return None
-        watch = Stopwatch(self._clock)
+        watch = Stopwatch(self.clock)
         watch.start("scheduling")
-        plan = self._scheduler.schedule_ahead(flight.plan)
+        plan = self.scheduler.schedule_ahead(flight.plan)
         flight.following = None if plan is None else Flight(plan, watch)
         return flight.following
 
     def _may_run_ahead(self, num_decodes: int) -> bool:
-        if self._speculator is not None and self._speculator.may_draft:  # drafts depend on tokens
+        if self.speculator is not None and self.speculator.may_draft:  # drafts depend on tokens
             return False
-        if self._runs_ahead is not None:
-            return self._runs_ahead
+        if self.runs_ahead is not None:
+            return self.runs_ahead
         if self._num_in_turns:
             self._num_in_turns -= 1
             return False
-        return self._runner.runs_concurrently and self._scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
+        return self.runner.runs_concurrently and self.scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
 
     def _get_ready(self, flight: Flight) -> None:
         """Carry out a planned step's orders, then draft, or lay out a forward pass without its tokens."""
         plan, began = flight.plan, flight.watch.start("forward")
-        flight.failed_swaps = self._runner.prepare(plan)
+        flight.failed_swaps = self.runner.prepare(plan)
         if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
-            self._scheduler.costs.observe_swap(num_swaps / 2, self._clock() - began)
+            self.scheduler.costs.observe_swap(num_swaps / 2, self.clock() - began)
         if plan.follows is None:
-            if self._speculator is not None:
+            if self.speculator is not None:
                 flight.watch.start("drafting")
-                flight.drafts = self._speculator.draft(plan)
+                flight.drafts = self.speculator.draft(plan)
                 flight.watch.start("forward")
         else:
             try:
-                flight.output = self._runner.get_ready(plan)
+                flight.output = self.runner.get_ready(plan)
             except Exception:  # noqa: BLE001 - it is launched the other way, which finds the failing request
                 _log.exception("step %d could not be made ready", plan.number)
         flight.phase = Phase.READY
@@ -133,14 +126,14 @@ class Launcher:
         try:
             tokens = choices.drawn(plan.follows)
             if flight.output is None:
-                flight.output = self._runner.forward(plan, tokens=tokens)
+                flight.output = self.runner.forward(plan, tokens=tokens)
             else:
                 self._num_in_turns = 0 if flight.output.begin(tokens) else IN_TURNS
         except Exception:  # noqa: BLE001 - it runs again once its tokens are known, split if necessary
             _log.exception("step %d failed; running it again", plan.number)
             flight.phase, flight.output = Phase.READY, None
-        if self._speculator is not None:
-            self._speculator.skip()
+        if self.speculator is not None:
+            self.speculator.skip()
 
     def _forward(self, flight: Flight) -> None:
         """Run the forward pass of a step whose tokens are known. If the pass fails, run each branch alone."""
@@ -152,13 +145,13 @@ class Launcher:
             elif wanted := as_job(branch.request).prompt_rows(end - count, end):
                 rows[i] = wanted
         try:
-            flight.output = self._runner.forward(plan, last_rows=rows)
+            flight.output = self.runner.forward(plan, last_rows=rows)
         except Exception as error:  # noqa: BLE001 - any error from a model, a kernel or a hook
             _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
             if len(plan.branches) > 1:
                 self._forward_apart(flight, rows)
             else:
-                flight.output = self._runner.nothing(plan)
+                flight.output = self.runner.nothing(plan)
                 flight.errors[as_job(plan.branches[0].request)] = _step_failed(error)
 
     def _forward_apart(self, flight: Flight, rows: dict[int, int]) -> None:
@@ -167,10 +160,10 @@ class Launcher:
         for i, branch in enumerate(flight.plan.branches):
             part = flight.plan.part(i)
             try:
-                parts.append(self._runner.forward(part, last_rows={0: rows[i]} if i in rows else {}))
+                parts.append(self.runner.forward(part, last_rows={0: rows[i]} if i in rows else {}))
             except Exception as error:  # noqa: BLE001 - as above
                 flight.errors[as_job(branch.request)] = _step_failed(error)
-                parts.append(self._runner.nothing(part))
+                parts.append(self.runner.nothing(part))
         flight.output = join(parts)
 
 

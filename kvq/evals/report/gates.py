@@ -138,7 +138,7 @@ def check_gate(
         ConfigError: the task isn't run, or the figure or format is unknown.
     """
     if gate.kv is not None and gate.kv not in formats:
-        hint = nearest(gate.kv, list(formats)) or ";"
+        hint = nearest(gate.kv, formats) or ";"
         raise ConfigError(f"--gate {gate.text!r}: {gate.kv!r} is not measured{hint} {', '.join(formats)} are")
     if gate.kv is None and not any(formats.values()):
         raise ConfigError(
@@ -148,7 +148,7 @@ def check_gate(
     if gate.task is not None and gate.task not in figures:
         if gate.task.partition(":")[0] in set(all_tasks) - set(figures):
             raise ConfigError(f"--gate {gate.text!r}: the task isn't run; add {gate.task} to --tasks")
-        hint = nearest(gate.task, list(figures)) or ";"
+        hint = nearest(gate.task, figures) or ";"
         raise ConfigError(
             f"--gate {gate.text!r}: there is no task {gate.task!r}{hint} {', '.join(figures)} are run"
         )

@@ -6,27 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
+from kvq.evals.report import plot
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.report.figure import drawing
 from kvq.evals.report.page import Columns, html_table, origin, page, table
-from kvq.evals.report.plot import (
-    attention_plot,
-    difficulty_plot,
-    divergence_plot,
-    generation_plot,
-    needle_plot,
-    perplexity_figure,
-)
 from kvq.evals.report.sections import outcomes, sections
 from kvq.models.check.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
 from kvq.sizes import binary
 
 _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> plot above its table
-    "kl": divergence_plot,
-    "by_difficulty": difficulty_plot,
-    "attention": attention_plot,
-    "generation": generation_plot,
-    "needle": needle_plot,
+    "kl": plot.divergence_plot,
+    "by_difficulty": plot.difficulty_plot,
+    "attention": plot.attention_plot,
+    "generation": plot.generation_plot,
+    "needle": plot.needle_plot,
 }
 
 
@@ -71,7 +64,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         f"every token went through kvq's own write-then-read path: quantized into "
         f"blocks first, attended from there.{drawn}</p>",
         *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in ended),
-        "" if is_eval else drawing(perplexity_figure, result),
+        "" if is_eval else drawing(plot.perplexity_figure, result),
         *_sections(result),
         _samples(samples),
         "<h2>What it took</h2>" + html_table(*table(result["tasks"], _TOOK)) if is_eval else _HOW_TO_READ,

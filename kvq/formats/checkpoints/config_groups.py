@@ -9,16 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints import scheme
 from kvq.formats.checkpoints.fields import Fields
-from kvq.formats.checkpoints.scheme import (
-    EVERY,
-    Layer,
-    LayerScheme,
-    QuantizationScheme,
-    Rule,
-    exactly,
-    fitting,
-)
+from kvq.formats.checkpoints.scheme import Layer, Rule
 from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 
 METHOD = "compressed-tensors"
@@ -68,7 +61,7 @@ def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scale
     }
 
 
-def parse(fields: Fields) -> QuantizationScheme:
+def parse(fields: Fields) -> scheme.QuantizationScheme:
     """Parse the config; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_FIELDS, _HARMLESS)
     fields.absent("transform_config", "moe_sparsity_config")
@@ -79,7 +72,7 @@ def parse(fields: Fields) -> QuantizationScheme:
     rules = rules_of(fields, lambda group: _group(group, version))
     if has_scales := fields.values.get("kv_cache_scheme") is not None:
         _check_args(fields.object("kv_cache_scheme"), _KV_SCHEME)
-    return QuantizationScheme(file_format=METHOD, version=version, rules=rules, kv_scales=has_scales)
+    return scheme.QuantizationScheme(file_format=METHOD, version=version, rules=rules, kv_scales=has_scales)
 
 
 def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
@@ -121,7 +114,7 @@ def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def _group(group: Fields, version: str) -> LayerScheme:
+def _group(group: Fields, version: str) -> scheme.LayerScheme:
     """Return the stored form of a group's layers."""
     group.only(_GROUP)
     group.absent("output_activations")
@@ -137,7 +130,7 @@ def _group(group: Fields, version: str) -> LayerScheme:
         raise weights.refusal("actorder", "null outside pack-quantized")
     suffixes = ["weight_packed", "weight_scale", "weight_shape"] if packed else ["weight", "weight_scale"]
     suffixes += ["weight_zero_point"] * (not fmt.symmetric) + ["weight_g_idx"] * act_order
-    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
+    return scheme.LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
 
 
 def _weight_format(weights: Fields, group: Fields) -> WeightFormat:
@@ -170,14 +163,14 @@ def _inputs(group: Fields, kind: str) -> Inputs:
 
 def _target(text: str, where: str) -> re.Pattern[str]:
     if text.startswith("re:"):
-        return fitting(text.removeprefix("re:"))
+        return scheme.fitting(text.removeprefix("re:"))
     if text == "Linear":
-        return EVERY
+        return scheme.EVERY
     if text in ("Embedding", "Conv2d", "Attention"):
         raise ModelError(
             f"{where}: targets must be Linear layers, by class, name or re:pattern, got {text!r}"
         )
-    return exactly(text)
+    return scheme.exactly(text)
 
 
 def _token_inputs(kind: str) -> dict[str, Any]:

@@ -10,17 +10,9 @@ from functools import partial
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints import scheme
 from kvq.formats.checkpoints.fields import Fields
-from kvq.formats.checkpoints.scheme import (
-    IN_BLOCKS,
-    Layer,
-    LayerScheme,
-    QuantizationScheme,
-    Rule,
-    containing,
-    ending,
-    fitting,
-)
+from kvq.formats.checkpoints.scheme import Layer, QuantizationScheme
 from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat
 
 V1 = "gptq"  # zero points are stored minus 1
@@ -67,12 +59,12 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
     return QuantizationScheme(file_format="autogptq", version=version, rules=rules)
 
 
-def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
+def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[scheme.Rule[Layer]]:
     """Return the rules for exceptions, the head and layers in blocks; `read` describes layers by fields."""
     layer, rules = read(fields), _dynamic(fields, read)
     head = fields.choice("lm_head", (True, False, None), False)
-    rules.append((ending("lm_head"), layer if head else None))
-    chosen = [ending(part) for part in _parts(fields)] or [_in_blocks(fields)]
+    rules.append((scheme.ending("lm_head"), layer if head else None))
+    chosen = [scheme.ending(part) for part in _parts(fields)] or [_in_blocks(fields)]
     return [*rules, *((names, layer) for names in chosen)]
 
 
@@ -95,16 +87,16 @@ def parse_awq(fields: Fields) -> QuantizationScheme:
         fields.choice(name, (GEMM, GEMM.upper(), None), None)
     fields.choice("bits", (4,))
     fmt = _format(fields, WeightCode.INT4, symmetric=not fields.choice("zero_point", (True, False)))
-    layer = LayerScheme(fmt=fmt, version=GEMM, suffixes=AWQ_SUFFIXES)
-    kept = [(containing(part), None) for part in fields.strings("modules_to_not_convert")]
-    return QuantizationScheme(file_format="autoawq", version=GEMM, rules=[*kept, (IN_BLOCKS, layer)])
+    layer = scheme.LayerScheme(fmt=fmt, version=GEMM, suffixes=AWQ_SUFFIXES)
+    kept = [(scheme.containing(part), None) for part in fields.strings("modules_to_not_convert")]
+    return QuantizationScheme(file_format="autoawq", version=GEMM, rules=[*kept, (scheme.IN_BLOCKS, layer)])
 
 
-def _gptq_layer(fields: Fields, version: str) -> LayerScheme:
+def _gptq_layer(fields: Fields, version: str) -> scheme.LayerScheme:
     fields.choice("desc_act", (True, False, None), False)
     code = INTEGER_CODES[fields.choice("bits", tuple(INTEGER_CODES))]
     fmt = _format(fields, code, symmetric=fields.choice("sym", (True, False), True))
-    return LayerScheme(fmt=fmt, version=version, suffixes=GPTQ_SUFFIXES)
+    return scheme.LayerScheme(fmt=fmt, version=version, suffixes=GPTQ_SUFFIXES)
 
 
 def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightFormat:
@@ -115,7 +107,7 @@ def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightForma
         raise ModelError(f"{fields.where}: group_size: {error}") from error
 
 
-def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
+def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[scheme.Rule[Layer]]:
     """Return GPTQModel's exceptions: `-:pattern` excludes layers, `+:pattern` or `pattern` sets fields."""
     if fields.values.get("dynamic") is None:
         return []
@@ -126,7 +118,7 @@ def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer
             own = Fields.of(change, f"{dynamic.where}.{pattern}")
             own.only(_OVERRIDES)
             layer = read(Fields({**fields.values, **own.values}, own.where))
-        rules.append((fitting(pattern.removeprefix("-:").removeprefix("+:")), layer))
+        rules.append((scheme.fitting(pattern.removeprefix("-:").removeprefix("+:")), layer))
     return rules
 
 
@@ -146,7 +138,7 @@ def _in_blocks(fields: Fields) -> re.Pattern[str]:
     """Return a pattern for the layers in all blocks, or in the block list that the config names."""
     name = fields.values.get("block_name_to_quantize")
     if name is None:
-        return IN_BLOCKS
+        return scheme.IN_BLOCKS
     if not isinstance(name, str):
         raise fields.refusal("block_name_to_quantize", "a name")
-    return fitting(rf"{re.escape(name)}\.\d+\..*")
+    return scheme.fitting(rf"{re.escape(name)}\.\d+\..*")

@@ -21,7 +21,7 @@ from lmcache.v1.distributed.serde import (
 from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
-from kvq.errors import ConfigError, DamagedData, nearest
+from kvq.errors import ConfigError, DamagedData, unknown
 from kvq.formats import KVRecipe
 from kvq.integrations.lmcache.chunk import ChunkCodec, check_recipe
 
@@ -120,10 +120,7 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
     """
     for name in options:
         if name not in _OPTIONS:
-            raise ConfigError(
-                f"unknown option {name!r} of the serde kvq{nearest(name, list(_OPTIONS)) or ';'} "
-                f"known: {', '.join(_OPTIONS)}"
-            )
+            raise ConfigError(unknown("option of the serde kvq", name, _OPTIONS))
     kv, head_dim = options.get("kv"), _count(options, "head_dim")
     if not isinstance(kv, str):
         raise ConfigError(f"the serde kvq needs kv, such as 'int4', 'int8/int4' or 'kvq.json', got {kv!r}")

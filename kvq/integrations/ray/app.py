@@ -17,8 +17,7 @@ require("kvq.integrations.ray", (*RAY, *SERVER))
 from ray import serve  # noqa: E402 - missing packages were reported above
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig  # noqa: E402
 
-from kvq.integrations.ray.ingress import Ingress  # noqa: E402
-from kvq.integrations.ray.replica import EngineReplica  # noqa: E402
+from kvq.integrations.ray.actors import EngineReplica, Ingress  # noqa: E402
 
 _FLEET = {field.name for field in fields(Fleet)}
 _LISTENERS = {"host", "port", "tls", "max_connections", "max_connections_per_address"}  # set in Ray's proxy

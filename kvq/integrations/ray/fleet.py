@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.capacity.fleet.routing import LONG_MATCH, MOST_AHEAD, REMEMBERED_TOKENS, Routing
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError, not_one_of
 
 ROUTERS = {  # name in `kvq simulate --routing` -> router class
     Routing.AFFINITY.value: "kvq.integrations.ray.router.PrefixRouter",
@@ -37,10 +37,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
-            raise ConfigError(
-                f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
-                f"{nearest(self.router, list(ROUTERS))}"
-            )
+            raise ConfigError(not_one_of("router", self.router, ROUTERS))
         if self.num_replicas < 1 or self.num_ingresses < 1:
             raise ConfigError(
                 f"num_replicas and num_ingresses must be at least 1, got {self.num_replicas} and "

@@ -6,10 +6,12 @@ or more, the format is harmless. Otherwise the model runs again with KV in the f
 the logits.
 """
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvq import strict_json
 from kvq.cache.backend import CacheBackend
-from kvq.errors import BrokenFormat, ModelError, RequestError, UnfitFormat, UnsupportedKernel
+from kvq.errors import BrokenFormat, ConfigError, ModelError, RequestError, UnfitFormat, UnsupportedKernel
+from kvq.fileio import write_text
 from kvq.formats import KVRecipe
 from kvq.models.check.compared import ComparedCache
-from kvq.models.check.memory import is_first, recall, remember
 from kvq.models.check.verdict import BROKEN_CHANGE, BROKEN_KL, Verdict, chance_perplexity, verdict
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.prepared import PreparedModel
@@ -37,6 +40,7 @@ _SLACK = 1.05  # times the bits, at most, for another format of about the same s
 _BEYOND = 1e9  # nats, if logits are not finite
 _SAID = {"harmless": "is harmless to", "warning": "is not harmless to", "broken": "breaks"}
 _NEWS = "short-names-of-2026-11-28"
+_VERSION = 1  # of stored findings; increased if codecs, the text or limits change
 _log = logging.getLogger("kvq")
 
 
@@ -226,3 +230,55 @@ def _others(model: Model, asked: KVRecipe) -> list[Model]:
         except (UnfitFormat, UnsupportedKernel):
             continue
     return found
+
+
+def memory_folder() -> Path:  # D48: a model's folder may be read-only
+    """Return the folder of stored findings, in the user's cache: a file for each model and format.
+
+    A file that is damaged, or was written for another version, model or format, is ignored.
+    """
+    return Path.home() / ".cache" / "kvq" / "checks"
+
+
+def recall(model: PreparedModel, recipe: KVRecipe) -> dict[str, Any] | None:
+    """Return the fields of the stored findings for a model and a format, or None if there are none."""
+    key = _key(model, recipe)
+    try:
+        data = strict_json.read(memory_folder() / f"{key}.json")
+        is_whole = data["seal"] == _digest([key, data["found"]])
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+        return None
+    return dict(data["found"]) if is_whole else None
+
+
+def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
+    """Store the findings, a dataclass instance, if the file can be written."""
+    key, fields = _key(model, recipe), asdict(found)
+    try:
+        folder = memory_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"{key}.json", json.dumps({"found": fields, "seal": _digest([key, fields])}))
+    except (OSError, RuntimeError, ConfigError) as error:
+        _log.info("what the check found can't be kept, so it will run again: %s", error)
+
+
+def is_first(news: str) -> bool:
+    """Return True on the first call for `news` on this machine; False later, or if recording it fails."""
+    try:
+        memory_folder().mkdir(parents=True, exist_ok=True)
+        (memory_folder() / f"{news}.told").touch(exist_ok=False)
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def _key(model: PreparedModel, recipe: KVRecipe) -> str:
+    """Return a key derived from everything that the findings depend on."""
+    rounded_to = None if model.rounded_to is None else model.rounded_to.name
+    size = model.block_size if recipe.is_staged else None
+    inputs = [model.block_inputs.value] if model.is_gguf else []
+    return _digest([_VERSION, model.digest, rounded_to, recipe.digest(), size, *inputs])[:32]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -90,7 +90,7 @@ def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
         )
     if name.lower().endswith(".gguf"):
         raise ModelError(f"there is no file {name}; give the path of a GGUF file that is here")
-    if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
+    if "/" not in name and (hint := nearest(name, EMBEDDED)):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
     return None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvq.errors import ConfigError, first_lines, nearest
+from kvq.errors import ConfigError, first_lines, unknown
 
 _DEVICES = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,10 +42,7 @@ def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> t
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else stored_dtype(config)
     if dtype not in DTYPES:
-        allowed = ["auto", *DTYPES]
-        raise ConfigError(
-            f"unknown dtype {dtype!r}{nearest(dtype, allowed) or ';'} allowed: {', '.join(allowed)}"
-        )
+        raise ConfigError(unknown("dtype", dtype, ["auto", *DTYPES]))
     return DTYPES[dtype]
 
 

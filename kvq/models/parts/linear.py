@@ -17,18 +17,18 @@ from torch.nn import functional
 from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.library import load
-from kvq.weights import (
+from kvq.weights.experts import install_experts, stacked_experts
+from kvq.weights.install import Weights, install
+from kvq.weights.linear import (
     ROUTERS,
+    PackedEmbedding,
     PackedLinear,
     QuantizedLinear,
-    batch_invariant_routers,
-    install,
-    install_experts,
+    is_plain_lookup,
+    replace_linear,
     runs_library_code,
-    stacked_experts,
+    scale_of,
 )
-from kvq.weights.install import Weights
-from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 from kvq.weights.routers import is_batch_invariant
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gains

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError, not_one_of
 
 
 class _Named(NamedTuple):
@@ -214,7 +214,5 @@ def parse_names(given: Iterable[str]) -> tuple[str, ...]:
     """
     wanted = {"kvq"} | {part.strip() for text in given for part in text.split(",") if part.strip()}
     for name in sorted(wanted - set(ALL_NAMES)):
-        raise ConfigError(
-            f"metrics have the names of {', '.join(ALL_NAMES)}, got {name!r}{nearest(name, list(ALL_NAMES))}"
-        )
+        raise ConfigError(not_one_of("metrics names", name, ALL_NAMES))
     return tuple(name for name in ALL_NAMES if name in wanted)

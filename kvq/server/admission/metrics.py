@@ -8,14 +8,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -114,14 +107,14 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
     def __init__(self, remote: Remote, model: str, kinds: Iterable[str] = ("kvq",)) -> None:
         """`model`: the model's name for clients; `kinds`: naming schemes, as `parse_names` returns them."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, useless series for each metric
-        self._registry = CollectorRegistry()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, useless series for each metric
+        self._registry = prometheus_client.CollectorRegistry()
         self._source = _Source(model, remote)
         self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
-        self.cuts = Counter(
+        self.cuts = prometheus_client.Counter(
             "kvq_slow_readers_cut", "Streams whose clients fell too far behind.", registry=self._registry
         )
-        self.ignored = Counter(
+        self.ignored = prometheus_client.Counter(
             "kvq_requests_with_ignored_fields",
             "Requests with unknown fields: refused, answered without them, or with mere labels.",
             ["kind"],
@@ -145,11 +138,11 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
         """Add a gauge of the HTTP process, whose value is read at every scrape."""
-        Gauge(name, what, registry=self._registry).set_function(read)
+        prometheus_client.Gauge(name, what, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
-        return generate_latest(self._registry)
+        return prometheus_client.generate_latest(self._registry)
 
     def _observe(self, key: str, value: float) -> None:
         for named in self._named:
@@ -167,18 +160,20 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 class _Named(Collector):
     """Metrics under one naming scheme."""
 
-    def __init__(self, names: Names, source: _Source, registry: CollectorRegistry) -> None:
+    def __init__(self, names: Names, source: _Source, registry: prometheus_client.CollectorRegistry) -> None:
         self._names = names
         self._source = source
         self._labels = {key: source.model if value is None else value for key, value in names.labels.items()}
         fixed = [*self._labels.values(), *[source.model] * (len(names.ends.labels) - 1)]
-        ends = Counter(
+        ends = prometheus_client.Counter(
             names.ends.name, names.ends.text, [*self._labels, *names.ends.labels], registry=registry
         )
         self._ends = {ending: ends.labels(*fixed, value) for ending, value in names.endings.items()}
-        self._observed: dict[str, Histogram] = {}
+        self._observed: dict[str, prometheus_client.Histogram] = {}
         for key, (name, text, buckets, _) in names.observed.items():
-            made = Histogram(name, text, [*self._labels], buckets=buckets, registry=registry)
+            made = prometheus_client.Histogram(
+                name, text, [*self._labels], buckets=buckets, registry=registry
+            )
             self._observed[key] = made.labels(**self._labels) if self._labels else made
         registry.register(self)
 

@@ -8,15 +8,8 @@ from typing import Any, TypeVar
 from kvq.engine import PrefixPin
 from kvq.server.admission.bodies import ChatMessage
 from kvq.server.admission.prompts import Conversation, Prompts
-from kvq.server.anthropic.bodies import (
-    CustomTool,
-    Message,
-    PromptBody,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from kvq.server.anthropic import bodies
+from kvq.server.anthropic.bodies import PromptBody
 from kvq.server.http.problems import Problem
 
 T = TypeVar("T")
@@ -62,14 +55,14 @@ def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
     """Return the conversation with different text after a block; do not modify the body."""
     block = blocks[at]
     others = [block]
-    if isinstance(block, CustomTool):
+    if isinstance(block, bodies.CustomTool):
         others.append(block.model_copy(update={"name": _OTHER, "description": _OTHER, "parameters": {}}))
-    elif isinstance(block, TextBlock):
+    elif isinstance(block, bodies.TextBlock):
         others = [block.model_copy(update={"text": block.text + _OTHER})]
-    elif isinstance(block, ToolResultBlock):
-        content = [*block.content, TextBlock(type="text", text=_OTHER)]
+    elif isinstance(block, bodies.ToolResultBlock):
+        content = [*block.content, bodies.TextBlock(type="text", text=_OTHER)]
         others = [block.model_copy(update={"content": content})]
-    elif isinstance(block, ToolUseBlock):
+    elif isinstance(block, bodies.ToolUseBlock):
         others = [block.model_copy(update={"input": block.input | {_OTHER: ""}})]
     blocks[at : at + 1] = others
     changed = conversation(body)
@@ -105,13 +98,13 @@ def conversation(body: PromptBody) -> Conversation:
     return messages, options
 
 
-def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:
+def _user(turns: Sequence[bodies.Message], names: dict[str, str]) -> Iterator[ChatMessage]:
     """Yield the messages for the user's turns; each tool result becomes a separate message."""
     parts: list[str | ChatMessage] = []
     for turn in turns:
-        for is_result, blocks in groupby(turn.content, key=lambda block: isinstance(block, ToolResultBlock)):
+        for is_result, blocks in groupby(turn.content, key=lambda block: block.type == "tool_result"):
             if is_result:
-                parts += [_result(block, names) for block in _only(ToolResultBlock, blocks)]
+                parts += [_result(block, names) for block in _only(bodies.ToolResultBlock, blocks)]
             else:
                 parts.append(text_of(blocks))
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
@@ -121,29 +114,31 @@ def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessa
             yield from _only(ChatMessage, run)
 
 
-def _result(block: ToolResultBlock, names: dict[str, str]) -> ChatMessage:
+def _result(block: bodies.ToolResultBlock, names: dict[str, str]) -> ChatMessage:
     named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
     return ChatMessage.model_validate(
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)} | named
     )
 
 
-def _assistant(turns: Sequence[Message], names: dict[str, str]) -> ChatMessage:
+def _assistant(turns: Sequence[bodies.Message], names: dict[str, str]) -> ChatMessage:
     texts = [text_of(turn.content) for turn in turns]
     calls = []
-    for block in (block for turn in turns for block in _only(ToolUseBlock, turn.content)):
+    for block in (block for turn in turns for block in _only(bodies.ToolUseBlock, turn.content)):
         names[block.id] = block.name
         function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
         calls.append({"id": block.id, "function": function})
     content = "\n\n".join(text for text in texts if text)
-    thoughts = "".join(block.thinking for turn in turns for block in _only(ThinkingBlock, turn.content))
+    thoughts = "".join(
+        block.thinking for turn in turns for block in _only(bodies.ThinkingBlock, turn.content)
+    )
     own = {"reasoning_content": thoughts} if thoughts else {}
     return ChatMessage.model_validate(
         {"role": "assistant", "content": content, "tool_calls": calls or None} | own
     )
 
 
-def _ending(last: Message) -> dict[str, Any]:
+def _ending(last: bodies.Message) -> dict[str, Any]:
     if last.role == "user":
         return {"add_generation_prompt": True}
     text = text_of(last.content[-1:])
@@ -160,4 +155,4 @@ def _only(kind: type[T], items: Iterable[object]) -> list[T]:
 
 def text_of(blocks: Iterable[object]) -> str:
     """Return the concatenated text of all text blocks."""
-    return "".join(block.text for block in _only(TextBlock, blocks))
+    return "".join(block.text for block in _only(bodies.TextBlock, blocks))

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvq.errors import EngineError, RequestError
+from kvq.errors import EngineError, RequestError, not_one_of
 from kvq.server.admission.bodies import ChatBody, CompletionBody
 from kvq.server.admission.service import Service
 from kvq.server.batch.lines import FIELDS, Line
@@ -94,8 +94,7 @@ class Calls:
         if given.get("priority") is None and given.get("service_tier") in (None, "auto"):
             given["priority"] = "batch"
         if (kind := _BODIES.get(line.url)) is None:
-            urls = ", ".join(_BODIES)
-            raise Problem(404, f"url must be one of {urls}, got {line.url[:100]!r}", param="url")
+            raise Problem(404, not_one_of("url", line.url[:100], _BODIES), param="url")
         try:
             body = kind.model_validate(given)
         except ValidationError as error:

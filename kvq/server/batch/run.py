@@ -102,25 +102,20 @@ def run_batch(
         EngineError: the engine ended too many times.
     """
     with ResultFile(config.target, retry_failed=config.retry_failed) as results:
-        return asyncio.run(_Batch(config, results, progress, on_model).run())
+        summary = Summary(num_failed=results.num_failed)
+        return asyncio.run(_Batch(config, results, progress, on_model, summary).run())
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """State and tasks of one batch run."""
 
-    def __init__(
-        self,
-        config: BatchConfig,
-        results: ResultFile,
-        progress: Progress,
-        on_model: Callable[[ModelSource, str], object],
-    ) -> None:
-        self._config = config
-        self._results = results
-        self._progress = progress
-        self._on_model = on_model
-        self._total: int | None = None
-        self.summary = Summary(num_failed=results.num_failed)
+    config: BatchConfig
+    results: ResultFile
+    progress: Progress
+    on_model: Callable[[ModelSource, str], object]
+    summary: Summary
+    total: int | None = None  # lines of the input
 
     async def run(self) -> Summary:
         work = asyncio.create_task(self._run())
@@ -129,7 +124,7 @@ class _Batch:
         with suppress(asyncio.CancelledError):
             await work
             self.summary.is_complete = True
-            self.summary.num_strangers = self._results.num_strangers
+            self.summary.num_strangers = self.results.num_strangers
         return self.summary
 
     async def _run(self) -> None:
@@ -142,13 +137,13 @@ class _Batch:
             return
         why_failed: list[KVQError] = []
         config = replace(
-            self._config.serving, admission=_BOUNDLESS, timeout_s=None, log=LogConfig(level="warning")
+            self.config.serving, admission=_BOUNDLESS, timeout_s=None, log=LogConfig(level="warning")
         )
         source, remote = make_remote(config, on_failed=why_failed.append)
         tokenizer = load_without_torch(source.folder, config.chat_template)
         service = make_service(config, source.name, source.folder, remote, tokenizer, deadline_s=_TOKENIZE_S)
         try:
-            self._on_model(source, (await service.remote.start()).model_digest)
+            self.on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
             try:
                 await self._answer_all(Calls(service, self.summary.ignore), chain([first], lines))
@@ -166,7 +161,7 @@ class _Batch:
             async with asyncio.TaskGroup() as group:
                 counting = group.create_task(self._count())
                 workers = [
-                    group.create_task(self._work(calls, lines)) for _ in range(self._config.max_in_flight)
+                    group.create_task(self._work(calls, lines)) for _ in range(self.config.max_in_flight)
                 ]
                 await asyncio.wait(workers)
                 counting.cancel()
@@ -178,7 +173,7 @@ class _Batch:
             if line is None:
                 await asyncio.sleep(0)
                 continue
-            self._results.write(await self._result(calls, line))
+            self.results.write(await self._result(calls, line))
             self.summary.num_new += 1
             self._show()
 
@@ -196,8 +191,8 @@ class _Batch:
 
     def _unfinished(self) -> Iterator[Line | None]:
         """Yield the unfinished lines, and None at intervals while finished lines are skipped."""
-        for given in read_lines(self._config.source):
-            line = self._results.unfinished(given)
+        for given in read_lines(self.config.source):
+            line = self.results.unfinished(given)
             if line is not None:
                 yield line
                 continue
@@ -207,16 +202,16 @@ class _Batch:
                 yield None
 
     def _show(self) -> None:
-        self._progress(self.summary.num_new + self.summary.num_skipped, self._total)
+        self.progress(self.summary.num_new + self.summary.num_skipped, self.total)
 
     async def _count(self) -> None:
         """Count the lines of the input for the progress bar."""
         count = 0
-        with self._config.source.open("rb") as file:
+        with self.config.source.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 count += chunk.count(b"\n")
                 await asyncio.sleep(0)
-        self._total = count
+        self.total = count
         self._show()
 
 

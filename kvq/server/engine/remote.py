@@ -13,18 +13,9 @@ from time import monotonic
 from kvq.engine import Piece
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
+from kvq.server.engine import messages
 from kvq.server.engine.frames import from_engine, read_async
-from kvq.server.engine.messages import (
-    Ended,
-    EngineSnapshot,
-    Gauges,
-    Ready,
-    Refused,
-    Start,
-    Stepped,
-    Submit,
-    pack,
-)
+from kvq.server.engine.messages import Ended, EngineSnapshot
 from kvq.server.engine.process import EngineProcess
 
 _log = logging.getLogger("kvq")
@@ -72,7 +63,7 @@ class Remote:
 
     def __init__(
         self,
-        start: Start,
+        start: messages.Start,
         *,
         max_restarts: int = 5,
         ping_s: float = 0.5,
@@ -83,10 +74,10 @@ class Remote:
         reply before the process is killed. `on_failed`: called with the error if the engine fails for good.
         """
         self.state = State.STARTING
-        self.info: Ready | None = None  # description of the engine, set when it is first ready
-        self.gauges: Gauges | None = None  # gauges of the running process
+        self.info: messages.Ready | None = None  # description of the engine, set when it is first ready
+        self.gauges: messages.Gauges | None = None  # gauges of the running process
         self.num_restarts = 0
-        self.on_stepped: Callable[[Stepped], object] | None = None  # called with the result of every step
+        self.on_stepped: Callable[[messages.Stepped], object] | None = None  # called after every step
         self._start, self._on_failed = start, on_failed
         self._max_restarts, self._ping_s, self._stall_s = max_restarts, ping_s, stall_s
         self._numbers = itertools.count()
@@ -108,7 +99,7 @@ class Remote:
         """Maximum number of concurrent sequences in the engine, or None before it is ready."""
         return None if self.info is None else self.info.scheduler.max_num_seqs
 
-    async def start(self) -> Ready:
+    async def start(self) -> messages.Ready:
         """Start the process and wait until its engine is ready.
 
         Raises:
@@ -149,7 +140,7 @@ class Remote:
             timer = loop.call_later(timeout_s, stream.queue.put_nowait, TimeoutError())
         ended = False
         try:
-            await process.send(Submit(number=number, prompt=pack(prompt), options=options))
+            await process.send(messages.Submit(number=number, prompt=messages.pack(prompt), options=options))
             while not ended:
                 message = await stream.queue.get()
                 if isinstance(message, EngineError | TimeoutError):
@@ -230,11 +221,11 @@ class Remote:
         await process.send(self._start)
         async with asyncio.timeout(_START_S):
             first = await read_async(receive, from_engine)
-        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was ready before
-            raise EngineError(first.reason)
-        if isinstance(first, Refused):
+        if isinstance(first, messages.Refused):
+            if first.may_pass and self.info is not None:  # it was ready before
+                raise EngineError(first.reason)
             raise self._failed((BrokenFormat if first.breaks_model else ConfigError)(first.reason))
-        if not isinstance(first, Ready):
+        if not isinstance(first, messages.Ready):
             return
         if self.info is not None and first.model_digest != self.info.model_digest:
             raise self._failed(
@@ -254,7 +245,7 @@ class Remote:
         try:
             while (message := await read_async(receive, from_engine)) is not None:
                 process.answered_s = monotonic()
-                if isinstance(message, Stepped):
+                if isinstance(message, messages.Stepped):
                     self._take(message)
                 elif isinstance(message, EngineSnapshot):
                     self._show(message)
@@ -278,7 +269,7 @@ class Remote:
                 process.popen.kill()
                 return
 
-    def _take(self, message: Stepped) -> None:
+    def _take(self, message: messages.Stepped) -> None:
         items: list[tuple[int, Piece | Ended]] = [(int(piece.request_id), piece) for piece in message.pieces]
         items += [(ended.number, ended) for ended in message.ended]
         for number, item in items:

@@ -14,38 +14,21 @@ from time import perf_counter
 
 import msgspec
 
+from kvq import errors
 from kvq.engine import Piece
 from kvq.engine.build import build
 from kvq.engine.loop import EngineLoop
 from kvq.engine.requests.outputs import Event
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.core import EngineCore
-from kvq.errors import (
-    BrokenFormat,
-    ConfigError,
-    EngineError,
-    KVQError,
-    OutOfMemory,
-    RequestError,
-    first_lines,
-)
+from kvq.errors import ConfigError, KVQError
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
+from kvq.server.engine import messages
 from kvq.server.engine.frames import encode, read, to_engine
 from kvq.server.engine.introspection import Introspection
 from kvq.server.engine.memory import Memory
-from kvq.server.engine.messages import (
-    Ended,
-    FromEngine,
-    Gauges,
-    Look,
-    Ready,
-    Refused,
-    Start,
-    Stepped,
-    Submit,
-    unpack,
-)
+from kvq.server.engine.messages import Ended, Start
 from kvq.server.engine.residency import Residency
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.stream import EventStream
@@ -91,11 +74,11 @@ class _Worker:
             if isinstance(error, KVQError):
                 reason = str(error)
             else:
-                reason = f"the engine can't be built: {type(error).__name__}: {first_lines(error)}"
+                reason = f"the engine can't be built: {type(error).__name__}: {errors.first_lines(error)}"
                 _log.error("the engine can't be built", exc_info=error)
-            may_pass = isinstance(error, OutOfMemory | MemoryError | OSError)
-            breaks = isinstance(error, BrokenFormat)
-            self._send(Refused(reason=reason, may_pass=may_pass, breaks_model=breaks))
+            may_pass = isinstance(error, errors.OutOfMemory | MemoryError | OSError)
+            breaks = isinstance(error, errors.BrokenFormat)
+            self._send(messages.Refused(reason=reason, may_pass=may_pass, breaks_model=breaks))
             return
         loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
         core.scheduler.manager.subscribe(self._residency)
@@ -103,7 +86,7 @@ class _Worker:
             try:
                 self._publish(loop, start.kv_events)
             except ConfigError as error:
-                self._send(Refused(reason=str(error), may_pass=True))
+                self._send(messages.Refused(reason=str(error), may_pass=True))
                 core.close()
                 return
         memory = Memory(model.weights.device)
@@ -112,7 +95,7 @@ class _Worker:
         threading.Thread(target=self._listen, args=(loop,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
-            Ready(
+            messages.Ready(
                 model_digest=model.weights.digest,
                 vocab_size=model.geometry.vocab_size,
                 block_bytes=[group.block_bytes for group in layout.groups],
@@ -158,19 +141,20 @@ class _Worker:
         self._events = EventStream(manager, publisher.put)
         self._events.flush()
 
-    def _do(self, core: EngineCore, message: Submit | int | Look, came_s: float) -> None:
+    def _do(self, core: EngineCore, message: messages.Submit | int | messages.Look, came_s: float) -> None:
         """Handle a message from the HTTP process between two steps."""
-        if isinstance(message, Submit):
+        if isinstance(message, messages.Submit):
             self._submit(core, message, came_s)
         elif message == "look":
             self._is_looked_at = True
         elif message in self._jobs:
             core.cancel(self._jobs[message])
 
-    def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
+    def _submit(self, core: EngineCore, command: messages.Submit, came_s: float) -> None:
         number, options = command.number, replace(command.options, request_id=str(command.number))
         try:
-            job = core.intake.new_job(unpack(command.prompt), options, listener=partial(self._take, number))
+            prompt = messages.unpack(command.prompt)
+            job = core.intake.new_job(prompt, options, listener=partial(self._take, number))
             self._jobs[number] = job
             self._introspection.meet(options.tenant)
             if self._events is not None:
@@ -198,7 +182,7 @@ class _Worker:
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Send the results of a step in one message."""
         manager = core.scheduler.manager
-        gauges = Gauges(
+        gauges = messages.Gauges(
             **core.scheduler.snapshot().known(),
             generated_tokens=self._generated,
             evictions=self._residency.evictions,
@@ -208,7 +192,7 @@ class _Worker:
             dropped_kv_events=0 if self._events is None else self._events.dropped,
             memory=memory.look(),
         )
-        stepped = Stepped(
+        stepped = messages.Stepped(
             pieces=self._pieces,
             ended=self._ended,
             gauges=gauges,
@@ -218,8 +202,10 @@ class _Worker:
         self._pieces, self._ended = [], []
         try:
             self._send(stepped)
-        except EngineError as error:  # frame too large: only a long prompt's log-probabilities need so much
-            wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
+        except (
+            errors.EngineError
+        ) as error:  # frame too large: only a long prompt's log-probabilities need so much
+            wrong = errors.RequestError(f"the prompt's log-probabilities can't be sent: {error}")
             ended = [
                 one if one.prompt_logprobs is None else Ended(number=one.number).failed(wrong)
                 for one in stepped.ended
@@ -240,7 +226,7 @@ class _Worker:
             _log.exception("the HTTP process can't be understood")
         loop.ask(None)
 
-    def _send(self, message: FromEngine) -> None:
+    def _send(self, message: messages.FromEngine) -> None:
         with self._sending:
             self._sock.sendall(encode(message))
 

@@ -74,7 +74,7 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
         else:
             got = f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind!r:.50} {noun}"
             words = "this server reads text only, got {got}; leave it out or describe it in words"
-            if hint := nearest(kind[:_MAX_KIND], list(kinds), cutoff=_ALIKE):
+            if hint := nearest(kind[:_MAX_KIND], kinds, cutoff=_ALIKE):
                 words = "{got} is not known{hint}"
             if kind in others:
                 words = "{got} is of no use here, only {known}; leave it out"

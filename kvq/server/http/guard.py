@@ -4,6 +4,7 @@ import base64
 import binascii
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,35 +63,28 @@ class _LogLimit:
         return num
 
 
+@dataclass(eq=False)
 class Guard:
     """ASGI middleware that checks, counts and logs requests, and assigns each an id."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        access: Access,
-        credentials: Credentials | None = None,
-        check: Callable[[str, str], object] = lambda path, tenant: None,
-        charge: Callable[[str], object] = lambda tenant: None,
-        count: Callable[[str, Problem], object] = lambda path, problem: None,
-    ) -> None:
-        """`credentials`: the valid keys; default: keys in `access`. `check(path, tenant)` raises Problem if a
-        request can't be served, whatever its body is. `charge(tenant)` is called for each invalid request,
-        and `count(path, problem)` for each POST that the guard refuses.
-        """
-        self._app = app
-        self._access = access
-        self._check_arrival = check
-        self._charge = charge
-        self._count = count
-        self._credentials = credentials or Credentials(access)
+    app: ASGIApp
+    _: KW_ONLY
+    access: Access
+    credentials: Credentials | None = None  # the valid keys; default: keys in `access`
+    # check(path, tenant) raises Problem if a request can't be served, whatever its body is
+    check: Callable[[str, str], object] = lambda path, tenant: None
+    charge: Callable[[str], object] = lambda tenant: None  # called for each invalid request
+    # count(path, problem) is called for each POST that the guard refuses
+    count: Callable[[str, Problem], object] = lambda path, problem: None
+
+    def __post_init__(self) -> None:
+        self._credentials = self.credentials or Credentials(self.access)
         self._incoming = Incoming()
         self._refused = _LogLimit()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began, answer, body = perf_counter(), _Answer(scope, send), self._incoming.body()
         token = request_id.set(answer.request_id)
@@ -101,7 +95,7 @@ class Guard:
             except Problem as problem:
                 scope[REASON] = problem.code or problem.type
                 if scope["method"] == "POST":
-                    self._count(scope["path"], problem)
+                    self.count(scope["path"], problem)
                 body.release()
                 await skip(receive)
                 response = as_response(problem, scope["path"])
@@ -113,11 +107,11 @@ class Guard:
             if whole is not None:
                 # HEAD is handled as GET; the connection omits the body
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self._app(as_get, whole, answer.send)
+                await self.app(as_get, whole, answer.send)
         finally:
             body.release()
             if answer.status in _COSTLY and ADMITTED not in scope and "kvq_tenant" in scope:
-                self._charge(scope["kvq_tenant"])
+                self.charge(scope["kvq_tenant"])
             self._log(scope, answer.status, perf_counter() - began)
             request_id.reset(token)
 
@@ -142,12 +136,12 @@ class Guard:
             raise Problem(431, f"the headers of a request may have {MAX_HEADERS} bytes together")
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
-        if self._access.hosts is not None and _name(host) not in self._access.hosts:
+        if self.access.hosts is not None and _name(host) not in self.access.hosts:
             raise Problem(
                 400, "this server has no such host name; see --allowed-host", code="host_not_allowed"
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        origins = self._access.origins
+        origins = self.access.origins
         if origin and "*" not in origins and origin not in origins and _netloc(origin) != host:
             raise Problem(403, "pages of other origins may not call this server; see --allow-origin")
         scope["kvq_tenant"] = self._tenant(scope["path"], headers)
@@ -156,7 +150,7 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if len(length) > 16 or int(length) > _most_bytes(scope):  # h11 has verified the digits
             raise too_large(_most_bytes(scope))
-        self._check_arrival(scope["path"], scope["kvq_tenant"])
+        self.check(scope["path"], scope["kvq_tenant"])
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
         if path in OPEN:

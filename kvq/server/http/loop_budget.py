@@ -59,7 +59,7 @@ class LoopBudget:
         iterator's exception, or EngineError if `close` is called before the iterator ends.
         """
         if self._is_closed:
-            raise _closing()
+            raise closing()
         if self._has_spare() and not self._at_once(lambda: next(steps, Again.NO)):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class LoopBudget:
         self._is_closed = True
         for done, failures in self._waiting.items():
             if not done.done():
-                failures.append(_closing())
+                failures.append(closing())
                 done.set_result(None)
 
     def _has_spare(self) -> bool:
@@ -135,5 +135,6 @@ class LoopBudget:
             self._is_running = False
 
 
-def _closing() -> EngineError:
+def closing() -> EngineError:
+    """Return the error for work that the shutdown cuts short."""
     return EngineError("the server is shutting down")

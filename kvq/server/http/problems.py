@@ -1,31 +1,26 @@
 """Problems: error responses in OpenAI's, Anthropic's and Ollama's protocols."""
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
 
 
+@dataclass(eq=False)
 class Problem(Exception):
     """Error response: an HTTP status other than 200, and a message."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-        self.is_counted = False  # the metrics already include the request
+    status: int
+    message: str
+    _: KW_ONLY
+    type: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+    is_counted: bool = field(default=False, init=False)  # the metrics already include the request
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def ending(self) -> str:

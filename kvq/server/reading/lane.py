@@ -13,6 +13,7 @@ import msgspec
 from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 from kvq.server.engine.frames import encode
+from kvq.server.http.loop_budget import closing
 from kvq.server.http.problems import unavailable
 from kvq.server.reading.jobs import Job, JobResult, in_pieces
 from kvq.server.reading.readers import Reader, Readers
@@ -94,7 +95,7 @@ class Lane:
         for task in self._working:
             task.cancel()
         while (taken := self._line.take()) is not None:
-            taken[1].fail(_closing())
+            taken[1].fail(closing())
 
     async def _work(self) -> None:
         """Run one job after another until none is left."""
@@ -111,7 +112,7 @@ class Lane:
                 except Exception as error:  # noqa: BLE001 - fails only this job
                     work.fail(error)
                 except asyncio.CancelledError:
-                    work.fail(_closing())
+                    work.fail(closing())
                     raise
                 finally:
                     self._note(tenant, monotonic() - began)
@@ -158,10 +159,6 @@ class Lane:
             await self._readers.end(reader)
             return None
         return reader
-
-
-def _closing() -> EngineError:
-    return EngineError("the server is shutting down")
 
 
 def _why(status: int | None, may_s: float) -> Exception:

@@ -14,7 +14,7 @@ from kvq.formats.spec import Own
 from kvq.integrations.lmcache.chunk import ChunkCodec
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import encode, encode_block
-from kvq.models.check.memory import _key
+from kvq.models.check.load_check import _key
 
 TEXT = default_text().text
 

@@ -17,8 +17,7 @@ from kvq.errors import BrokenFormat, ConfigError
 from kvq.integrations.vllm.names import say_checked
 from kvq.models import load
 from kvq.models.check import load_check
-from kvq.models.check.load_check import check_on_load, measure, token_ids
-from kvq.models.check.memory import memory_folder
+from kvq.models.check.load_check import check_on_load, measure, memory_folder, token_ids
 from kvq.models.describe.resolve import EMBEDDED
 from tests.engine.kit import one_character_tokenizer
 from tests.helpers_models import save_model
@@ -74,7 +73,7 @@ def warned(harmed):
 def passes(tmp_path, monkeypatch):
     """An empty memory; what is measured is listed here."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("kvq.models.check.memory.memory_folder", memory_folder)
+    monkeypatch.setattr("kvq.models.check.load_check.memory_folder", memory_folder)
     measured = []
 
     def counted(model):

@@ -1,27 +1,33 @@
-"""Replica: the application of `kvq serve` with a separate engine, without a listener."""
+"""Actors of the Ray application: replicas of `kvq serve` without a listener, and the ingress before them."""
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator
 from functools import partial
+from typing import Any
 
+from ray.exceptions import RayActorError, RayTaskError
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message
 
 from kvq.errors import KVQError
-from kvq.integrations.ray.relay import Lost, RelayedRequest, relay
+from kvq.integrations.ray.relay import Lost, RelayedRequest, forward, read, relay
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.health import check_readiness
+from kvq.server.http.guard import as_response
 from kvq.server.http.problems import Problem
 from kvq.server.logs import configure, log_event
 
 _END_S = 0.5  # time to respond to the requests of an engine that ended
+_ENDED = "the replica ended; send the request again"
 
 
 class EngineReplica:  # D347: the HTTP process without its listener
-    """Actor that Ray starts, monitors and ends. The engine is a separate process that ends with the actor."""
+    """Replica that Ray starts, monitors and ends. The engine is a separate process that ends with it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Start the engine and wait until it is ready.
@@ -68,3 +74,44 @@ class EngineReplica:  # D347: the HTTP process without its listener
             await check_readiness(self._service)
         except Problem as problem:
             raise RuntimeError(problem.message) from None
+
+
+class Ingress:
+    """Process that forwards requests from Ray's proxy to the replicas, through their router.
+
+    It reads request bodies, because routers need the prompts, but does not validate them.
+    """
+
+    def __init__(self, engines: Any) -> None:
+        """`engines`: handle of the deployment of replicas."""
+        self._engines = engines.options(stream=True, method_name="answer")
+
+    async def __call__(self, request: Request) -> Response:
+        """Forward a request from Ray's proxy, and return the response."""
+        try:
+            relayed = await read(request)
+        except Problem as problem:
+            return as_response(problem, request.url.path)
+        return await forward(relayed, self._send)
+
+    async def _send(self, relayed: RelayedRequest) -> AsyncGenerator[Message]:
+        """Yield the messages of the replica chosen by the router: by prompt or, without a prompt, by load.
+
+        Raises:
+            Lost: the chosen replica has ended or is about to end.
+        """
+        answer = self._engines.remote(relayed) if relayed.prompt else self._engines.remote(relayed=relayed)
+        is_whole = False
+        try:
+            async for message in answer:
+                yield message
+            is_whole = True
+        except RayActorError as error:
+            raise Lost(_ENDED) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, Lost):
+                raise Lost(str(error.cause)) from None
+            raise
+        finally:
+            if not is_whole:
+                answer.cancel()
