@@ -29,7 +29,7 @@ from kvq.weights.linear import (
     runs_library_code,
     scale_of,
 )
-from kvq.weights.routers import is_batch_invariant
+from kvq.weights.routers import batch_invariant_routers, is_batch_invariant
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gains
 _MANY = 48  # number of rows that are summed in the same order as any larger number of rows
