@@ -61,7 +61,7 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
     if device == shapes.FP32:  # products in fp32 take registers and memory
         return LinearTile(rows=min(rows, 32), outputs=64, warps=4, stages=2, programs=2)
     # A stage is 8 KB of weights at 128 outputs; smaller blocks need more of them in flight.
-    step_bytes = block * (64 if kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else 128)
+    step_bytes = block * (128 if kind in (Kind.INT8, Kind.FP8, Kind.ROWS) else 64)
     stages = min(6, max(4, 4 * 8192 // step_bytes))
     if device.startswith("gfx"):  # AMD: stages pass through registers
         stages = 2

@@ -14,18 +14,20 @@ import torch
 
 from benchmarks.instructions.compiling import compiled, resources
 from kvq.formats.weights import Inputs
+from kvq.kernels import BlockWeight, QuantizedWeight
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear import triton as linear
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton_kernel import (
+    add_groups_kernel,
     add_parts_kernel,
     dequantize_kernel,
     linear_kernel,
     quantize_kernel,
 )
-from kvq.kernels.linear.triton_pack import Kind, kind_of, pack
-from tests.kernels.linear.triton_kit import random_weight
+from kvq.kernels.linear.triton_pack import Kind, kind_of, pack, pack_blocks
+from tests.kernels.linear.triton_kit import BLOCKS, random_blocks, random_weight
 
 INPUTS, OUTPUTS = 4096, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,8 +40,13 @@ def multiplies_fp8(device: str) -> bool:
 
 def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[Any, dict[str, Any]]:
     """The kernel that such a step runs, and what it is launched with."""
-    weight = random_weight(name, INPUTS, OUTPUTS, dtype=dtype)
-    packed = pack(weight, kind_of(weight, has_fp8=multiplies_fp8(device)))
+    weight: QuantizedWeight | BlockWeight
+    if name in BLOCKS:
+        weight = random_blocks(name, INPUTS, OUTPUTS)
+        packed = pack_blocks(weight)
+    else:
+        weight = random_weight(name, INPUTS, OUTPUTS, dtype=dtype)
+        packed = pack(weight, kind_of(weight, has_fp8=multiplies_fp8(device)))
     x = torch.zeros(1, INPUTS, dtype=dtype)
     gpu_x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     rounding = weight.fmt.inputs
@@ -70,12 +77,12 @@ def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[An
         **{
             "x_ptr": multiplied,
             "x_scale_ptr": torch.zeros(1),
-            "x_sum_ptr": torch.zeros(1, dtype=torch.int32),
+            "x_sum_ptr": torch.zeros(1, dtype=torch.float32 if name in BLOCKS else torch.int32),
         },
         **{"out_ptr": torch.zeros(1) if is_split else x, "rows": int(rows) - 2, "x_row": INPUTS},
         **{"blocks": packed.blocks, "split_blocks": 7, "groups": packed.groups},
         **{"out_split": OUTPUTS * int(rows) if is_split else 0, "BM": tile.rows},
-        **{"GROUPED": packed.groups > 1, "SCALED": rounding is not Inputs.FULL},
+        **{"GROUPED": packed.is_grouped, "SCALED": rounding is not Inputs.FULL},
     }
 
 
@@ -87,9 +94,11 @@ def others(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, dict[str, An
     int8 = {"codes_ptr": x.to(torch.int8), "FP8": False, "BYTES": False}
     fp8 = {"codes_ptr": x.to(torch.uint8), "FP8": True, "BYTES": True}
     values = {"codes_ptr": x.to(torch.bfloat16), "FP8": True, "BYTES": False}
+    groups = {"x_ptr": x, "sums_ptr": floats, "x_row": 4096, "groups": 128, "GROUP": 32, "COUNT": 32}
     rounding = int8, fp8 if multiplies_fp8(device) else values
     return {
         "add_parts": (add_parts_kernel, parts),
+        "add_groups": (add_groups_kernel, groups),
         **{f"quantize {i}": (quantize_kernel, {**rows, **kind}) for i, kind in enumerate(rounding)},
     }
 
