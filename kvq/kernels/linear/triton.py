@@ -1,4 +1,4 @@
-"""`linear_w4`, `linear_w8` and `linear_blocks` in Triton: weights that are packed once, and their launches."""
+"""`linear_w4`, `linear_w8`, `linear_blocks` in Triton: a weight that is packed once, and a step's launches."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from kvq.kernels.gpu.support import current
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton_kernel import (
-    add_groups_kernel,
     add_parts_kernel,
     dequantize_kernel,
     linear_kernel,
@@ -106,7 +105,7 @@ class TritonLinear:
             if self.fmt.inputs is Inputs.INT8 and weight.zero is not None:
                 x_sum = x.view(rows, weight.groups, weight.group).sum(-1, dtype=torch.int32)
         if weight.kind is Kind.Q4_K:
-            x_sum = group_sums(x)
+            x_sum = x.unflatten(1, (-1, 32)).sum(-1, dtype=torch.float32)  # one warp each, in any batch
         is_split = plan.splits > 1
         parts = (
             torch.empty(plan.splits, *out.shape, device=out.device, dtype=torch.float32) if is_split else out
@@ -180,15 +179,6 @@ class TritonLinear:
             )
             torch.mm(x, dense[: end - begin].T, out=out[:, begin:end])
         return out
-
-
-def group_sums(x: Tensor) -> Tensor:
-    """Return the sum of each 32 inputs, fp32 [rows, in / 32]."""
-    rows, groups = x.shape[0], x.shape[1] // 32
-    sums = torch.empty(rows, groups, device=x.device, dtype=torch.float32)
-    grid = rows, triton.cdiv(groups, 32)
-    add_groups_kernel[grid](x, sums, x.stride(0), groups, GROUP=32, COUNT=32, num_warps=4)
-    return sums
 
 
 def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ import triton.language as tl
 from kvq.kernels.gpu.rows import fp8_codes, int8_codes, nibbles, takes_ptx
 from kvq.kernels.linear.triton_pack import Kind
 
-NIBBLES = tl.constexpr(Kind.NIBBLES.value)
 SIGNED_NIBBLES = tl.constexpr(Kind.SIGNED_NIBBLES.value)
 INT8 = tl.constexpr(Kind.INT8.value)
 FP8 = tl.constexpr(Kind.FP8.value)
@@ -30,14 +29,6 @@ and.b32 $1, $2, 0xf0f0f0f0;
 }
 """)
 
-_TWO_NIBBLES = tl.constexpr("""
-{
-.reg .b32 high;
-shr.b32 high, $2, 4;
-and.b32 $0, $2, 0x0f0f0f0f;
-and.b32 $1, high, 0x0f0f0f0f;
-}
-""")
 # Nibbles of two codes ($2) and two more bits of each ($3) become INT8 numbers, each 4 times its code.
 _SIX_BITS = tl.constexpr("""
 {
@@ -60,17 +51,11 @@ def six_bit_integers(packed, more, ROWS: tl.constexpr):
 
     `packed`: uint8 [ROWS, 64], nibbles; `more`: uint8 [ROWS, 32], the upper bits of both codes of two bytes.
     """
-    if not takes_ptx():
-        even, odd = more & 15, more >> 4
-    else:
-        even, odd = tl.inline_asm_elementwise(
-            _TWO_NIBBLES, "=&r,=r,r", [more], dtype=(tl.uint8, tl.uint8), is_pure=False, pack=4
-        )
-    upper = tl.permute(tl.reshape(tl.join(even, odd), (ROWS, 4, 2, 4, 2)), (0, 1, 2, 4, 3))
+    upper = tl.permute(tl.reshape(tl.join(more, more >> 4), (ROWS, 4, 2, 4, 2)), (0, 1, 2, 4, 3))
     upper = tl.reshape(upper, (ROWS, 64))  # of a thread: [half, byte of two, 4 bytes]
     if not takes_ptx():
         low = ((packed & 15) << 2 | upper << 6).to(tl.int8, bitcast=True)
-        high = ((packed >> 4) << 2 | (upper >> 2) << 6).to(tl.int8, bitcast=True)
+        high = ((packed >> 4) << 2 | upper >> 2 << 6).to(tl.int8, bitcast=True)
     else:
         low, high = tl.inline_asm_elementwise(
             _SIX_BITS, "=&r,=&r,r,r", [packed, upper], dtype=(tl.int8, tl.int8), is_pure=False, pack=4
@@ -151,8 +136,8 @@ def weight_tile(
 ):  # fmt: skip
     """Return two tensors of codes [WIDTH, BN] for a block of inputs and a tile of outputs; see `columns`.
 
-    With nibbles, and codes of 6 bits, the first tensor has the codes of the block's first half, and the second
-    those of the other half; with bytes, both are the same.
+    With nibbles and 6 bits, the first tensor has the codes of the block's first half, and the second those of
+    the other half; with bytes, both are the same.
     """
     if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte per code
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
@@ -168,16 +153,16 @@ def weight_tile(
             more = tl.load(w_ptr + start + (row + (64 + tl.arange(0, 32))[None, :]))
             low, high = six_bit_integers(packed, more, BN // RUNS)
             low, high = int8_codes(low, COMPUTE), int8_codes(high, COMPUTE)
-        elif KIND == NIBBLES or KIND == Q4_K:
-            low, high = nibbles(packed, COMPUTE)
         elif KIND == SIGNED_NIBBLES:
             low, high = nibble_integers(packed)
         elif KIND == INT8:
             low = int8_codes(packed, COMPUTE)
             high = low
-        else:
+        elif KIND == FP8:
             low = fp8_codes(packed, COMPUTE)
             high = low
+        else:
+            low, high = nibbles(packed, COMPUTE)
         first = _operand(low, COMPUTE, WIDTH, BN, RUNS, WARPS)
         second = _operand(high, COMPUTE, WIDTH, BN, RUNS, WARPS)
     return first, second

@@ -168,16 +168,6 @@ def linear_kernel(
 
 
 @triton.jit
-def add_groups_kernel(x_ptr, sums_ptr, x_row, groups, GROUP: tl.constexpr, COUNT: tl.constexpr):
-    """Store the sum of each GROUP inputs, fp32 [rows, groups]. Grid: (rows, groups / COUNT)."""
-    row = tl.program_id(0).to(tl.int64)
-    own = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    at = row * x_row + own[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + at, mask=(own < groups)[:, None], other=0.0)
-    tl.store(sums_ptr + row * groups + own, tl.sum(x.to(tl.float32), 1), mask=own < groups)
-
-
-@triton.jit
 def add_parts_kernel(parts_ptr, out_ptr, count, splits, WIDTH: tl.constexpr):
     """Store the sum of parts [splits, count] in out [count], always adding in the same order."""
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)

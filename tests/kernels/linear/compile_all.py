@@ -20,7 +20,6 @@ from kvq.kernels.linear import tiles
 from kvq.kernels.linear import triton as linear
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton_kernel import (
-    add_groups_kernel,
     add_parts_kernel,
     dequantize_kernel,
     linear_kernel,
@@ -94,11 +93,9 @@ def others(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, dict[str, An
     int8 = {"codes_ptr": x.to(torch.int8), "FP8": False, "BYTES": False}
     fp8 = {"codes_ptr": x.to(torch.uint8), "FP8": True, "BYTES": True}
     values = {"codes_ptr": x.to(torch.bfloat16), "FP8": True, "BYTES": False}
-    groups = {"x_ptr": x, "sums_ptr": floats, "x_row": 4096, "groups": 128, "GROUP": 32, "COUNT": 32}
     rounding = int8, fp8 if multiplies_fp8(device) else values
     return {
         "add_parts": (add_parts_kernel, parts),
-        "add_groups": (add_groups_kernel, groups),
         **{f"quantize {i}": (quantize_kernel, {**rows, **kind}) for i, kind in enumerate(rounding)},
     }
 
