@@ -1,4 +1,4 @@
-"""`linear_w4`, `linear_w8`, `linear_blocks` in Triton: a weight that is packed once, and a step's launches."""
+"""`linear_w4`, `linear_w8` and `linear_blocks` in Triton: a weight packed once, and launches of a step."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
