@@ -71,4 +71,5 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
         return LinearTile(rows=64, outputs=64 if rows == 64 else 128, warps=4, stages=2, programs=2)
     if rows == 64:
         return LinearTile(rows=64, outputs=128, warps=4, stages=3, programs=2)
-    return LinearTile(rows=128, outputs=128, warps=8, stages=3, programs=1)
+    most = 64 if kind is Kind.Q4_K else 128  # with 128, sums and minimums would spill
+    return LinearTile(rows=most, outputs=128, warps=8, stages=3, programs=1)
