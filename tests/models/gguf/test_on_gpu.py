@@ -21,6 +21,7 @@ from kvq.models.loading.footprint import planned_weights
 from kvq.models.loading.fused_layers import is_fused
 from kvq.models.loading.prepared import prepare
 from kvq.models.loading.skeleton import keeps_blocks
+from kvq.models.loading.weights import LoadedWeights, load_weights
 from kvq.weights import QuantizedLinear, weight_bytes
 from kvq.weights.install import JoinedPart
 from tests.helpers_models import load_fp32, random_tokens, save_model
@@ -68,24 +69,34 @@ def load_on_gpu(path: Path, **options: Any) -> kvq.Model:
         return load_as_on_gpu(path, activations="full", **options)
 
 
-def layers_of(model: kvq.Model) -> dict[str, Any]:
-    return dict(model.weights.model.named_modules())
+def layers_of(model: LoadedWeights) -> dict[str, Any]:
+    return dict(model.model.named_modules())
 
 
-def test_layers_stay_in_their_blocks_and_compute_the_same(tmp_path: Path) -> None:
+def test_layers_stay_in_their_blocks(tmp_path: Path) -> None:
     folder, path = save_mixed(tmp_path, MIXED)
-    found = load_on_gpu(path)
-    layers = layers_of(found)
+    with as_on_gpu():
+        found = load_weights(prepare(path, device="cpu", dtype="fp32", activations="full"))
+    layers, whole = layers_of(found), load_file(folder / "model.safetensors")
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
     for name, kind in (("self_attn.q_proj", "Q4_K"), ("self_attn.v_proj", "Q6_K"), ("mlp.up_proj", "Q4_K")):
         layer = layers[f"model.layers.0.{name}"]
         assert isinstance(layer, QuantizedLinear)
         assert (layer.fmt.name, layer.backend) == (kind, "triton")
         assert isinstance(layer.kernel, JoinedPart)
+        wanted = x @ whole[f"model.layers.0.{name}.weight"].T
+        assert (layer(x) - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert isinstance(layers["lm_head"].kernel, TritonLinear)
     assert isinstance(layers["model.layers.0.mlp.down_proj"], torch.nn.Linear)  # of a type without a kernel
     assert isinstance(layers["model.embed_tokens"], torch.nn.Embedding)
-    assert is_fused(found.weights.model)
     check_planned(found)
+
+
+@pytest.mark.long
+def test_logits_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
+    folder, path = save_mixed(tmp_path, MIXED)
+    found = load_on_gpu(path)
+    assert is_fused(found.weights.model)
     wanted = load_fp32(folder).logits(IDS)
     assert (found.logits(IDS) - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
@@ -94,18 +105,18 @@ def test_layers_stay_in_their_blocks_and_compute_the_same(tmp_path: Path) -> Non
 def test_a_head_that_is_the_embedding_stays_one_with_it(tmp_path: Path) -> None:
     folder, path = save_mixed(tmp_path, {}, tie_word_embeddings=True)
     found = load_on_gpu(path)
-    layers = layers_of(found)
+    layers = layers_of(found.weights)
     assert layers["lm_head"].weight is layers["model.embed_tokens"].weight
     assert isinstance(layers["model.layers.0.mlp.down_proj"].kernel, TritonLinear)
-    check_planned(found)
+    check_planned(found.weights)
     wanted = load_fp32(folder).logits(IDS)
     assert (found.logits(IDS) - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-def check_planned(model: kvq.Model) -> None:
+def check_planned(model: LoadedWeights) -> None:
     """Blocks are counted as blocks; outputs are padded to a multiple of 64."""
-    planned = sum(term.nbytes for term in planned_weights(model.weights.prepared))
-    assert planned <= weight_bytes(model.weights.model) < 1.02 * planned
+    planned = sum(term.nbytes for term in planned_weights(model.prepared))
+    assert planned <= weight_bytes(model.model) < 1.02 * planned
 
 
 def test_the_reference_dequantizes(tmp_path: Path) -> None:
