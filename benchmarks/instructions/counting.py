@@ -26,7 +26,7 @@ DIM = 128
 # tiles of 32 keys.
 SPILLED = 0.015  # D134: a loop may spill 1.5%
 LATENTS = ("bf16", "bf16/fp8", "bf16/int8", "bf16/int4_g64")  # rotary parts and latents
-LINEAR = ("int4_g128", "int8", "w8a8", "fp8_a8", "w4a8")
+LINEAR = ("int4_g128", "int8", "w8a8", "fp8_a8", "w4a8", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 
 
 class Asked(NamedTuple):

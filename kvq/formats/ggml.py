@@ -37,8 +37,13 @@ class GgmlType:
         return self.group == 0
 
     @property
+    def on_gpus(self) -> bool:
+        """True if kernels multiply this type in blocks on GPUs, too; others are dequantized there."""
+        return self.name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+
+    @property
     def panel_bytes(self) -> int:
-        """Size of a block in the panels of CPU kernels, where a scale or minimum of 6 bits takes a byte."""
+        """Size of a block as kernels keep it, where a scale or minimum of 6 bits takes a byte."""
         return self.nbytes + {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}.get(self.name, 0)
 
 

@@ -66,15 +66,14 @@ def everywhere(form: Stored) -> tuple[Rule[Stored]]:
     return ((IN_BLOCKS, form),)
 
 
-def held_in_blocks(types: Mapping[str, GgmlType], other: Stored, *, packed: bool = False) -> HeldAs:
-    """Return the forms of weights that are kept as GGUF stores them; `types`: of matrices, by layer name.
+def held_in_blocks(types: Mapping[str, GgmlType], other: Stored, *, on_gpu: bool) -> HeldAs:
+    """Return the forms of weights that are kept in blocks of GGUF; `types`: of matrices, by layer name.
 
-    `packed`: as the panels of CPU kernels, whose blocks may be larger.
+    `on_gpu`: other types, embeddings and experts are dequantized.
     """
-    forms = {
-        name: Stored(kind.name.lower(), (kind.panel_bytes if packed else kind.nbytes) / kind.values)
-        for name, kind in types.items()
-    }
+    if on_gpu:
+        types = {name: kind for name, kind in types.items() if kind.on_gpus and name != "model.embed_tokens"}
+    forms = {name: Stored(kind.name.lower(), kind.panel_bytes / kind.values) for name, kind in types.items()}
     named: dict[Stored, list[str]] = {}
     for name, form in forms.items():
         named.setdefault(form, []).append(re.escape(name))
@@ -84,8 +83,8 @@ def held_in_blocks(types: Mapping[str, GgmlType], other: Stored, *, packed: bool
         other=other,
         head=forms.get("lm_head", embedding),
         embedding=embedding,
-        shares_head=True,
-        has_packed_experts=True,
+        shares_head=not on_gpu,
+        has_packed_experts=not on_gpu,
     )
 
 

@@ -5,6 +5,7 @@ Fused layers share their input and run as one product, such as the query, key an
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from threading import get_ident
 from typing import Any
 
@@ -76,6 +77,19 @@ class _Joined:
         if not kept.left and self._kept is kept:
             self._kept = None
         return kept.output[:, part]
+
+
+class _Beside:
+    """Kernels of weights of several types that share their input, as one product."""
+
+    def __init__(self, kernels: Sequence[Any]) -> None:
+        self.kernels, self.in_features = kernels, kernels[0].in_features
+        self.out_features = sum(kernel.out_features for kernel in kernels)
+        self.nbytes = sum(kernel.nbytes for kernel in kernels)
+        self.code_bytes = sum(kernel.code_bytes for kernel in kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([kernel(x) for kernel in self.kernels], 1)
 
 
 class JoinedPart:
@@ -184,8 +198,16 @@ def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
         return None
     if not any(isinstance(weight, QuantizedWeight) for weight in group):
         blocks = [weight for weight in group if isinstance(weight, BlockWeight)]
-        runs = not blocks or _kernel_for(blocks[0], device, backend).backend == "cpu"
-        return CpuLinear(*group) if runs else None
+        kernels = [_kernel_for(weight, device, backend) for weight in blocks]
+        if all(kernel.backend == "cpu" for kernel in kernels):
+            return CpuLinear(*group)
+        if len(kernels) < len(group) or not all(kernel.is_triton for kernel in kernels):
+            return None
+        made = []
+        for fmt, own in groupby(blocks, key=lambda weight: weight.fmt):
+            rows = torch.cat([weight.rows for weight in own])
+            made.append(kernels[0].run(BlockWeight(fmt=fmt, rows=rows.to(device))))
+        return made[0] if len(made) == 1 else _Beside(made)
     coded = [weight for weight in group if isinstance(weight, QuantizedWeight) and weight.order is None]
     if len(coded) < len(group) or len({weight.fmt for weight in coded}) > 1:
         return None

@@ -11,11 +11,12 @@ from kvq.bench.kernels.measure import relative_error
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
 from kvq.kernels.linear.reference import quantize_inputs, rounded_inputs
-from tests.kernels.linear.triton_kit import FORMATS, random_weight
+from tests.kernels.linear.triton_kit import BLOCKS, FORMATS, random_blocks, random_weight
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from kvq.kernels.linear import tiles
 from kvq.kernels.linear import triton as kernel
 from kvq.kernels.linear.triton import TritonLinear
 
@@ -73,6 +74,20 @@ def test_a_large_step_is_captured_too() -> None:
         got = layer(x)
     graph.replay()
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_gguf(name: str) -> None:
+    weight = random_blocks(name, 2048, 190)
+    layer = TritonLinear(weight.to(GPU))
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)):
+        for rows in ROWS:
+            x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(rows)).to(dtype) / 64
+            got = layer(x.to(GPU))
+            assert relative_error(got.cpu(), x.double() @ weight.dequantize().double().T) < allowed, rows
+            few = 1 if rows <= 16 else rows - 1
+            if tiles.row_class(few) == tiles.row_class(rows) and rows < kernel.DENSE_ROWS:
+                assert torch.equal(layer(x[-few:].to(GPU)), got[-few:])
 
 
 @pytest.mark.parametrize("what", [Inputs.INT8, Inputs.FP8])

@@ -71,7 +71,7 @@ def make_target(
     found = shape or _shape(model, counted=weight_bytes is None)
     held = held_as(found.config, weights)
     if weights == AUTO and Path(model).is_file():
-        held = held_in_blocks(read_gguf(Path(model)).types, held.other)
+        held = held_in_blocks(read_gguf(Path(model)).types, held.other, on_gpu=True)
     if held.unknown is not None and weight_bytes is None:
         _log.warning(
             "what quant_method %r makes of weights is not known: they are counted in %s; --weights names the "

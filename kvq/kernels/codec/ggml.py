@@ -76,11 +76,16 @@ def _q3_k(b: Tensor) -> Tensor:
     return (scales[..., None] * codes.view(-1, 16, 16)).flatten(1)
 
 
-def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 scales and minima of a Q4_K or Q5_K block, each times its block's: fp32 [blocks, 8, 1]."""
+def scale_codes(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 8 scales and minima of Q4_K or Q5_K blocks, without their blocks': uint8 [blocks, 8]."""
     first, second, third = b[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
-    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
+    return scales, torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
+
+
+def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 8 scales and minima of a Q4_K or Q5_K block, each times its block's: fp32 [blocks, 8, 1]."""
+    scales, minima = scale_codes(b)
     return (_half(b, 0) * scales.float())[..., None], (_half(b, 2) * minima.float())[..., None]
 
 
@@ -96,12 +101,15 @@ def _q5_k(b: Tensor) -> Tensor:
     return (scales * codes.float() - minima).flatten(1)
 
 
+def six_bits(b: Tensor) -> Tensor:
+    """Return the codes of Q6_K blocks, from 0 on: uint8 [blocks, 256]."""
+    low = _planes(b[:, :128].view(-1, 2, 64), 4).flatten(1)
+    return low | _planes(b[:, 128:192].view(-1, 2, 32), 2).flatten(1) << 4
+
+
 def _q6_k(b: Tensor) -> Tensor:
-    low = _planes(b[:, :128].view(-1, 2, 64), 4).view(-1, 8, 32)
-    high = _planes(b[:, 128:192].view(-1, 2, 32), 2).view(-1, 8, 32)
     scales = _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
-    codes = (low | high << 4).float() - 32
-    return (scales[..., None] * codes.view(-1, 16, 16)).flatten(1)
+    return (scales[..., None] * (six_bits(b).float() - 32).view(-1, 16, 16)).flatten(1)
 
 
 def _mxfp4(b: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvq.extras import install_command, is_installed
 from kvq.formats import Code
+from kvq.formats.ggml import GgmlType
+from kvq.formats.weights import Inputs
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
@@ -90,7 +92,10 @@ def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:
-    """Like `supports`, but check only the device; any format and shape fits, and `spec` may be None."""
+    """Like `supports`, but check only the device and types of blocks; `spec` may be None."""
+    fmt = spec.fmt if isinstance(spec, LinearSpec) else None
+    if isinstance(fmt, GgmlType) and not (fmt.on_gpus and fmt.inputs is Inputs.FULL):
+        return Support(False, f"does not multiply {fmt.name} by inputs in {fmt.inputs.value}")
     if device.capability is None and device.gfx is None:
         return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():

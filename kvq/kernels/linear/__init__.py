@@ -19,5 +19,4 @@ KERNELS = [
     Kernel(operation=operation, backend=backend, run=run, supports=supports)
     for operation in LINEAR_OPERATIONS
     for backend, (run, supports) in _backends.items()
-    if operation != "linear_blocks" or backend != "triton"
 ]

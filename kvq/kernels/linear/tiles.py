@@ -61,7 +61,7 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
     if device == shapes.FP32:  # products in fp32 take registers and memory
         return LinearTile(rows=min(rows, 32), outputs=64, warps=4, stages=2, programs=2)
     # A stage is 8 KB of weights at 128 outputs; smaller blocks need more of them in flight.
-    step_bytes = block * (64 if kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else 128)
+    step_bytes = block * (128 if kind in (Kind.INT8, Kind.FP8, Kind.ROWS) else 64)
     stages = min(6, max(4, 4 * 8192 // step_bytes))
     if device.startswith("gfx"):  # AMD: stages pass through registers
         stages = 2
@@ -71,4 +71,5 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
         return LinearTile(rows=64, outputs=64 if rows == 64 else 128, warps=4, stages=2, programs=2)
     if rows == 64:
         return LinearTile(rows=64, outputs=128, warps=4, stages=3, programs=2)
-    return LinearTile(rows=128, outputs=128, warps=8, stages=3, programs=1)
+    most = 64 if kind is Kind.Q4_K else 128  # with 128, sums and minimums would spill
+    return LinearTile(rows=most, outputs=128, warps=8, stages=3, programs=1)

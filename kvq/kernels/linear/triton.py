@@ -1,4 +1,4 @@
-"""`linear_w4` and `linear_w8` in Triton: a weight that is packed once, and the launches of a step."""
+"""`linear_w4`, `linear_w8` and `linear_blocks` in Triton: a weight packed once, and launches of a step."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from kvq.kernels.linear.triton_kernel import (
     linear_kernel,
     quantize_kernel,
 )
-from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack
+from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack, pack_blocks
 from kvq.kernels.spec import Device
-from kvq.kernels.weight import QuantizedWeight
+from kvq.kernels.weight import BlockWeight, QuantizedWeight
 
 # From this many rows on, the weight is dequantized and multiplied by torch. On an H200, that adds 12 to 45 us
 # to torch's product of an 8B model's layer, and at 256 rows, tiles take 30 to 150 us more than torch; see
@@ -32,7 +32,7 @@ DENSE_ROWS = 192
 DENSE_BYTES = 128 << 20  # of dequantized weight at a time
 _SUMMED = 1024  # elements of one program that adds parts up
 _QUANTIZED = 4096  # elements of a row that one step of quantizing takes
-_UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # factors of decoded codes
+_UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16, Kind.Q6_K: 1 / 4}  # factors of decoded codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,13 @@ class TritonLinear:
     No call synchronizes, and no size depends on data, so calls can be captured in a CUDA graph.
     """
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        has_fp8 = Device.of(weight.codes.device).multiplies_e4m3fn
+    def __init__(self, weight: QuantizedWeight | BlockWeight) -> None:
         self.fmt = weight.fmt
-        self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
+        if isinstance(weight, BlockWeight):
+            self.weight = pack_blocks(weight)
+        else:
+            has_fp8 = Device.of(weight.codes.device).multiplies_e4m3fn
+            self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
         self.nbytes = self.weight.nbytes
         self.code_bytes = self.weight.codes.nbytes
         self._plans: dict[Hashable, _Plan] = {}
@@ -101,6 +104,8 @@ class TritonLinear:
             x, x_scale = quantized(x, self.fmt.inputs, as_bytes=weight.kind is Kind.ROWS)
             if self.fmt.inputs is Inputs.INT8 and weight.zero is not None:
                 x_sum = x.view(rows, weight.groups, weight.group).sum(-1, dtype=torch.int32)
+        if weight.kind is Kind.Q4_K:
+            x_sum = x.unflatten(1, (-1, 32)).sum(-1, dtype=torch.float32)  # one warp each, in any batch
         is_split = plan.splits > 1
         parts = (
             torch.empty(plan.splits, *out.shape, device=out.device, dtype=torch.float32) if is_split else out
@@ -136,7 +141,7 @@ class TritonLinear:
                 "groups": weight.groups,
                 "COMPUTE": compute_dtype(weight, inputs, x),
                 "BM": tile.rows,
-                "GROUPED": weight.groups > 1,
+                "GROUPED": weight.is_grouped,
                 "SCALED": inputs is not Inputs.FULL,
                 **constants(weight, tile),
             },

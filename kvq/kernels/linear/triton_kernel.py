@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.gpu.rows import e4m3
-from kvq.kernels.linear.triton_codes import ROWS, SIGNED_NIBBLES, columns, weight_tile
+from kvq.kernels.linear.triton_codes import Q4_K, ROWS, SIGNED_NIBBLES, columns, half_scales, weight_tile
 
 
 @triton.jit
@@ -69,6 +69,32 @@ def _less_zeros(
 
 
 @triton.jit
+def _scales(scale_ptr, zero_ptr, block, blocks_per_group, padded, output, KIND: tl.constexpr):
+    """Return the scales of a block's group, [BN], and their zero points; for Q4_K and Q6_K, finer scales."""
+    at = tl.cast(block // blocks_per_group, tl.int64) * padded + output
+    scale = tl.load(scale_ptr + at)
+    zero = scale
+    if KIND >= Q4_K:
+        at = tl.cast(block, tl.int64) * padded + output
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + at)
+    return scale, zero
+
+
+@triton.jit
+def _add_half(
+    total, product, x_sum_ptr, row, valid, block, blocks, scale, fine, PART: tl.constexpr, KIND: tl.constexpr
+):
+    """Add the scaled product of half a block of Q4_K or Q6_K, less its minimum times its sum of inputs."""
+    own, minimum = half_scales(scale, fine, PART, KIND)
+    total += product * own[None, :]
+    if KIND == Q4_K:
+        sums = tl.load(x_sum_ptr + (row * blocks + block) * 2 + PART, mask=valid, other=0.0)
+        total -= sums[:, None] * minimum[None, :]
+    return total
+
+
+@triton.jit
 def linear_kernel(
     x_ptr, x_scale_ptr, x_sum_ptr, out_ptr, rows, x_row, out_split,
     w_ptr, scale_ptr, zero_ptr, w_rows, outputs, padded, blocks, split_blocks, group, blocks_per_group,
@@ -81,11 +107,13 @@ def linear_kernel(
     product in fp32, never the codes. WIDTH inputs are multiplied at a time; for nibbles, this is half a block
     (BK).
 
-    GROUPED: a row has several scales. INTEGER: inputs are INT8, products are exact in int32, and zero points
-    are applied as zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
+    FINE: each half of a block is a group (Q4_K, Q6_K). GROUPED: a row has several scales. INTEGER: inputs are
+    INT8, products are exact in int32, and zero points are applied as zero * sum(inputs). SCALED: inputs are
+    codes with a scale for each row.
     """
+    FINE: tl.constexpr = KIND >= Q4_K
     INTEGER: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
-    ASYMMETRIC: tl.constexpr = zero_ptr is not None
+    ASYMMETRIC: tl.constexpr = zero_ptr is not None and not FINE
     tile, first = tl.program_id(1), tl.program_id(2) * split_blocks
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     valid = row < rows
@@ -93,31 +121,32 @@ def linear_kernel(
     last = tl.minimum(first + split_blocks, blocks)
     total = tl.zeros((BM, BN), tl.float32)
     product = tl.zeros((BM, BN), tl.int32 if INTEGER else tl.float32)
-    at = tl.cast(first // blocks_per_group, tl.int64) * padded + output
-    scale = tl.load(scale_ptr + at)
-    zero = scale
-    if ASYMMETRIC:
-        zero = tl.load(zero_ptr + at)
+    scale, zero = _scales(scale_ptr, zero_ptr, first, blocks_per_group, padded, output, KIND)
     for block in range(first, last):
         own = block // blocks_per_group
         next_scale, next_zero = scale, zero
         if GROUPED:  # a step ahead: words of two bytes are not copied asynchronously
-            at = tl.cast(tl.minimum(block + 1, blocks - 1) // blocks_per_group, tl.int64) * padded + output
-            next_scale = tl.load(scale_ptr + at)
-            if ASYMMETRIC:
-                next_zero = tl.load(zero_ptr + at)
+            following = tl.minimum(block + 1, blocks - 1)
+            next_scale, next_zero = _scales(
+                scale_ptr, zero_ptr, following, blocks_per_group, padded, output, KIND
+            )
         x = _inputs(
             x_ptr, row, valid, x_row, block, 0, group, blocks_per_group, KIND, COMPUTE, BK, WIDTH, WHOLE
         )  # fmt: skip
         w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
         part = tl.zeros((BM, BN), product.dtype) if GROUPED else product
         part = _add_product(x, w, zero, part, COMPUTE, INTEGER, ASYMMETRIC)
+        if FINE:
+            total = _add_half(total, part, x_sum_ptr, row, valid, block, blocks, scale, zero, 0, KIND)
+            part = tl.zeros((BM, BN), tl.float32)
         if WIDTH < BK:
             x = _inputs(
                 x_ptr, row, valid, x_row, block, 1, group, blocks_per_group, KIND, COMPUTE, BK, WIDTH, WHOLE
             )  # fmt: skip
             part = _add_product(x, other_w, zero, part, COMPUTE, INTEGER, ASYMMETRIC)
-        if GROUPED:
+        if FINE:
+            total = _add_half(total, part, x_sum_ptr, row, valid, block, blocks, scale, zero, 1, KIND)
+        elif GROUPED:
             if INTEGER:  # the sums are of whole groups
                 counted = valid & (block == own * blocks_per_group)
                 part = _less_zeros(part, x_sum_ptr, row, counted, groups, own, zero, KIND, ASYMMETRIC)
@@ -188,19 +217,20 @@ def dequantize_kernel(
     """Store weights [outputs from `first_tile` on, inputs]. Grid: (blocks of inputs, tiles of outputs)."""
     block, tile = tl.program_id(0), first_tile + tl.program_id(1)
     output = columns(tile * BN, BN, RUNS, WARPS)
-    at = tl.cast(block // blocks_per_group, tl.int64) * padded + output
-    scale = tl.load(scale_ptr + at).to(tl.float32) * UNIT
-    zero = scale
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + at).to(tl.float32)
+    scale, zero = _scales(scale_ptr, zero_ptr, block, blocks_per_group, padded, output, KIND)
     row = (output - first_tile * BN).to(tl.int64)
     w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
     for part in tl.static_range(BK // WIDTH):
         column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
         values = (w if part == 0 else other_w).to(tl.float32)
-        if zero_ptr is not None:
-            values = values - zero[None, :]
-        values = values * scale[None, :]
+        own = scale
+        if KIND >= Q4_K:
+            own, minimum = half_scales(scale, zero, part, KIND)
+        elif zero_ptr is not None:
+            values = values - zero.to(tl.float32)[None, :]
+        values = values * (own.to(tl.float32) * UNIT)[None, :]
+        if KIND == Q4_K:
+            values = values - minimum[None, :]
         mask = (output < outputs)[:, None] & inside[None, :]
         into = out_ptr + row[:, None] * out_row + column[None, :]
         tl.store(into, tl.trans(values).to(out_ptr.dtype.element_ty), mask=mask)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.formats.weights import Inputs, WeightCode
-from kvq.kernels.weight import QuantizedWeight
+from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.kernels.codec.ggml import scale_codes, six_bits
+from kvq.kernels.weight import BlockWeight, QuantizedWeight
 
 OUTPUTS = 64  # rows of output are padded to a multiple of this
 
@@ -21,6 +22,8 @@ class Kind(Enum):
     INT8 = 2  # to floats
     FP8 = 3  # to floats
     ROWS = 4  # bytes in rows of inputs, multiplied directly
+    Q4_K = 5  # as NIBBLES; from here on, both halves of a block have scales of their own
+    Q6_K = 6  # nibbles and two more bits, to floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,7 +31,7 @@ class PackedWeight:
     """A weight in blocks of `block` inputs; a group is padded with zeros to whole blocks.
 
     `codes`: [blocks, outputs / runs, 64 bytes], or for ROWS [outputs, blocks * block]. `scale` and `zero`:
-    [groups, outputs], with unchanged values.
+    [groups, outputs], with unchanged values; of Q4_K and Q6_K, see `pack_blocks`.
 
     The 64 bytes of a row are 16 bytes for each of 4 adjacent threads; of 8 adjacent rows, row g is for
     outputs 8u + g. The place of a code's byte within the row, and its nibble, determine the input; see
@@ -50,12 +53,17 @@ class PackedWeight:
     @property
     def width(self) -> int:
         """Number of inputs that are multiplied at a time; for nibbles, half a block."""
-        return self.block // 2 if self.kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else self.block
+        return self.block if self.kind in (Kind.INT8, Kind.FP8, Kind.ROWS) else self.block // 2
 
     @property
     def groups(self) -> int:
         """Number of scales per output."""
         return self.scale.shape[0]
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if an output has several scales."""
+        return self.groups > 1 or self.kind.value >= Kind.Q4_K.value
 
     @property
     def blocks(self) -> int:
@@ -109,6 +117,68 @@ def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:  # D143
         in_features=inputs,
         out_features=outputs,
     )
+
+
+def pack_blocks(weight: BlockWeight) -> PackedWeight:  # D388
+    """Arrange blocks of GGUF for GPUs: codes with the bits that they have in the file, scales as they are.
+
+    Q4_0 and Q8_0 are codes with a scale per group. Of Q4_K, a word of `scale` has scale and minimum of 256
+    values, and one of `zero` those of a block's two groups: the scale in the lower half, or byte. Of Q6_K,
+    `scale` has the scale of 256 values, and `zero` those of a block's two groups, a byte each; in a row of
+    `codes`, 64 bytes with the lower 4 bits are followed by 32 with the upper bits.
+    """
+    kind, outputs = weight.fmt, weight.out_features
+    if kind.name not in ("Q4_K", "Q6_K"):
+        return _pack_simple(weight)
+    padded = functional.pad(weight.rows, (0, 0, 0, -outputs % OUTPUTS))
+    b, rows = padded.view(-1, kind.nbytes), len(padded)
+    if kind.name == "Q4_K":
+        codes = _placed(b[:, 16:].reshape(rows, -1, 32), 2, (2, 4, 2))
+        scale = b[:, :4].contiguous().view(torch.int32)
+        fine = torch.stack(scale_codes(b), -1).view(len(b), -1).view(torch.int32)
+    else:
+        codes = _six_bits(six_bits(b).view(rows, -1, 32))
+        scale = b[:, 208:].contiguous().view(torch.float16)
+        fine = b[:, 192:208].contiguous().view(torch.int16)
+    return PackedWeight(
+        kind=Kind[kind.name],
+        codes=codes,
+        scale=scale.view(rows, -1).T.contiguous(),
+        zero=fine.view(rows, -1).T.contiguous(),
+        order=None,
+        block=kind.values // fine.shape[1],
+        runs=2 if kind.name == "Q4_K" else 4,
+        blocks_per_group=fine.shape[1],
+        group=kind.values,
+        in_features=weight.in_features,
+        out_features=outputs,
+    )
+
+
+def _pack_simple(weight: BlockWeight) -> PackedWeight:
+    """Pack Q4_0 or Q8_0, whose blocks have one scale."""
+    b, outputs = weight.rows.reshape(-1, weight.fmt.nbytes), weight.out_features
+    code = WeightCode.INT4 if weight.fmt.name == "Q4_0" else WeightCode.INT8
+    q = b[:, 2:].view(torch.int8)
+    if code is WeightCode.INT4:
+        q = torch.cat((b[:, 2:] & 15, b[:, 2:] >> 4), 1).view(torch.int8) - 8
+    scale = b[:, :2].contiguous().view(torch.float16).view(outputs, -1)
+    fmt = WeightFormat(code=code, group_size=weight.fmt.group)
+    own = QuantizedWeight.pack(fmt, q.reshape(outputs, -1), scale)
+    return pack(own, kind_of(own, has_fp8=False))
+
+
+def _six_bits(codes: Tensor) -> Tensor:
+    """Rearrange codes of Q6_K [outputs, blocks, 32] into [blocks, outputs / 4, 96].
+
+    Products take codes less 32, so the uppermost bit is inverted. A byte of the last 32 has the upper bits of
+    two bytes of 4 before, of which one is 4 places after the other.
+    """
+    first, second = codes.chunk(2, dim=2)
+    lower = _placed(first & 15 | second << 4, 4, (2, 4, 2))
+    upper = _placed((first >> 4 ^ 2) | (second >> 4 ^ 2) << 2, 4, (2, 4, 2))
+    even, odd = upper.view(*upper.shape[:2], 8, 2, 4).unbind(3)
+    return torch.cat((lower, (even | odd << 4).flatten(2)), 2)
 
 
 def _widest(kind: Kind) -> int:

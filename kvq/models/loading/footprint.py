@@ -17,6 +17,7 @@ from kvq.models.describe.text_part import read_tensors
 from kvq.models.gguf.files import read_gguf
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import runs_experts
+from kvq.models.loading.skeleton import keeps_blocks
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.linear import has_own_products
 from kvq.sizing.held import PLAIN, HeldAs, everywhere, held_in_blocks
@@ -61,8 +62,10 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     is_exact = is_own and model.dtype is torch.float32
     plain = PLAIN[_narrowest(model)] if is_exact else other
-    if model.is_gguf and model.is_quantized and is_own:
-        return held_in_blocks(read_gguf(model.folder).types, other, packed=True)
+    if model.is_gguf and model.is_quantized:
+        types = read_gguf(model.folder).types
+        if is_own or any(keeps_blocks(kind, model) for kind in types.values()):
+            return held_in_blocks(types, other, on_gpu=not is_own)
     if not model.is_quantized or model.is_gguf:
         packs = is_exact and _knows_experts(model)
         return HeldAs(other=other, kept=plain, shares_head=is_own, has_packed_experts=packs)

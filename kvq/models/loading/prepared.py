@@ -295,7 +295,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         device=device,
         dtype=dtype,
         rounded_to=rounded_to,
-        block_inputs=_ACTIVATIONS[activations],
+        block_inputs=_ACTIVATIONS[activations] if device.type == "cpu" else Inputs.FULL,
         max_context=context,
         block_size=block_size,
         order=order,

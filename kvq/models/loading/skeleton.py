@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
+from kvq.formats.ggml import GgmlType
 from kvq.geometry import parse_geometry
-from kvq.kernels import BlockWeight, PlainWeight, Weight
+from kvq.kernels import BlockWeight, Device, LinearSpec, PlainWeight, Weight, select
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.describe.checkpoint import config_place
 from kvq.models.describe.config_values import check_shapes
@@ -36,7 +37,7 @@ from kvq.models.loading.quantized import (
 from kvq.models.observe.geometry import can_replace_attention
 from kvq.models.observe.support import is_listed
 from kvq.models.parts.linear import install_own, own_linears
-from kvq.weights import EXPERT_PARTS, expert_places, install_experts, stacked_experts
+from kvq.weights import EXPERT_PARTS, expert_places, install, install_experts, stacked_experts
 from kvq.weights.experts import ExpertsForm
 from kvq.weights.files import stored_shape
 from kvq.weights.files.tensors import FLOATS
@@ -154,9 +155,9 @@ def fill(  # D214: straight from the file into panels
 ) -> Any:
     """Fill a skeleton with the checkpoint's values; nothing stays mapped.
 
-    `packs`: also replace Linear layers with kvq's own. Tensors are read one at a time. Returns None and
-    changes nothing if transformers computes any tensor from others, such as a slice, or experts that it
-    stacks; those of GGUF files are packed one by one.
+    `packs`: also replace Linear layers with kvq's own; without it, only those in blocks that a GPU's kernels
+    multiply. Tensors are read one at a time. Returns None and changes nothing if transformers computes any
+    tensor from others, such as a slice, or experts that it stacks; those of GGUF files are packed one by one.
 
     Raises:
         ModelError: a tensor has a dtype that torch doesn't support.
@@ -169,7 +170,16 @@ def fill(  # D214: straight from the file into panels
     names = {number: name for number, name in sources.items() if name is not None}
     if len(names) < len(sources):
         return None
-    linears, lookups = own_linears(model, prepared.dtype) if packs else ({}, {})
+    linears, lookups = own_linears(model, prepared.dtype)
+    if not packs:  # a head that is the embedding stays one with it
+        linears = {
+            layer: linear
+            for layer, linear in linears.items()
+            if layer not in lookups
+            and isinstance(stored, GgufTensors)
+            and keeps_blocks(stored.kind(names[id(linear.weight)]), prepared)
+        }
+        lookups = {}
     weights = {
         layer: partial(_weight, stored, names[id(linear.weight)], prepared)
         for layer, linear in linears.items()
@@ -188,7 +198,10 @@ def fill(  # D214: straight from the file into panels
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
         holder[name] = made[id(tensor)]
-    install_own(model, weights, lookups, prepared.dtype)
+    if packs:
+        install_own(model, weights, lookups, prepared.dtype)
+    else:
+        install(model, weights, prepared.device, backend=prepared.backend, dtype=prepared.dtype)
     return model
 
 
@@ -215,6 +228,13 @@ def _pack_experts(
             return tuple(_weight(stored, f"{each}.weight", prepared) for each in chosen)
 
         install_experts(model, {place: form}, weights, in_cpp=True)
+
+
+def keeps_blocks(kind: GgmlType, prepared: PreparedModel) -> bool:
+    """Return True if a GPU's kernels multiply weights of a GGUF type in their blocks."""
+    spec = LinearSpec(fmt=replace(kind, inputs=prepared.block_inputs), in_features=0, out_features=0)
+    device = Device.of(prepared.device)
+    return kind.on_gpus and select(spec.operation, spec, device, prepared.backend).is_triton
 
 
 def _pack_embeddings(

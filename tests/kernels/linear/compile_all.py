@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.instructions.compiling import compiled, resources
 from kvq.formats.weights import Inputs
+from kvq.kernels import BlockWeight, QuantizedWeight
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear import triton as linear
@@ -24,8 +25,8 @@ from kvq.kernels.linear.triton_kernel import (
     linear_kernel,
     quantize_kernel,
 )
-from kvq.kernels.linear.triton_pack import Kind, kind_of, pack
-from tests.kernels.linear.triton_kit import random_weight
+from kvq.kernels.linear.triton_pack import Kind, kind_of, pack, pack_blocks
+from tests.kernels.linear.triton_kit import BLOCKS, random_blocks, random_weight
 
 INPUTS, OUTPUTS = 4096, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,8 +39,13 @@ def multiplies_fp8(device: str) -> bool:
 
 def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[Any, dict[str, Any]]:
     """The kernel that such a step runs, and what it is launched with."""
-    weight = random_weight(name, INPUTS, OUTPUTS, dtype=dtype)
-    packed = pack(weight, kind_of(weight, has_fp8=multiplies_fp8(device)))
+    weight: QuantizedWeight | BlockWeight
+    if name in BLOCKS:
+        weight = random_blocks(name, INPUTS, OUTPUTS)
+        packed = pack_blocks(weight)
+    else:
+        weight = random_weight(name, INPUTS, OUTPUTS, dtype=dtype)
+        packed = pack(weight, kind_of(weight, has_fp8=multiplies_fp8(device)))
     x = torch.zeros(1, INPUTS, dtype=dtype)
     gpu_x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     rounding = weight.fmt.inputs
@@ -70,12 +76,12 @@ def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[An
         **{
             "x_ptr": multiplied,
             "x_scale_ptr": torch.zeros(1),
-            "x_sum_ptr": torch.zeros(1, dtype=torch.int32),
+            "x_sum_ptr": torch.zeros(1, dtype=torch.float32 if name in BLOCKS else torch.int32),
         },
         **{"out_ptr": torch.zeros(1) if is_split else x, "rows": int(rows) - 2, "x_row": INPUTS},
         **{"blocks": packed.blocks, "split_blocks": 7, "groups": packed.groups},
         **{"out_split": OUTPUTS * int(rows) if is_split else 0, "BM": tile.rows},
-        **{"GROUPED": packed.groups > 1, "SCALED": rounding is not Inputs.FULL},
+        **{"GROUPED": packed.is_grouped, "SCALED": rounding is not Inputs.FULL},
     }
 
 

@@ -4,14 +4,17 @@ import pytest
 
 from kvq.kernels.gpu.support import AMD
 from tests.kernels.gpu.compiling import compiled_by
+from tests.kernels.linear.triton_kit import BLOCKS
 
 SHARED_BYTES = {"sm80": 163 * 1024, "sm86": 99 * 1024, "sm90": 227 * 1024}  # that a block may have
 AMD_SHARED_BYTES = 64 * 1024
-FEW = ["int4_g128:16", "int4_g64_asym:16", "int8:16", "w4a8:16"]
+FEW = ["int4_g128:16", "int4_g64_asym:16", "int8:16", "w4a8:16", "Q4_K:16", "Q6_K:16"]
 MORE = ["fp8:16@fp16", "w8a8:16", "fp8_a8:16", "int4_g128:64", "w8a8:128", "int4_g128_asym:dense"]
+MORE += ["Q4_K:dense", "Q6_K:128@fp16"]
 NAMES = (
     *("int4_g128", "int4_g128_asym", "int4_g64_asym", "int4_g32", "int4_g8", "int4", "int3_g32", "int8"),
     *("int8_g64_asym", "int8_g16", "fp8", "fp8_a8", "w8a8", "int8_g64_asym_a8", "w4a8", "int4_g64_asym_a8"),
+    *BLOCKS,
 )
 MANY = [f"{name}:{rows}" for name in NAMES for rows in (16, 32, 64, 128)]
 MANY += [f"{name}:{rows}" for name in NAMES if "a8" not in name for rows in ("dense", "16@fp16", "16@fp32")]

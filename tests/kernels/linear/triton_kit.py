@@ -1,9 +1,12 @@
 """Quantized weights for kernel tests."""
 
+from dataclasses import replace
+
 import torch
 
-from kvq.formats.weights import WeightCode, parse_weight_format
-from kvq.kernels import QuantizedWeight
+from kvq.formats.ggml import GGML_TYPES
+from kvq.formats.weights import Inputs, WeightCode, parse_weight_format
+from kvq.kernels import BlockWeight, QuantizedWeight
 
 FORMATS = (
     *("int4_g128", "int4_g128_asym", "int4_g64_asym", "int4_g40", "int4_g8_asym", "int4", "int3_g32"),
@@ -12,6 +15,22 @@ FORMATS = (
 )
 SHAPES = ((384, 63), (240, 130), (120, 5), (1920, 70))  # inputs, outputs
 SMALL_SHAPES = ((384, 63), (240, 130), (120, 5), (640, 70))  # the interpreter takes long over 1,920 inputs
+
+BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")  # types of GGUF
+_HALVES = {"Q4_K": (0, 2), "Q6_K": (208,)}  # where a block has 16-bit floats
+
+
+def random_blocks(
+    name: str, inputs: int, outputs: int, *, how: Inputs = Inputs.FULL, seed: int = 0
+) -> BlockWeight:
+    """Random blocks of a type of GGUF, with finite scales of either sign."""
+    kind, draw = GGML_TYPES[name], torch.Generator().manual_seed(seed)
+    count = inputs // kind.values
+    blocks = torch.randint(0, 256, (outputs, count, kind.nbytes), dtype=torch.uint8, generator=draw)
+    for at in _HALVES.get(name, (0,)):
+        scale = (torch.rand(outputs, count, 1, generator=draw) - 0.5).half()
+        blocks[:, :, at : at + 2] = scale.view(torch.uint8)
+    return BlockWeight(fmt=replace(kind, inputs=how), rows=blocks.flatten(1))
 
 
 def random_weight(
