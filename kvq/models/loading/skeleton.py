@@ -5,6 +5,7 @@ possible, the skeleton is then filled from the mapped files, with packed Linear 
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -17,6 +18,7 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.formats.ggml import GgmlType
+from kvq.formats.weights import Inputs
 from kvq.geometry import parse_geometry
 from kvq.kernels import BlockWeight, Device, LinearSpec, PlainWeight, Weight, select
 from kvq.kernels.linear.cpu import CpuLinear
@@ -45,6 +47,8 @@ from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear,
 from kvq.weights.unstacked import Places
 
 _log = logging.getLogger("kvq")
+# D389: layers in blocks that round inputs to 16 bits even where 8 are chosen
+_SENSITIVE = re.compile(r"\.(q|k|v|qkv)_proj\.|lm_head|embed_tokens")
 
 
 class _StandIn(Tensor):
@@ -269,7 +273,8 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 def _weight(stored: ModelTensors, name: str, prepared: PreparedModel) -> Weight:
     """Return a Linear layer's weight: blocks as they are, others in the computation dtype or 16 bits."""
     if isinstance(stored, GgufTensors) and not (kind := stored.kind(name)).is_float:
-        fmt = replace(kind, inputs=prepared.block_inputs)
+        inputs = Inputs.FULL if _SENSITIVE.search(name) else prepared.block_inputs
+        fmt = replace(kind, inputs=inputs)
         return BlockWeight(fmt=fmt, rows=stored.blocks(name), is_mapped=stored.is_mapped(name))
     values, dtype = stored[name], prepared.dtype
     is_kept = dtype is torch.float32 and values.dtype in FLOATS
