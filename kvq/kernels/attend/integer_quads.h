@@ -105,6 +105,7 @@ inline void quad_weights(const IntegerWeights* out, const float* weights, const 
 }
 
 // Transpose a tile into [chunks, 4, TURNED] registers.
+// D390: with VNNI, 4-bit codes times high and low bytes; quads of V's tokens
 inline void stage_quads(int32_t* staged, const Tile& tile, const Tile&, const Cut& cut) {
     reg* out = (reg*)staged;
     for (int from = 0; from < cut.row_bytes; from += BYTES, out += 4 * TURNED)
