@@ -52,8 +52,8 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
 KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out, int code,
                         int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
-    int64_t hidden = l.output->out_features, size = bytes_of(code), row = hidden * size, gates_row = l.gate_up->out_features * size;
-    int64_t attended_row = l.output->in_features * size;
+    int64_t hidden = l.output->out_features, size = bytes_of(code), row = hidden * size;
+    int64_t gates_row = l.gate_up->out_features * size, attended_row = l.output->in_features * size;
     return run_rows(rows, row + gates_row, [&](uint8_t* sums, int64_t first, int64_t n) {
         uint8_t *gates = sums + n * row, *to = out + first * row;
         const uint8_t* inputs = x + first * row;
