@@ -20,9 +20,9 @@ from kvq.kernels.attend.triton.channels import (
 )
 from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS, highest_key, lowest_key
 from kvq.kernels.attend.triton.means import score_means
-from kvq.kernels.attend.triton.results import LOG2_E, store_results, tile_rows
+from kvq.kernels.attend.triton.results import LOG2_E, logarithm, store_results, tile_rows
 from kvq.kernels.attend.triton.scales import is_narrow
-from kvq.kernels.attend.triton.tile import logarithm, read_queries, tile_of, tile_scores, weighed, with_values
+from kvq.kernels.attend.triton.tile import read_queries, tile_of, tile_scores, weighed, with_values
 from kvq.kernels.attend.triton.values import joined, values_of_means, word_outputs
 from kvq.kernels.attend.triton.words import LEAST_COLUMNS, LEAST_KEYS, word_queries
 from kvq.kernels.gpu.launch import opened

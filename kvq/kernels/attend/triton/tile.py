@@ -18,7 +18,7 @@ from kvq.kernels.attend.triton.words import (
     rounded_queries,
     rounded_scores,
 )
-from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, takes_ptx
+from kvq.kernels.gpu.rows import FLOAT, INT4, rotate
 from kvq.kernels.gpu.stored import mean_rows, stored_rows
 
 
@@ -186,23 +186,11 @@ def weighed(
 
 
 @triton.jit
-def logarithm(x):
-    """Return log2 of nonnegative numbers, in one instruction where the GPU has one; tl.log2 takes thirty."""
-    if takes_ptx():
-        y = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        y = tl.log2(x)
-    return y
-
-
-@triton.jit
 def power_of_two(top):
     """Return the smallest power of two that is >= `top`, and its inverse, both clamped to fp32 range."""
-    exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
-    exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
-    return tl.exp2(exponent), tl.exp2(-exponent)
+    biased = (top.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # D391: log2 of every row takes thirty
+    bits = tl.minimum(tl.maximum(biased, 1), 253) << 23
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
