@@ -113,6 +113,7 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
             "instructions_a_key": round(len(loop) * warps / keys, 1),
             "slots_a_key": slots(asked.device, size),
         }
+        found |= dict(zip(("prologue", "epilogue"), map(len, sass.around(code)), strict=True))
     return found
 
 

@@ -69,13 +69,19 @@ def _tables(known: budgets.Budgets, device: str) -> Iterator[tuple[str, Table]]:
     for (kernel, kv), own in loops.items():
         size = key_bytes(kv, (DIM, DIM))
         free = slots(device, size)
-        table.append([kernel, kv, f"{size}", *(f"{free[name]:.0f}" for name in cards), *own])
+        table.append([kernel, kv, f"{size}", *(f"{free[name]:.0f}" for name in cards), *own[: len(_NAMES)]])
     yield "Loops over keys", table
     latents = {name: own for name, own in found.items() if name[0].startswith("attend_latent")}
     if latents:
         yield (
             "Loops over latents",
-            [["kernel", "format", *_NAMES], *([*name, *latents[name]] for name in latents)],
+            [["kernel", "format", *_NAMES], *([*name, *latents[name][: len(_NAMES)]] for name in latents)],
+        )
+    around = [[*name, *own[5:]] for name, own in loops.items() if len(own) > len(_NAMES)]
+    if around:
+        yield (
+            "Before and after loops over keys, where counted",
+            [["kernel", "format", *budgets.AROUND], *around],
         )
     rest = [[*name, *own[:4]] for name, own in found.items() if name not in loops | latents]
     yield "Other kernels", [["kernel", "format", *_NAMES[:4]], *rest]
@@ -92,12 +98,13 @@ def _figures(known: budgets.Budgets, device: str) -> dict[tuple[str, str], list[
         owner, _, kernel = name.partition(" ")
         if owner == device:
             rows = [version.get((name, kv)) for version in versions]
-            found[kernel, kv or "-"] = [_cell(rows, i) for i in range(len(_NAMES))]
+            count = max(len(row) for row in rows if row is not None)
+            found[kernel, kv or "-"] = [_cell(rows, i) for i in range(count)]
     return found
 
 
 def _cell(rows: list[list[float] | None], index: int) -> str:
-    figures = ["-" if row is None else f"{row[index]:g}" for row in rows]
+    figures = ["-" if row is None or index >= len(row) else f"{row[index]:g}" for row in rows]
     return figures[0] if len(set(figures)) == 1 else " / ".join(figures)
 
 
@@ -107,7 +114,7 @@ def _shares(known: budgets.Budgets) -> Table:
     for device in dict.fromkeys(card.device for card in CARDS):
         for (kernel, kv), own in _figures(known, device).items():
             if kernel.startswith("attend decode, ") and kernel.endswith(" heads"):
-                table.append([device, kv, kernel.split()[2], *own])
+                table.append([device, kv, kernel.split()[2], *own[: len(_NAMES)]])
     return [table[0], *sorted(table[1:], key=lambda line: (line[0], line[1], int(line[2])))]
 
 

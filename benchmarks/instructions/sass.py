@@ -115,10 +115,39 @@ def _dominators(code: list[Block]) -> dict[int, set[int]]:
 
 def tensor_loop(code: list[Block]) -> list[str]:
     """The names in the innermost loop that multiplies most on tensor cores; empty if none does."""
+    return _names(code, _tensor_blocks(code))
+
+
+def around(code: list[Block]) -> tuple[list[str], list[str]]:
+    """The names before that loop and after it, on all sides of branches; what comes again is after it."""
+    body, known = _tensor_blocks(code), _dominators(code)
+    following = {i: set(code[i].following) for i in known}
+    preceding = {i: {j for j in known if i in following[j]} for i in known}
+    before, after = (_reached(body, edges) for edges in (preceding, following))
+    return _names(code, before - after), _names(code, after)
+
+
+def _reached(body: set[int], edges: dict[int, set[int]]) -> set[int]:
+    """Blocks outside of `body` that edges lead to from it."""
+    found: set[int] = set()
+    left = [j for i in body for j in edges[i]]
+    while left:
+        i = left.pop()
+        if i not in body and i not in found:
+            found.add(i)
+            left += edges[i]
+    return found
+
+
+def _tensor_blocks(code: list[Block]) -> set[int]:
     multiplying = [body for body in loops(code) if any(kind(x) == "tensor" for x in _names(code, body))]
     inner = [body for body in multiplying if not any(other < body for other in multiplying)]
-    names = (_names(code, body) for body in inner)
-    return max(names, key=lambda own: (sum(kind(x) == "tensor" for x in own), len(own)), default=[])
+
+    def size(body: set[int]) -> tuple[int, int]:
+        own = _names(code, body)
+        return sum(kind(x) == "tensor" for x in own), len(own)
+
+    return max(inner, key=size, default=set())
 
 
 def all_names(code: list[Block]) -> list[str]:

@@ -66,6 +66,9 @@ def test_the_loop_over_keys_is_found_wherever_its_parts_are_laid_out() -> None:
     assert [name.split(".")[0] for name in loop] == ["LDGSTS", "BRA", "HMMA", "IMAD", "BRA", "LDSM", "BRA"]
     assert len(sass.all_names(code)) == 11  # not what is never reached
     assert len(sass.loops(code)) == 2
+    before, after = sass.around(code)
+    assert [name.split(".")[0] for name in before] == ["S2R"]
+    assert [name.split(".")[0] for name in after] == ["LDG", "BRA", "EXIT"]
     assert sass.kinds(loop) == {"branch": 3, "copy": 1, "tensor": 1, "move": 1, "shared": 1}
     assert sass.loads(sass.all_names(code)) == {"LDG 8": 1, "LDGSTS 16": 1, "LDSM 16": 1}
 
@@ -110,7 +113,7 @@ def test_cards_are_those_of_their_data_sheets() -> None:
 ROW = {
     **{"triton": "9.9", "device": "sm90", "kernel": "attend decode", "kv": "int8"},
     **{"instructions": 900, "instructions_a_key": 50.0, "registers": 160, "stack": 0},
-    **{"programs_at_once": 3, "tiles_under_way": 3.0},
+    **{"programs_at_once": 3, "tiles_under_way": 3.0, "prologue": 1000, "epilogue": 500},
 }
 
 
@@ -124,6 +127,9 @@ ROW = {
         ({"stack": 8}, "stack 8, budget 0"),
         ({"programs_at_once": 2}, "programs_at_once 2, budget 3"),
         ({"tiles_under_way": 2.0}, "tiles_under_way 2, budget 3"),
+        ({"prologue": 1030, "epilogue": 515}, ""),
+        ({"prologue": 1031}, "prologue 1031, budget 1000"),
+        ({"epilogue": 516}, "epilogue 516, budget 500"),
         ({"error": "no"}, "does not compile: no"),
         ({"kv": "int2"}, "there is no budget"),
         ({"triton": "9.8", "registers": 255}, ""),
