@@ -189,9 +189,8 @@ def _install_experts(  # D184: placed by name, then compared with the stack
                 joined["gate_up_proj"].append(QuantizedWeight.joined((gate, up)))
                 joined["down_proj"].append(down)
         formats = {weight.fmt for weight in joined["down_proj"]}
-        agree = all(_are(joined[part], experts.get_parameter(part)) for part in joined)
-        fmt = formats.pop() if len(formats) == 1 and agree else None
-        if fmt is not None and (in_cpp := runs_experts(fmt, device, backend)) is not None:
+        agree = len(formats) == 1 and all(_are(joined[part], experts.get_parameter(part)) for part in joined)
+        if agree and (in_cpp := runs_experts(formats.pop(), device, backend)) is not None:
             codes = partial(lambda own, full, i, _: own[full.rpartition(".")[2]][i], joined)
             install_experts(model, {name: form}, codes, in_cpp=in_cpp)
 
@@ -199,9 +198,8 @@ def _install_experts(  # D184: placed by name, then compared with the stack
 def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
     """Return True if a stacked tensor equals the dequantized weights."""
     pairs = zip(weights, stacked, strict=False)
-    return len(weights) == len(stacked) and all(
-        torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
-    )
+    same = (torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs)
+    return len(weights) == len(stacked) and all(same)
 
 
 def read_weights(scheme: QuantizationScheme, stored: ModelTensors) -> dict[str, QuantizedWeight]:
