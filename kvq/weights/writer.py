@@ -186,7 +186,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
     if not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ConfigError(f"can't write {out}: it is not empty; name a new folder, or ask to overwrite")
+        raise ConfigError(f"can't write {out}: it is not empty; name a new folder, or give --overwrite")
     if read_manifest(out) is None:
         raise ConfigError(f"can't overwrite {out}: kvq didn't write it (no manifest); name a new folder")
 
