@@ -172,13 +172,10 @@ def _llama(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
     """Count attention and experts."""
-    return _llama_attention(config, geometry, index) + _routed(
-        f"{index}.mlp",
-        geometry.hidden_size,
-        _get(config, "intermediate_size", 14336),
-        count=_get(config, "num_local_experts", 8),
-        chosen=_get(config, "num_experts_per_tok", 2),
-    )
+    hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 14336)
+    count, chosen = _get(config, "num_local_experts", 8), _get(config, "num_experts_per_tok", 2)
+    attention = _llama_attention(config, geometry, index)
+    return attention + _routed(f"{index}.mlp", hidden, inner, count=count, chosen=chosen)
 
 
 def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
@@ -186,13 +183,9 @@ def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameter
     step, count = _get(config, "decoder_sparse_step", 1), _experts(config, "num_experts", 128)
     if index in (config.get("mlp_only_layers") or ()) or not count or (index + 1) % step:
         return _llama(config, geometry, index)
-    return _llama_attention(config, geometry, index) + _routed(
-        f"{index}.mlp",
-        geometry.hidden_size,
-        _get(config, "moe_intermediate_size", 768),
-        count=count,
-        chosen=_get(config, "num_experts_per_tok", 8),
-    )
+    hidden, inner = geometry.hidden_size, _get(config, "moe_intermediate_size", 768)
+    attention, chosen = _llama_attention(config, geometry, index), _get(config, "num_experts_per_tok", 8)
+    return attention + _routed(f"{index}.mlp", hidden, inner, count=count, chosen=chosen)
 
 
 def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:

@@ -138,9 +138,8 @@ def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     width = first.in_features if fold.tied is None else int(fold.tied.max()) + 1
-    scale = torch.exp2(torch.rand(width, generator=generator, dtype=torch.float32) * 2 - 1).to(
-        first.weight.device
-    )
+    exponents = torch.rand(width, generator=generator, dtype=torch.float32) * 2 - 1
+    scale = torch.exp2(exponents).to(first.weight.device)
     undo, before = undoing(layer, fold), run()
     try:
         apply_fold(layer, fold, scale if fold.tied is None else scale[fold.tied])
@@ -179,9 +178,8 @@ def _divide_norm(norm: nn.Module, scale: Tensor, offset: float, dtype: torch.dty
 
 def _divide_rows(linear: nn.Module, scale: Tensor, tied: Tensor, dtype: torch.dtype) -> None:
     assert isinstance(linear, nn.Linear), "rows are a Linear layer's"
-    rows = torch.ones(linear.out_features, device=scale.device, dtype=torch.float32).index_copy_(
-        0, tied, scale
-    )
+    rows = torch.ones(linear.out_features, device=scale.device, dtype=torch.float32)
+    rows.index_copy_(0, tied, scale)
     linear.weight /= rows[:, None]
     if linear.bias is not None:
         linear.bias.copy_((linear.bias / rows).to(dtype))

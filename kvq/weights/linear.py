@@ -208,11 +208,9 @@ def is_plain_lookup(module: nn.Embedding) -> bool:
 def scale_of(module: nn.Embedding) -> Tensor | None:
     """Return the factor that an embedding such as Gemma's applies to its rows, or None."""
     scale = getattr(module, "embed_scale", None)
-    return (
-        scale
-        if scale is None or isinstance(scale, Tensor)
-        else torch.tensor(float(scale), dtype=torch.float32)
-    )
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    return torch.tensor(float(scale), dtype=torch.float32)
 
 
 def linear_of(weight: Tensor) -> nn.Linear:

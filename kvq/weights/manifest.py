@@ -61,7 +61,7 @@ def read_manifest(place: Path) -> dict[str, FileDigest] | None:
     path = manifest_path(place)
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise _damaged(place, path, f"it is larger than {_MAX_BYTES} bytes")
+            raise _damaged(place, f"it is larger than {_MAX_BYTES} bytes")
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -70,10 +70,10 @@ def read_manifest(place: Path) -> dict[str, FileDigest] | None:
     try:
         data = strict_json.loads(raw)
     except ValueError as error:
-        raise _damaged(place, path, f"it is not JSON ({first_lines(error)})") from error
-    files = _files(place, path, data)
+        raise _damaged(place, f"it is not JSON ({first_lines(error)})") from error
+    files = _files(place, data)
     if manifest_bytes(files) != raw:
-        raise _damaged(place, path, "digest: its bytes are not the ones it was written with")
+        raise _damaged(place, "digest: its bytes are not the ones it was written with")
     return files
 
 
@@ -151,12 +151,14 @@ def _faults(
     for name, wanted in files.items():
         path = manifest.with_name(name)
         try:
-            if (nbytes := _size(place, path)) != wanted[0]:
-                raise _damaged(place, path, f"bytes: {nbytes}, but {manifest.name} says {wanted[0]}")
-            if is_read(name) and (found := _digest(path, tell)) != wanted:
-                raise _damaged(place, path, f"xxh3: {found[1]}, but {manifest.name} says {wanted[1]}")
-        except ModelError as fault:
-            yield fault
+            if (nbytes := path.stat().st_size) != wanted[0]:
+                yield _damaged(place, f"bytes: {nbytes}, but {manifest.name} says {wanted[0]}", path)
+            elif is_read(name) and (found := file_digest(path, tell)) != wanted:
+                yield _damaged(place, f"xxh3: {found[1]}, but {manifest.name} says {wanted[1]}", path)
+        except FileNotFoundError:
+            yield _damaged(place, f"missing, but {manifest.name} lists it", path)
+        except OSError as error:
+            yield _unreadable(path, error)
     weights = sorted(place.glob("*.safetensors*")) if place.is_dir() else part_paths(place)
     for path in weights if files else []:
         if path.name not in files:
@@ -167,15 +169,6 @@ def _holds_weights(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _size(place: Path, path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError as error:
-        raise _damaged(place, path, f"missing, but {manifest_path(place).name} lists it") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
 def _digest(path: Path, tell: Tell = int) -> FileDigest:
     try:
         return file_digest(path, tell)
@@ -183,25 +176,23 @@ def _digest(path: Path, tell: Tell = int) -> FileDigest:
         raise _unreadable(path, error) from error
 
 
-def _files(place: Path, path: Path, data: object) -> dict[str, FileDigest]:
+def _files(place: Path, data: object) -> dict[str, FileDigest]:
     if not isinstance(data, dict) or not isinstance(data.get("files"), dict):
-        raise _damaged(place, path, "files: it lists none")
+        raise _damaged(place, "files: it lists none")
     version = data.get("format_version")
     if type(version) is not int or version != _FORMAT_VERSION:
-        raise _damaged(
-            place, path, f"format_version: this kvq reads {_FORMAT_VERSION}, got {str(version)[:40]}"
-        )
-    return {name: _file(place, path, name, entry) for name, entry in data["files"].items()}
+        raise _damaged(place, f"format_version: this kvq reads {_FORMAT_VERSION}, got {str(version)[:40]}")
+    return {name: _file(place, name, entry) for name, entry in data["files"].items()}
 
 
-def _file(place: Path, path: Path, name: str, entry: object) -> FileDigest:
+def _file(place: Path, name: str, entry: object) -> FileDigest:
     if Path(name).name != name or "\0" in name or name.endswith(MANIFEST):
-        raise _damaged(place, path, f"files: {name!r:.80} is no file of this folder")
+        raise _damaged(place, f"files: {name!r:.80} is no file of this folder")
     if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
-        raise _damaged(place, path, f"files: {name!r:.80} must have the fields {' and '.join(_FIELDS)}")
+        raise _damaged(place, f"files: {name!r:.80} must have the fields {' and '.join(_FIELDS)}")
     nbytes, digest = entry["bytes"], entry["xxh3"]
     if type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
-        raise _damaged(place, path, f"files: bytes or xxh3 of {name!r:.80} is no number or no text")
+        raise _damaged(place, f"files: bytes or xxh3 of {name!r:.80} is no number or no text")
     return nbytes, digest
 
 
@@ -213,8 +204,9 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
     return ModelError(f"can't read {path}: {error.strerror}")
 
 
-def _damaged(place: Path, path: Path, why: str) -> ModelError:
+def _damaged(place: Path, why: str, path: Path | None = None) -> ModelError:
+    """Return the error of a file, by default of the manifest."""
     return ModelError(
-        f"{path} is damaged: {why}; copy the model again, or write it again; if it was changed on purpose: "
-        f"kvq manifest {place} --overwrite"
+        f"{path or manifest_path(place)} is damaged: {why}; copy the model again, or write it again; "
+        f"if it was changed on purpose: kvq manifest {place} --overwrite"
     )

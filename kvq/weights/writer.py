@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -104,9 +103,7 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Abort unless `finish` succeeded."""
         self.abort()
 
@@ -189,7 +186,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
     if not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ConfigError(f"can't write {out}: it is not empty; name a new folder, or ask to overwrite")
+        raise ConfigError(f"can't write {out}: it is not empty; name a new folder, or give --overwrite")
     if read_manifest(out) is None:
         raise ConfigError(f"can't overwrite {out}: kvq didn't write it (no manifest); name a new folder")
 

@@ -87,7 +87,7 @@ def test_tensors_that_share_memory_are_written_each(place: Path) -> None:
 def test_only_a_folder_that_kvq_wrote_is_replaced(place: Path, source: Path) -> None:
     out = place / "model"
     write(out, source)
-    with pytest.raises(ConfigError, match="it is not empty; name a new folder, or ask to overwrite"):
+    with pytest.raises(ConfigError, match="it is not empty; name a new folder, or give --overwrite"):
         CheckpointWriter(out)
     (out / "README.md").write_text("later")
     write(out, source, overwrite=True)

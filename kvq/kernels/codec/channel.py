@@ -83,7 +83,10 @@ def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tenso
     codes = scales[..., :dim].to(torch.int32)
     offset = scales[..., dim:].contiguous().view(torch.float16).float()
     bits = shares(codes, fmt.code.bits) if fmt.is_paired else torch.full_like(codes, fmt.code.bits)
-    return narrow.scales(codes) * _factors(fmt.code.bits, scales.device)[bits.long()], offset, bits
+    levels = [max(1, (1 << own) - 1) for own in range(fmt.code.bits + MOST_SHIFTED + 1)]
+    factors = [((1 << fmt.code.bits) - 1) / own for own in levels]  # of the scale, by a channel's actual bits
+    by_bits = torch.tensor(factors, dtype=torch.float32, device=scales.device)
+    return narrow.scales(codes) * by_bits[bits.long()], offset, bits
 
 
 def shares(codes: Tensor, bits: int) -> Tensor:  # D4: two channels share their bits by their scale bytes
@@ -91,9 +94,3 @@ def shares(codes: Tensor, bits: int) -> Tensor:  # D4: two channels share their 
     more = codes - codes.flip(-1)
     most = min(MOST_SHIFTED, bits - 1)
     return bits + more.sign() * ((more.abs() + 8) >> 4).clamp(max=most)
-
-
-def _factors(bits: int, device: torch.device) -> Tensor:
-    """Return factors of the scale for `bits` bits, indexed by a channel's actual bits: fp32 [bits + 3]."""
-    levels = [max(1, (1 << own) - 1) for own in range(bits + MOST_SHIFTED + 1)]
-    return torch.tensor([((1 << bits) - 1) / own for own in levels], dtype=torch.float32, device=device)

@@ -240,8 +240,8 @@ def _reaching(row: Tensor, width: int) -> Tensor:
     values = row.numpy()
     lanes = len(values) // _LANE
     highest = values[: lanes * _LANE].reshape(_LANE, lanes).max(axis=0)
-    found = np.flatnonzero(values >= np.partition(highest, lanes - width)[lanes - width])
-    return torch.from_numpy(found if len(found) >= width else np.arange(len(values)))  # a bar may be NaN
+    bar = np.partition(highest, lanes - width)[lanes - width]
+    return torch.from_numpy(np.flatnonzero(~(values < bar)))  # NaN ranks above all numbers
 
 
 def _pack(logits: Tensor, tokens: Tensor) -> Tensor:

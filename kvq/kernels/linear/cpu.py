@@ -119,10 +119,6 @@ class CpuLinear:
             return unpack_plain(self._panels[0], self.out_features, self.in_features)
         return self.look_up(torch.arange(self.out_features), torch.float32)
 
-    def _check_floats(self) -> None:
-        if any(panels.scales is not None for panels in self._panels):
-            raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
-
     def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up rows of a weight in floats or blocks: int64 [...] -> [..., in] in `dtype`.
 
@@ -130,7 +126,8 @@ class CpuLinear:
             ConfigError: the weight is in integer codes, `rows` is not int64, or `dtype` is not supported.
             IndexError: a row number is too large.
         """
-        self._check_floats()
+        if any(panels.scales is not None for panels in self._panels):
+            raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
         if rows.dtype is not torch.int64 or dtype not in DTYPES:
             raise ConfigError(
                 f"rows are looked up by int64 numbers as fp32, bf16 or fp16, got {rows.dtype} and {dtype}"

@@ -164,15 +164,12 @@ def _blocked(x: Tensor, code: WeightCode) -> Tensor:
     panels, columns = x.shape[0] // OUTPUTS, x.shape[1]
     if code is WeightCode.FP8:
         quads = x.view(panels, OUTPUTS, columns // 4, 2, 2)  # [panels, o, quads, b, h]
-        return _laid_out(quads.permute(0, 2, 4, 1, 3)).view(panels, -1)
-    quads = x.view(panels, OUTPUTS, columns // 4, 4).transpose(1, 2)
-    if code is WeightCode.INT8:
-        return _laid_out(quads).view(panels, -1)
-    return _laid_out(quads[:, ::2] | (quads[:, 1::2] << 4)).view(panels, -1)
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    return empty(x.shape, x.dtype).copy_(x)
+        quads = quads.permute(0, 2, 4, 1, 3)
+    else:
+        quads = x.view(panels, OUTPUTS, columns // 4, 4).transpose(1, 2)
+        if code is not WeightCode.INT8:
+            quads = quads[:, ::2] | (quads[:, 1::2] << 4)
+    return empty(quads.shape, quads.dtype).copy_(quads).view(panels, -1)
 
 
 def _by_panel(x: Tensor) -> Tensor:

@@ -110,13 +110,9 @@ def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _operand(
-    codes,
-    COMPUTE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BN: tl.constexpr,
-    RUNS: tl.constexpr,
+    codes, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, RUNS: tl.constexpr,
     WARPS: tl.constexpr,
-):
+):  # fmt: skip
     """Return codes [BN / RUNS, 64] as a second factor [WIDTH, BN], without moves between threads."""
     REPEATS: tl.constexpr = BN // (8 * RUNS * WARPS)
     if COMPUTE == tl.int8:  # bits of a place: [repeat, warp, 8 outputs, thread of 4, run, word, byte]

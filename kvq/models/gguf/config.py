@@ -147,7 +147,11 @@ class _Config:
 
     def _tokens(self) -> dict[str, Any]:
         """Return the ids of tokens that begin, end and pad texts."""
-        ids = {key: self._token(key) for key in (*_END_KEYS, "bos_token_id", "padding_token_id")}
+        keys = (*_END_KEYS, "bos_token_id", "padding_token_id")
+        ids = {key: self.metadata.get(f"tokenizer.ggml.{key}") for key in keys}
+        for key, i in ids.items():
+            if i is not None and type(i) is not int:
+                raise ModelError(f"{self.where}: 'tokenizer.ggml.{key}' must be a token's id, got {i!r:.80}")
         tokens = self.metadata.get("tokenizer.ggml.tokens") or []
         types = self.metadata.get("tokenizer.ggml.token_type") or []
         ends = [ids[key] for key in _END_KEYS if ids[key] is not None]
@@ -159,12 +163,6 @@ class _Config:
             "eos_token_id": list(dict.fromkeys(ends)) or None,
             "pad_token_id": ids["padding_token_id"],
         }
-
-    def _token(self, key: str) -> int | None:
-        value = self.metadata.get(f"tokenizer.ggml.{key}")
-        if value is not None and type(value) is not int:
-            raise ModelError(f"{self.where}: 'tokenizer.ggml.{key}' must be a token's id, got {value!r:.80}")
-        return value
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         """Return the fields about rotary positions."""

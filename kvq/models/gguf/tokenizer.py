@@ -7,7 +7,6 @@ from typing import Any
 
 from kvq.errors import ModelError, first_lines, nearest
 from kvq.lazy import import_whole
-from kvq.models.gguf.merges import scored_merges
 from kvq.models.gguf.splits import SPLITS, WHOLE
 from kvq.models.gguf.vocabulary import NORMAL, UNDEFINED, UNUSED, Vocabulary
 
@@ -69,6 +68,23 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     backend.decoder = decoders.Sequence([*steps, *strip])
     return backend
+
+
+def scored_merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Return pairs of tokens that make another, in the order of what they make.
+
+    SentencePiece joins neighbouring pieces to the token with the highest score, the leftmost first, until no
+    two make a token. The tokenizers library wants the pairs instead, best first: every way to cut a token in
+    two tokens. A pair that no text can bring together does no harm. `tokens`: without empty or equal ones,
+    the highest score first.
+    """
+    known = {token: token for token in tokens}.get  # pairs hold the same strings
+    return [
+        (left, right)
+        for token in tokens
+        for at in range(1, len(token))
+        if (left := known(token[:at])) and (right := known(token[at:]))
+    ]
 
 
 def _byte_level(vocabulary: Vocabulary, split: str) -> Any:

@@ -49,25 +49,22 @@ def load_rounded(  # D215: a million values at a time; no cache on disk
     formats = rounded_formats(model, fmt)
     linears = {name: model.get_submodule(name) for name in formats}
 
-    def rounded(name: str) -> QuantizedWeight:
-        weight, pieces = linears.pop(name).weight.detach(), []
-        for stored in weight.split(max(1, _PIECE // weight.shape[1])):
-            piece = stored.float()
-            if not piece.isfinite().all():  # rounding would hide this
-                raise ModelError(f"{folder}: {name}.weight holds NaN or infinity; download or copy it again")
-            pieces.append(round_weight(piece, formats[name]))
-        return QuantizedWeight.joined(pieces)
-
-    weights = {name: partial(rounded, name) for name in formats}
-    install(model, weights, device, backend=backend, dtype=dtype)
-
-    def rounded_expert(name: str, expert: int, values: Tensor) -> QuantizedWeight:
-        if not values.isfinite().all():
+    def rounded(name: str, values: Tensor, own: WeightFormat) -> QuantizedWeight:
+        values = values.float()
+        if not values.isfinite().all():  # rounding would hide this
             raise ModelError(f"{folder}: {name} holds NaN or infinity; download or copy it again")
-        return round_weight(values.float(), fmt)
+        return round_weight(values, own)
 
+    def layer(name: str) -> QuantizedWeight:
+        weight = linears.pop(name).weight.detach()
+        pieces = weight.split(max(1, _PIECE // weight.shape[1]))
+        return QuantizedWeight.joined([rounded(f"{name}.weight", one, formats[name]) for one in pieces])
+
+    weights = {name: partial(layer, name) for name in formats}
+    install(model, weights, device, backend=backend, dtype=dtype)
     if (in_cpp := runs_experts(fmt, device, backend)) is not None:
-        install_experts(model, stacked_experts(model), rounded_expert, in_cpp=in_cpp)
+        stacked = stacked_experts(model)
+        install_experts(model, stacked, lambda name, _, x: rounded(name, x, fmt), in_cpp=in_cpp)
     return model.to(dtype)
 
 
@@ -192,24 +189,17 @@ def _install_experts(  # D184: placed by name, then compared with the stack
                 joined["gate_up_proj"].append(QuantizedWeight.joined((gate, up)))
                 joined["down_proj"].append(down)
         formats = {weight.fmt for weight in joined["down_proj"]}
-        agree = all(_are(joined[part], experts.get_parameter(part)) for part in joined)
-        fmt = formats.pop() if len(formats) == 1 and agree else None
-        if fmt is None or (in_cpp := runs_experts(fmt, device, backend)) is None:
-            continue
-
-        def codes(full: str, expert: int, values: Tensor, own: Any = joined) -> QuantizedWeight:
-            found: QuantizedWeight = own[full.rpartition(".")[2]][expert]
-            return found
-
-        install_experts(model, {name: form}, codes, in_cpp=in_cpp)
+        agree = len(formats) == 1 and all(_are(joined[part], experts.get_parameter(part)) for part in joined)
+        if agree and (in_cpp := runs_experts(formats.pop(), device, backend)) is not None:
+            codes = partial(lambda own, full, i, _: own[full.rpartition(".")[2]][i], joined)
+            install_experts(model, {name: form}, codes, in_cpp=in_cpp)
 
 
 def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
     """Return True if a stacked tensor equals the dequantized weights."""
     pairs = zip(weights, stacked, strict=False)
-    return len(weights) == len(stacked) and all(
-        torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
-    )
+    same = (torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs)
+    return len(weights) == len(stacked) and all(same)
 
 
 def read_weights(scheme: QuantizationScheme, stored: ModelTensors) -> dict[str, QuantizedWeight]:

@@ -273,8 +273,7 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 def _weight(stored: ModelTensors, name: str, prepared: PreparedModel) -> Weight:
     """Return a Linear layer's weight: blocks as they are, others in the computation dtype or 16 bits."""
     if isinstance(stored, GgufTensors) and not (kind := stored.kind(name)).is_float:
-        inputs = Inputs.FULL if _SENSITIVE.search(name) else prepared.block_inputs
-        fmt = replace(kind, inputs=inputs)
+        fmt = replace(kind, inputs=Inputs.FULL if _SENSITIVE.search(name) else prepared.block_inputs)
         return BlockWeight(fmt=fmt, rows=stored.blocks(name), is_mapped=stored.is_mapped(name))
     values, dtype = stored[name], prepared.dtype
     is_kept = dtype is torch.float32 and values.dtype in FLOATS

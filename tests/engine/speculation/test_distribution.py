@@ -20,10 +20,10 @@ from kvq.engine.device.runner import StepOutput
 from kvq.engine.params import SamplingParams
 from kvq.engine.requests.outputs import Timing
 from kvq.engine.requests.request_state import Job
-from kvq.engine.sampling import sampler as sampler_module
 from kvq.engine.sampling.choose import Chooser
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Drafter, Growing
+from kvq.kernels.draw import reference
 from kvq.scheduler import Branch, StepPlan
 from tests.engine.sampling.reference import adjusted, distribution
 
@@ -214,14 +214,14 @@ def _keeps_by_the_target_alone(target: Any, draft: Any, tokens: Any, keeping: An
     """A draft is kept with p(x), as one without a distribution is."""
     p = target.double() / target.sum(dim=-1, keepdim=True)
     kept = keeping < p.gather(1, tokens[:, None])[:, 0]
-    right = sampler_module.keep_or_replace(target, draft, tokens, torch.ones_like(keeping), uniform)
+    right = reference.keep_or_replace(target, draft, tokens, torch.ones_like(keeping), uniform)
     return torch.where(kept, tokens, right)
 
 
 @pytest.mark.parametrize("wrong", [_keeps_all, _replaces_from_target, _keeps_by_the_target_alone])
 def test_a_wrong_rule_fails_the_same_test(wrong, monkeypatch):
     if wrong is _keeps_by_the_target_alone:
-        real = sampler_module.keep_or_replace
-        monkeypatch.setitem(wrong.__globals__, "sampler_module", SimpleNamespace(keep_or_replace=real))
-    monkeypatch.setattr("kvq.engine.sampling.sampler.keep_or_replace", wrong)
+        real = reference.keep_or_replace
+        monkeypatch.setitem(wrong.__globals__, "reference", SimpleNamespace(keep_or_replace=real))
+    monkeypatch.setattr("kvq.kernels.draw.reference.keep_or_replace", wrong)
     assert p_value(sample(8_000, 2, KINDS["plain"], 1), exact(1, "plain")) < 1e-6

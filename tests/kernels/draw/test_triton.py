@@ -51,7 +51,7 @@ def adversarial(vocab: int) -> dict[str, Tensor]:
     return {
         "all equal": torch.full((vocab,), 1.25),
         "one left": one,
-        "most masked": noise.masked_fill(noise < 1.3, -_INF),
+        "most masked": noise.masked_fill(noise < min(1.3, float(noise.max())), -_INF),
         "many ties": (noise * 2).round(),
         "ties of bf16": (noise * 3).bfloat16().float(),
         "all but one in a bin": far,

@@ -107,7 +107,8 @@ def random_blocks(kind: str, rows: int, columns: int, *, seed: int = 0) -> Tenso
     count = rows * columns // own.values
     blocks = torch.randint(0, 256, (count, own.nbytes), dtype=torch.uint8, generator=generator)
     for at in _SCALES[kind]:
-        scale = 0.3 / (1 << own.bits) / (30 if kind.endswith("K") else 1)
+        largest = 128 if kind == "IQ4_NL" else 1 << own.bits  # numbers that codes stand for
+        scale = 0.3 / largest / (30 if kind.endswith("K") else 1)
         blocks[:, at : at + 2] = (torch.rand(count, 1, generator=generator) * scale).half().view(torch.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = 122

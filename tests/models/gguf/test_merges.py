@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from tokenizers import Tokenizer, models
 
-from kvq.models.gguf.merges import scored_merges
+from kvq.models.gguf.tokenizer import scored_merges
 
 
 def joined_by_score(text, rank):

@@ -104,7 +104,7 @@ def check_gguf_target(out: Path, *, overwrite: bool) -> None:
     if out.is_symlink() or (out.exists() and not (out.is_file() and has_magic(out))):
         raise ConfigError(f"can't write {out}: something else is there; name a new file")
     if out.exists() and not overwrite:
-        raise ConfigError(f"can't write {out}: it exists; name a new file, or ask to overwrite")
+        raise ConfigError(f"can't write {out}: it exists; name a new file, or give --overwrite")
 
 
 def _header(metadata: Mapping[str, Any], tensors: Kinds) -> bytes:

@@ -57,7 +57,10 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) 
     found |= {f"{role}_token_id": i for role, i in special.items() if i is not None and i < vocab_size}
     for role, end in (("bos", whole[:1]), ("eos", whole[-1:])):
         found[f"add_{role}_token"] = end == [special[role]]
-    metadata = {f"{_KEY}{key}": value for key, value in found.items()} | _templates(tokenizer)
+    given, key = tokenizer.chat_template or {}, "tokenizer.chat_template"
+    templates = {"default": given} if isinstance(given, str) else given
+    metadata = {f"{_KEY}{name}": value for name, value in found.items()}
+    metadata |= {key if name == "default" else f"{key}.{name}": text for name, text in templates.items()}
     _check_reads_back(tokenizer, metadata)
     return metadata
 
@@ -110,13 +113,6 @@ def _scores(tokenizer: Any, model: Mapping[str, Any], vocab_size: int) -> list[f
     for rank, text in enumerate(made):
         scores[model["vocab"][text]] = float(-rank)
     return scores
-
-
-def _templates(tokenizer: Any) -> dict[str, str]:
-    """Return the chat templates, the default one without a name."""
-    given, key = tokenizer.chat_template or {}, "tokenizer.chat_template"
-    named = {"default": given} if isinstance(given, str) else given
-    return {key if name == "default" else f"{key}.{name}": text for name, text in named.items()}
 
 
 def _check_reads_back(tokenizer: Any, metadata: Mapping[str, Any]) -> None:

@@ -57,6 +57,6 @@ def test_targets(tmp_path):
         with pytest.raises(ConfigError, match=message):
             check_gguf_target(tmp_path / name, overwrite=True)
     (tmp_path / "old.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="ask to overwrite"):
+    with pytest.raises(ConfigError, match="give --overwrite"):
         check_gguf_target(tmp_path / "old.gguf", overwrite=False)
     check_gguf_target(tmp_path / "old.gguf", overwrite=True)
