@@ -51,7 +51,8 @@ inline void turn_some_words(reg* out, const uint8_t* const* rows, int at) {
 inline void turn_words(reg* out, const uint8_t* const* rows, int bytes) {
     constexpr int MOST = W / 4;  // of 16 bytes, which registers have room for
     int from = 0;
-    for (; from + 16 * MOST <= bytes; from += 16 * MOST, out += 4 * MOST * WORD_COLUMNS) turn_some_words<MOST>(out, rows, from);
+    for (; from + 16 * MOST <= bytes; from += 16 * MOST, out += 4 * MOST * WORD_COLUMNS)
+        turn_some_words<MOST>(out, rows, from);
     for (; from < bytes; from += 16, out += 4 * WORD_COLUMNS) turn_some_words<1>(out, rows, from);
 }
 
@@ -194,6 +195,8 @@ inline void turned_scores(float* scores, const IntegerQuery* q, int rows, const 
     const WordRuns runs = runs_of<BITS>(cut);
     for (int key = 0; key < keys; key += WORD_COLUMNS * W) {
         for (int c = 0; c < WORD_COLUMNS; c++) turn_words(words + c, tile.rows + key + c * W, bytes);
+        for (int i = cut.row_bytes / 2; i < WORD_COLUMNS * W; i++)  // rows that a product has no step for
+            __builtin_prefetch(ahead.rows[key + i]);
         for (int r = 0, some; r < rows; r += some) {
             some = some_of(rows - r, MOST_ROWS);
             KERNELS[some - 1](scores + r * TILE, q + r, words, tile, runs, key, (r ? tile : ahead).rows + key);

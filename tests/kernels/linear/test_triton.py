@@ -1,7 +1,5 @@
 """Quantized Linear layers in Triton's interpreter: the reference's results for every format and odd shape."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +20,9 @@ from tests.kernels.linear.triton_kit import FORMATS, SHAPES, SMALL_SHAPES, fits,
 H100 = Device(type="cuda", name="H100", capability=(9, 0))
 
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
 def inputs(rows: int, count: int, seed: int = 1) -> Tensor:
     """Random rows with an outlier column, and one of zeros."""
     x = torch.randn(rows, count, generator=torch.Generator().manual_seed(seed))
@@ -33,18 +34,6 @@ def inputs(rows: int, count: int, seed: int = 1) -> Tensor:
 
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).abs().max() / want.double().abs().max())
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is not a number."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        out = empty(*args, **options)
-        return out.fill_(float("nan")) if out.dtype in (torch.float32, torch.bfloat16) else out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.daily(25)

@@ -1,7 +1,6 @@
 """Weights in GGUF blocks in Triton's interpreter: products of their values in any shape and class of rows."""
 
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
@@ -26,20 +25,11 @@ from tests.kernels.linear.triton_kit import BLOCKS, random_blocks
 H100 = Device(type="cuda", name="H100", capability=(9, 0))
 
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
 def exact(weight: BlockWeight, x: Tensor) -> Tensor:
     return x.double() @ weight.dequantize().double().T
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is not a number."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        out = empty(*args, **options)
-        return out.fill_(float("nan")) if out.dtype in (torch.float32, torch.bfloat16) else out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

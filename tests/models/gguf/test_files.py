@@ -15,12 +15,14 @@ import kvq
 from kvq.errors import ConfigError, ModelError
 from kvq.formats import KVRecipe
 from kvq.formats.ggml import GGML_TYPES
+from kvq.formats.weights import Inputs
 from kvq.models.describe.resolve import resolve_model
 from kvq.models.describe.text_part import read_tensors
 from kvq.models.gguf.files import read_gguf
 from kvq.models.gguf.tensors import GgufTensors
 from kvq.models.loading.prepared import find_scales, prepare
-from kvq.weights import weight_bytes, weight_count
+from kvq.models.parts.linear import has_own_products
+from kvq.weights import QuantizedLinear, weight_bytes, weight_count
 from tests.helpers_models import (
     assert_same_logits,
     build_model,
@@ -292,3 +294,17 @@ def test_other_ways_to_load(tmp_path, folder, options):
     path = convert(folder, tmp_path / "a.gguf")
     wanted, found = (load_fp32(one, **options) for one in (folder, path))
     assert torch.equal(found.logits(IDS), wanted.logits(IDS))
+
+
+@pytest.mark.skipif(not has_own_products(torch.float32, "auto"), reason="no fast products: dequantized")
+def test_sensitive_layers_keep_inputs_of_16_bits(tmp_path: Path) -> None:
+    _, path = save_in_blocks(tmp_path, "Q8_0")
+    model = load_fp32(path).weights.model
+    inputs = {
+        name.rpartition(".")[2]: {fmt.inputs for fmt in module.formats}
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+    full = {name for name, own in inputs.items() if own == {Inputs.FULL}}
+    assert full == {"q_proj", "k_proj", "v_proj", "lm_head"}
+    assert {name for name, own in inputs.items() if own == {Inputs.GROUPS}} == set(inputs) - full
