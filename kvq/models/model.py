@@ -19,6 +19,7 @@ from kvq.models.loading.prepared import LoadOptions, PreparedModel, find_scales,
 from kvq.models.loading.weights import LoadedWeights, load_weights
 from kvq.models.parts.fork_guard import NotCopyable
 from kvq.models.parts.inputs import check_token_ids
+from kvq.models.prove.exactness import check_exact
 from kvq.models.prove.probe import probe
 from kvq.models.prove.proof import prove
 from kvq.models.run.session import Session
@@ -114,9 +115,15 @@ class Model(NotCopyable):
         """Raise ConfigError if the recipe lacks its static scales or contains another model's data."""
         self.prepared.check_scales(self.recipe)
 
+    def check_exact(self) -> None:
+        """Raise ModelError if the model was loaded as exact, and its results depend on the batch."""
+        if self.prepared.exact:
+            check_exact(self.weights, self.layout)
+
     def _with(self, recipe: KVRecipe, scales: StaticScales | None) -> "Model":
         other = Model(self.weights, recipe, static_scales=scales)
         other.check_scales()
+        other.check_exact()
         return other
 
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
@@ -187,7 +194,10 @@ def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScale
     weights = load_weights(prepared)
     _log.info("checking the model against its own attention")
     probe_layers(weights)
-    return Model(weights, recipe, static_scales=scales)
+    model = Model(weights, recipe, static_scales=scales)
+    if not recipe.is_static or recipe.static_scales is not None:
+        model.check_exact()
+    return model
 
 
 def runs_in_triton(prepared: PreparedModel) -> bool:

@@ -69,6 +69,7 @@ class ModelOptions:
     block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     backend: str = option("auto", "auto, triton, triton-8bit, cpu, cpu-fp32, reference; see kvq doctor.")
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
+    exact: bool = option(False, "Bits that depend on no batch, chunk or thread; refuse what can't keep this.")
     revision: str | None = option(None, REVISION)
     token: str | None = option(None, TOKEN)
     scales: str | None = path_option(

@@ -60,6 +60,7 @@ class PreparedModel:
     order: BlockOrder
     backend: str
     cache: str
+    exact: bool = False  # the same bits in any batch, chunks and threads; checked when the weights are loaded
 
     @property
     def folder(self) -> Path:
@@ -236,6 +237,7 @@ class LoadOptions(TypedDict, total=False):
     order: BlockOrder  # by default LAYER_MAJOR
     backend: str  # the kernel backend; by default "auto"
     cache: str  # a cache backend; by default "kvq"
+    exact: bool  # refuse a model whose results depend on how tokens are divided into steps; by default False
     revision: str | None  # on the hub
     token: str | None  # for the hub
 
@@ -268,6 +270,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
             f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
         )
     cache_backend(cache)
+    exact = given.get("exact", False)
     device, weights = pick_device(given.get("device", "auto")), given.get("weights", "auto")
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
     if (activations := given.get("activations", "auto")) not in _ACTIVATIONS:
@@ -301,12 +304,28 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         order=order,
         backend=backend,
         cache=cache,
+        exact=exact,
     )
+    if exact:
+        _check_can_be_exact(prepared)
     if rounded_to is not None and prepared.is_quantized:
         raise ConfigError(
             f"{source.folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
         )
     return prepared
+
+
+def _check_can_be_exact(prepared: PreparedModel) -> None:
+    """Raise ConfigError if no model is exact on this device or over this cache."""
+    if prepared.device.type != "cpu":
+        raise ConfigError(
+            "exact needs a CPU: on GPUs, torch's products give a row other bits in another batch; give "
+            "device=cpu (--device cpu), or leave exact out"
+        )
+    if prepared.cache != "kvq":
+        raise ConfigError(
+            f"exact needs kvq's own cache, not {prepared.cache!r}; leave out cache (--cache), or exact"
+        )
 
 
 def make_cache(

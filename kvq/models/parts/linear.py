@@ -92,6 +92,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     Layers that neither supports stay unchanged. If a head shares its weight with an embedding, rows are
     looked up in kvq's panels; oneDNN's blocks don't allow this, so for oneDNN the weight stays unpacked.
     """
+    _unfold_convolutions(model)
     for dtype in (torch.float32, torch.bfloat16):
         if has_own_products(dtype, backend):
             _pack_own(model, dtype)
@@ -104,6 +105,18 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
                 continue
             if is_supported(child.weight.dtype):
                 setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
+
+
+def _unfold_convolutions(model: nn.Module) -> None:
+    """Replace GPT-2's layers y = x W + b, which transformers calls convolutions, with Linear layers."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "Conv1D" and runs_library_code(child):
+                linear = nn.Linear(1, 1, device="meta")
+                linear.in_features, linear.out_features = child.weight.shape
+                linear.weight = nn.Parameter(child.weight.detach().t().contiguous(), requires_grad=False)
+                linear.bias = child.bias
+                setattr(parent, name, linear)
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:

@@ -1,0 +1,45 @@
+"""Elementwise functions of torch whose results for an element don't depend on the size of its tensor.
+
+Torch's vector code leaves the last few elements of each thread's share to scalar code, whose exponentials round
+differently: silu(x)[i] may change its last bit if x gets longer (torch 2.13 on CPUs).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_WHOLE = 64  # elements: torch's vector loops process 16 to 64 at a time
+_SHARE = 1 << 15  # elements that one thread processes alone; a multiple of _WHOLE
+_FUNCTIONS = {
+    function
+    for name in (
+        *("celu", "cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "hardswish", "log", "log1p"),
+        *("logsigmoid", "mish", "pow", "rsqrt", "selu", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh"),
+    )
+    for place in (functional, torch, torch.special, Tensor)
+    if (function := getattr(place, name, None)) is not None
+}
+
+
+class InvariantFunctions(TorchFunctionMode):
+    """Mode in which elementwise functions process whole vectors only, in shares of one thread each."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func not in _FUNCTIONS or given.get("inplace"):
+            return func(*args, **given)
+        x, *others = args
+        if not isinstance(x, Tensor) or not x.is_floating_point() or any(isinstance(y, Tensor) for y in others):
+            return func(*args, **given)
+        flat = x.reshape(-1)
+        if len(flat) > _SHARE or len(flat) % _WHOLE or not x.is_contiguous():
+            filled = functional.pad(flat, (0, -len(flat) % _WHOLE))
+            parts = [func(part, *others, **given) for part in filled.split(_SHARE)]
+            return torch.cat(parts)[: len(flat)].view(x.shape)
+        return func(*args, **given)

@@ -1,0 +1,117 @@
+"""Exactness check: whether a token's results depend on how tokens are divided into steps."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ModelError
+from kvq.layout import KVLayout
+from kvq.models.loading.fused_layers import is_fused
+from kvq.models.loading.weights import LoadedWeights
+from kvq.models.run.session import Session
+
+_log = logging.getLogger("kvq")
+_LENGTHS = (75, 9, 40)  # tokens of the checked sequence, then of its neighbours
+_CUTS = ((), (1, 17, 18, 21, 58, 59), (33, 70, 71, 72, 73, 74))  # where the sequence is divided into steps
+_OWN_TOKENS = 8  # of a neighbour, one per step; its other tokens are in the first step
+
+
+def check_exact(weights: LoadedWeights, layout: KVLayout) -> None:
+    """Run a sequence whole, in chunks and beside others: each token's logits must always have the same bits.
+
+    Raises:
+        ModelError: they differ; the message names the first module whose results do.
+    """
+    _log.info("checking that no batch or chunk changes a bit")
+    trial = _Trial(weights, layout)
+    wanted = trial.logits((), is_alone=True)
+    for cuts in _CUTS:
+        for is_alone in (True, False):
+            if not torch.equal(trial.logits(cuts, is_alone=is_alone), wanted):
+                raise ModelError(
+                    f"{weights.geometry.model_type} can't be exact here: {trial.explain(cuts, is_alone)}; "
+                    f"leave exact out, or take another model"
+                )
+
+
+class _Trial:
+    """A sequence with neighbours, and the module outputs of its rows."""
+
+    def __init__(self, weights: LoadedWeights, layout: KVLayout) -> None:
+        self._weights = weights
+        self._layout = layout
+        self._rows = 0, 0  # of the current step: the sequence's, and all
+        self._lengths = [min(n, weights.max_context) for n in _LENGTHS]
+
+    def logits(self, cuts: Sequence[int], *, is_alone: bool) -> Tensor:
+        """Return the sequence's logits, fp32 [tokens, vocab]."""
+        vocab = self._weights.geometry.vocab_size
+        session = Session(
+            self._weights, self._layout, max_tokens=max(self._lengths), max_sequences=len(self._lengths)
+        )
+        ids, *others = [
+            [(31 * i + 977 * s + 5) % vocab for i in range(n)] for s, n in enumerate(self._lengths)
+        ]
+        sequence, *neighbours = [session.new_sequence() for _ in self._lengths]
+        parts = []
+        for step, (begin, end) in enumerate(pairwise([0, *(x for x in cuts if x < len(ids)), len(ids)])):
+            work = [(sequence, ids[begin:end])]
+            for neighbour, tokens in [] if is_alone else zip(neighbours, others, strict=True):
+                first = max(1, len(tokens) - _OWN_TOKENS)
+                own = tokens[:first] if step == 0 else tokens[first + step - 1 : first + step]
+                work += [(neighbour, own)] if own else []
+            self._rows = end - begin, sum(len(tokens) for _, tokens in work)
+            parts.append(session.forward(work, all_rows=True)[0].trusted_logits())
+        return torch.cat(parts)
+
+    def explain(self, cuts: Sequence[int], is_alone: bool) -> str:
+        """Return where bits begin to differ from those of the sequence alone and whole."""
+        how = "in chunks" if is_alone else "in another batch"
+        where = "its layers"
+        if not is_fused(self._weights.model):  # hooks would unfuse them
+            wanted, found = self._outputs((), is_alone=True), self._outputs(cuts, is_alone=is_alone)
+            for name, rows in wanted.items():
+                other = found.get(name)
+                if other is not None and other.shape == rows.shape and not torch.equal(other, rows):
+                    where = f"{name} ({type(self._weights.model.get_submodule(name)).__name__}), or what feeds it,"
+                    break
+        return f"{where} gives a token other bits {how}"
+
+    def _outputs(self, cuts: Sequence[int], *, is_alone: bool) -> dict[str, Tensor]:
+        """Return the outputs of all modules for the sequence's tokens, in the order of the first step."""
+        found: dict[str, list[Tensor]] = {}
+        with _hooked(self._weights.model, lambda name, x: self._keep(found.setdefault(name, []), x)):
+            self.logits(cuts, is_alone=is_alone)
+        return {
+            name: torch.cat(parts)
+            for name, parts in found.items()
+            if parts and len({part.shape[1:] for part in parts}) == 1
+        }
+
+    def _keep(self, parts: list[Tensor], output: object) -> None:
+        """Append the output's rows of the checked sequence, whose tokens come first in each step."""
+        x = output[0] if isinstance(output, tuple) and output else output
+        own, rows = self._rows
+        if isinstance(x, Tensor) and x.dim() > 1 and x.is_floating_point():
+            x = x[0] if x.shape[0] == 1 and x.dim() > 2 else x
+            if len(x) == rows:
+                parts.append(x[:own].clone())
+
+
+@contextmanager
+def _hooked(model: nn.Module, keep: Callable[[str, object], None]) -> Iterator[None]:
+    """Call `keep` with the name and output of every module that runs."""
+
+    def hook_of(name: str) -> Callable[[nn.Module, object, object], None]:
+        return lambda module, args, output: keep(name, output)
+
+    hooks = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
