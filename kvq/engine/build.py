@@ -165,6 +165,7 @@ def build_parts(
         block_size=layout.block_size,
         **(layout.holding | Holding(snapshot_every=config.snapshot_every)),
         host_slots=host_slots,
+        identity=model.identity if model.prepared.exact else b"",
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
     scheduler = Scheduler(

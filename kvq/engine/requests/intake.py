@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,9 @@ class Intake:
         tokens = self._tokens(prompt)
         self._check(options, len(tokens))
         params = marked(options.params, self.marking)
+        seed = self._random.getrandbits(63) if params.seed is None else int(params.seed)
+        if self.model.prepared.exact and params.beam_width is None:
+            params = replace(params, seed=seed)  # also with drafts, the same tokens
         start, eos = params.prompt_logprobs_start, frozenset() if params.ignore_eos else self.model.end_ids
         job = Job(
             id=options.request_id or f"request-{next(self._ids)}",
@@ -68,7 +71,7 @@ class Intake:
             **self._prompt_logprob_limits(params, len(tokens)),
             params=params,
             prompt=prompt if isinstance(prompt, str) else None,
-            seed=self._random.getrandbits(63) if params.seed is None else int(params.seed),
+            seed=seed,
             end_ids=eos | frozenset(params.stop_token_ids),
             listener=listener,
             timing=Timing(arrival_s=self.clock()),

@@ -23,6 +23,26 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExactReceipt:
+    """Digests of a request to an exact engine, in hex: two requests with the same `digest` have the same bits.
+
+    `tokens` and `prompt` have 8 digits per token, over its id and, if requested, its log-probabilities, and
+    over all tokens before it. `kv`: of the stored K and V that the last token of a result attended over; empty
+    for beams.
+    """
+
+    digest: str  # of the model, recipe, program and request
+    model: str  # config and tensors of the checkpoint
+    recipe: str  # how K and V are stored
+    program: str  # versions, kernels and the dtype that compute, in words
+    request: str  # prompt and sampling parameters, with the seed
+    seed: int
+    kv: list[str]  # by result
+    tokens: list[str]  # by result
+    prompt: str  # of prompt tokens with log-probabilities
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
     """Resources that one request used. Block counts are totals over all layer groups."""
 
@@ -40,6 +60,7 @@ class Receipt:
     preemptions: int
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of these, confirmed by the model
+    exact: ExactReceipt | None = None  # of an exact engine
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +86,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     cumulative_logprob: float | None = None  # if log-probabilities were requested, and for beams
     logprobs: list[TokenLogprobs] | None = None  # per token
+    kv_digest: str = ""  # of the stored K and V that its last token read, if the engine is exact
 
 
 @dataclass(kw_only=True, slots=True)

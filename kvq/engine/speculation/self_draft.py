@@ -51,9 +51,8 @@ def _default_weights(prepared: PreparedModel) -> str:
 
 def load_self(model: Model, weights: str | None) -> LoadedWeights:
     """Return the model's weights, rounded further. Weights that are not rounded are shared with the model."""
-    rounded = replace(
-        model.prepared, rounded_to=parse_weight_format(weights or _default_weights(model.prepared))
-    )
+    form = parse_weight_format(weights or _default_weights(model.prepared))
+    rounded = replace(model.prepared, rounded_to=form, exact=False)  # the model itself decides on drafts
     draft = load_prepared(rounded, model.recipe, model.static_scales).weights
     share_equal(model.weights, draft)
     return draft
