@@ -27,6 +27,8 @@ _GROUPS = {
         "generate": ("use", "Continue a prompt, streamed."),
         "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
         "run-batch": ("use", "Answer a file of requests, in OpenAI's batch format; resumable."),
+        "score": ("use", "Write the log-probabilities of given completions, from the engine's own path."),
+        "replay": ("use", "Answer the requests of a batch again, and compare every bit by their receipts."),
         "detect-watermark": ("use", "Find kvq's watermark in texts, or make a key for it."),
     },
     "Quality": {

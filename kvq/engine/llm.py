@@ -5,11 +5,12 @@ from functools import partial
 from typing import Self
 
 from kvq.engine.loop import LoopedEngine
-from kvq.engine.params import Params, as_params, each_params
-from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
-from kvq.engine.requests.request_options import Prompt, RequestOptions, as_prompts
+from kvq.engine.params import Params, SamplingParams, as_params, each_params
+from kvq.engine.requests.outputs import Event, Piece, RequestOutput, Scored, as_piece
+from kvq.engine.requests.request_options import Prompt, RequestOptions, as_prompts, prompt_tokens
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
+from kvq.errors import RequestError
 from kvq.scheduler import Priority
 
 
@@ -78,6 +79,38 @@ class LLM(LoopedEngine):
         job = self.core.intake.new_job(prompt, options, listener=events.append)
         return self._stream(job, events)
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Prompt | Sequence[Prompt],
+        *,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[Scored]:
+        """Return the log-probabilities of completions, one per prompt, in order.
+
+        They have the same bits as those that an engine loaded with `exact` returns when it generates these
+        tokens from these prompts. Texts of completions are tokenized apart, without special tokens; give token
+        ids to score exactly what was generated. `progress`: as for `generate`.
+
+        Raises:
+            RequestError: a prompt or completion can't be served, such as an empty one, or one is missing.
+        """
+        model, pairs = self.core.model, []
+        before, after = as_prompts(prompts), as_prompts(completions)
+        if len(before) != len(after):
+            raise RequestError(f"{len(before)} prompts have {len(after)} completions; give one for each")
+        for prompt, completion in zip(before, after, strict=True):
+            if isinstance(completion, str):
+                completion = model.tokenizer(completion, add_special_tokens=False)["input_ids"]
+            own, vocab = model.tokenizer, model.geometry.vocab_size
+            pairs.append([prompt_tokens(x, own, vocab).tolist() for x in (prompt, completion)])
+        params = [
+            SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(prompt))
+            for prompt, _ in pairs
+        ]
+        outputs = self.generate([x + y for x, y in pairs], params, progress=progress)
+        return [_scored(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
+
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step. Returns a function that unsubscribes."""
         return self.core.on_step(subscriber)
@@ -125,3 +158,15 @@ class LLM(LoopedEngine):
         finally:
             if not self._is_ending():
                 self.core.cancel(job)
+
+
+def _scored(prompt: list[int], completion: list[int], output: RequestOutput) -> Scored:
+    if output.error is not None:
+        raise output.error
+    entries = (output.prompt_logprobs or [])[len(prompt) :]
+    return Scored(
+        prompt_token_ids=prompt,
+        token_ids=completion,
+        logprobs=[entry.logprob for entry in entries if entry is not None],
+        receipt=output.receipt,
+    )

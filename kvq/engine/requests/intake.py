@@ -54,7 +54,9 @@ class Intake:
         tokens = self._tokens(prompt)
         self._check(options, len(tokens))
         params = marked(options.params, self.marking)
-        seed = self._random.getrandbits(63) if params.seed is None else int(params.seed)
+        seed = int(params.seed or 0)
+        if params.seed is None and params.temperature:
+            seed = self._random.getrandbits(53)  # as many bits as most readers of JSON keep
         if self.model.prepared.exact and params.beam_width is None:
             params = replace(params, seed=seed)  # also with drafts, the same tokens
         start, eos = params.prompt_logprobs_start, frozenset() if params.ignore_eos else self.model.end_ids

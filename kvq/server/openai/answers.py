@@ -5,12 +5,13 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from time import time
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, TokenLogprobs
-from kvq.engine.requests.outputs import Piece, Receipt
+from kvq.engine.requests.outputs import ExactReceipt, Piece, Receipt
 from kvq.server.admission.bodies import Common
 from kvq.server.admission.service import Service
 from kvq.server.admission.slots import SequenceSlots
@@ -37,6 +38,7 @@ class Answer(Call):
         self._options = body.stream_options
         self._id, self._created = f"{self.ID}-{uuid4().hex}", int(time())
         self._receipts: list[Receipt] = []  # receipts of prompts that ended
+        self._exact: dict[int, ExactReceipt] = {}  # of an exact engine, by prompt
         self._prompts: list[Sequence[int]] = []
         self._scores: dict[int, list[TokenLogprobs | None]] = {}  # log-probabilities of prompts, by index
         self.is_heavy = params.logprobs is not None
@@ -95,13 +97,15 @@ class Answer(Call):
                     self._scores[i] = message.prompt_logprobs or []
                     if message.receipt is not None:
                         self._receipts.append(message.receipt)
+                        if message.receipt.exact is not None:
+                            self._exact[i] = message.receipt.exact
                 else:
                     yield first + message.index, message
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(used.prompt_tokens for used in self._receipts)
         generated = sum(used.generated_tokens for used in self._receipts)
-        usage = {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
@@ -113,6 +117,8 @@ class Answer(Call):
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             }
+        if self._exact:
+            usage["exact_receipts"] = [asdict(self._exact[i]) for i in sorted(self._exact)]
         return usage
 
     def _head(self, object: str) -> dict[str, Any]:

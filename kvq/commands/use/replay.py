@@ -1,0 +1,133 @@
+"""`kvq replay`: requests answered again, and whether their answers have the same bits."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvq.commands.shared.declare import SectionedCommand
+from kvq.commands.shared.param_types import FILE
+from kvq.commands.shared.progress import named_progress
+from kvq.commands.shared.terminal import echo
+from kvq.commands.use.engine_options import service_options
+from kvq.errors import ConfigError
+from kvq.extras import SERVER, require
+from kvq.printable import one_line
+
+_SHOWN = 20  # maximum number of differing requests shown
+_DIGITS = 8  # of a token in a receipt's `tokens` and `prompt`
+_PARTS = {"model": "the model's weights or config differ", "recipe": "the KV formats differ"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """An answer of a batch file: its receipts and its choices, without what changes from run to run."""
+
+    receipts: list[dict[str, Any]]
+    choices: list[Any]
+
+
+@click.command(name="replay", cls=SectionedCommand)
+@service_options
+@click.argument("source", metavar="IN.jsonl", type=FILE)
+@click.argument("target", metavar="OUT.jsonl", type=FILE)
+def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -> None:
+    """Answer the requests of IN.jsonl again, and compare with OUT.jsonl, which kvq run-batch --exact wrote.
+
+    For every answer with a receipt, kvq says whether it comes out alike, bit for bit, and otherwise what
+    differs: weights, formats, program, or the first token. Answers of kvq serve --exact can be replayed, too, as
+    lines {"custom_id": "1", "response": {"body": ANSWER}}. The exit code is 1 if any answer differs.
+    """
+    require("kvq replay", SERVER)
+    from kvq.server.admission.config import ServerConfig
+    from kvq.server.batch.run import BatchConfig, run_batch
+
+    given = service()
+    given["engine"] |= {"exact": True}
+    known = dict(_answers(target))
+    if not known:
+        raise ConfigError(
+            f"{target} has no receipts of exact answers; write them with kvq run-batch --exact IN.jsonl OUT.jsonl"
+        )
+    with tempfile.TemporaryDirectory(prefix="kvq-replay-") as folder, named_progress() as progress:
+        requests, again = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+        requests.write_text("".join(_with_seeds(source, known)), encoding="utf-8")
+        serving = ServerConfig(**given)
+        most = 2 * serving.engine["max_num_seqs"]
+        progress("answering again", 0, None)
+        run_batch(
+            BatchConfig(source=requests, target=again, max_in_flight=most, serving=serving),
+            lambda done, total: progress("answering again", done, total),
+        )
+        found = dict(_answers(again))
+    differing = {}
+    for name, answer in known.items():
+        if reason := _difference(answer, found.get(name)):
+            differing[name] = reason
+    for name, reason in list(differing.items())[:_SHOWN]:
+        echo(f"{one_line(name)}: {reason}")
+    if len(differing) > _SHOWN:
+        echo(f"... and {len(differing) - _SHOWN:,} more")
+    echo(f"replayed  {len(known):,} answers: {len(known) - len(differing):,} alike, {len(differing):,} differ")
+    sys.exit(1 if differing else 0)
+
+
+def _answers(path: Path) -> Iterator[tuple[str, _Answer]]:
+    """Yield the custom_ids and answers that have receipts."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+                body = (row.get("response") or {}).get("body") or {}
+                receipts = body.get("usage", {}).get("exact_receipts", [])
+                if receipts:
+                    yield str(row["custom_id"]), _Answer(receipts=receipts, choices=body["choices"])
+            except (ValueError, AttributeError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}, line {number} is no result of kvq run-batch: {error!r:.80}") from error
+
+
+def _with_seeds(source: Path, known: dict[str, _Answer]) -> Iterator[str]:
+    """Yield the requests that have answers, with the seeds that these used."""
+    from kvq.server.batch.lines import read_lines
+
+    for line in read_lines(source):
+        answer = known.get(line.custom_id or "")
+        if answer is None:
+            continue
+        body = line.body
+        if body.get("seed") is None and len(answer.receipts) == 1:
+            body = body | {"seed": answer.receipts[0]["seed"]}
+        yield json.dumps({"custom_id": line.custom_id, "method": "POST", "url": line.url, "body": body}) + "\n"
+
+
+def _difference(known: _Answer, found: _Answer | None) -> str:
+    """Return what differs between an answer and its replay, or an empty text."""
+    if found is None:
+        return "no answer this time, or it is not in the input"
+    for old, new in zip(known.receipts, found.receipts, strict=False):
+        for name, what in _PARTS.items():
+            if old[name] != new[name]:
+                return what
+        if old["program"] != new["program"]:
+            return f"it was computed by {old['program']}, and now by {new['program']}"
+        if old["request"] != new["request"]:
+            return "the request differs"
+        for i, (own, other) in enumerate(zip(old["tokens"], new["tokens"], strict=False)):
+            if (at := _first(own, other)) is not None:
+                return f"result {i} differs from token {at} on"
+        if (at := _first(old["prompt"], new["prompt"])) is not None:
+            return f"log-probabilities of the prompt differ from entry {at} on"
+        if old["kv"] != new["kv"]:
+            return "the stored K and V differ, although all tokens are alike"
+    return "" if known == replace(found) else "texts or numbers of the answer differ"
+
+
+def _first(own: str, other: str) -> int | None:
+    """Return the number of the first token at which two receipts differ, or None."""
+    length = max(len(own), len(other))
+    return next((i // _DIGITS for i in range(length) if own[i : i + 1] != other[i : i + 1]), None)

@@ -1,0 +1,108 @@
+"""`kvq score`: log-probabilities of given completions, with the bits of the engine that generates."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvq.commands.shared.declare import SectionedCommand, gathered, option
+from kvq.commands.shared.options import ACCEPT, ModelOptions, kv_option, model_options
+from kvq.commands.shared.param_types import FILE, PATH, TokenCount
+from kvq.commands.shared.progress import progress_bar
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError, first_lines
+
+_FIELDS = ("prompt", "completion")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ScoreOptions:
+    max_num_seqs: int = option(32, "Rollouts at a time.", type=click.IntRange(1, 1 << 16))
+    max_num_batched_tokens: int = option(2048, "Most new tokens of a step.", type=TokenCount(1, 1 << 24))
+    accept_divergence: bool = option(False, ACCEPT)
+
+
+@click.command(name="score", cls=SectionedCommand)
+@kv_option("auto", many=False)
+@model_options
+@gathered(_ScoreOptions, "options")
+@click.argument("source", metavar="IN.jsonl", type=FILE)
+@click.argument("target", metavar="OUT.jsonl", type=PATH)
+def command(
+    source: Path, target: Path, kv: list[str], model_options: ModelOptions, options: _ScoreOptions
+) -> None:
+    """Write the log-probabilities of the completions in IN.jsonl to OUT.jsonl, one line per line.
+
+    Lines have a prompt and a completion, each a text or token ids, and possibly an id and the logprobs of
+    whoever generated it. The model is loaded with --exact: log-probabilities have the bits of an engine with
+    --exact that generates these tokens. If logprobs are given, each line also says where they first differ, and
+    the importance ratios' greatest distance from 1.
+    """
+    from kvq.commands.shared.loading import check_for, load_to_serve
+    from kvq.engine import LLM
+
+    rows = list(_rows(source))
+    if not rows:
+        raise ConfigError(f"{source} has no lines; give one JSON object per completion")
+    checked = check_for(replace(model_options, exact=True), kv)
+    model = load_to_serve(checked, kv[0], accept_divergence=options.accept_divergence)
+    limits = {"max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_num_batched_tokens}
+    with LLM(model, **limits) as llm, progress_bar("scoring") as progress:
+        prompts, completions = ([row[name] for row in rows] for name in _FIELDS)
+        found = llm.score(prompts, completions, progress=progress)
+    lines = []
+    for row, scored in zip(rows, found, strict=True):
+        told = {"id": row["id"]} if "id" in row else {}
+        known = asdict(scored) | {"receipt": asdict(scored.receipt)["exact"]}
+        lines.append(told | known | _compared(row.get("logprobs"), scored.logprobs))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    from kvq.fileio import write_text
+
+    write_text(target, text)
+    tokens = sum(len(line["token_ids"]) for line in lines)
+    echo(f"scored    {len(lines):,} completions, {tokens:,} tokens, into {target}")
+    if compared := [line for line in lines if "first_difference" in line]:
+        differing = sum(line["first_difference"] is not None for line in compared)
+        echo(f"compared  {len(compared):,} with given logprobs; {differing:,} differ")
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines' objects.
+
+    Raises:
+        ConfigError: a line is no object, or lacks a field; the message names the line.
+    """
+    from kvq.strict_json import loads
+
+    with source.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            row: Any = None
+            with suppress(ValueError):
+                row = loads(line)
+            if not isinstance(row, dict) or not all(name in row for name in _FIELDS):
+                raise ConfigError(
+                    f"{source}, line {number}: give a JSON object with a prompt and a completion, each a text or "
+                    f"token ids, got {first_lines(line):.80}"
+                )
+            yield row
+
+
+def _compared(given: Any, found: list[float]) -> dict[str, Any]:
+    """Return where given log-probabilities first differ, and how far importance ratios are from 1 at most."""
+    from math import exp
+
+    if given is None:
+        return {}
+    if not isinstance(given, list) or len(given) != len(found):
+        raise ConfigError(
+            f"logprobs must be a number for each of the completion's {len(found)} tokens, got {given!r:.80}"
+        )
+    first = next((i for i, (x, y) in enumerate(zip(given, found, strict=True)) if x != y), None)
+    ratios = [exp(y - x) for x, y in zip(given, found, strict=True)]
+    return {"first_difference": first, "ratio_error": max((abs(x - 1) for x in ratios), default=0.0)}

@@ -1,0 +1,191 @@
+"""Engines whose results have the same bits however requests are run, and receipts that say so."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from kvq.cache.prefix_file import load_prefix, save_prefix
+from kvq.engine import LLM, SamplingParams
+from kvq.engine.exactness import _trace
+from kvq.errors import ModelError, RequestError
+from kvq.kernels.native import library
+from kvq.models import load
+from tests.engine.kit import one_character_tokenizer
+from tests.helpers_hybrids import hybrid_folder
+from tests.helpers_models import random_tokens, save_model
+
+PARAMS = SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True)
+DIGITS = 8  # of a token
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("tiny", "int4", block_size=16, exact=True)
+
+
+def exact_of(llm, prompt, params=PARAMS):
+    with llm:
+        return llm.generate([prompt], params)[0].receipt.exact
+
+
+def test_two_engines_give_the_same_receipt_and_another_request_another(model):
+    prompt = random_tokens(50, seed=1)
+    one = exact_of(LLM(model, num_blocks=64), prompt)
+    assert exact_of(LLM(model, num_blocks=99, max_num_batched_tokens=16, max_num_seqs=2), prompt) == one
+    for other in (
+        exact_of(LLM(model, num_blocks=64), prompt[:-1]),
+        exact_of(LLM(model, num_blocks=64), prompt, replace(PARAMS, max_tokens=11)),
+    ):
+        assert other.digest != one.digest
+        assert other.request != one.request
+        assert other.kv != one.kv
+        assert (other.model, other.recipe, other.program) == (one.model, one.recipe, one.program)
+
+
+def test_the_digest_is_that_of_weights_recipe_and_program(model, tmp_path, monkeypatch):
+    prompt = random_tokens(20, seed=1)
+    one = exact_of(LLM(model, num_blocks=64), prompt)
+    other = exact_of(LLM(model, "int8", num_blocks=64), prompt)
+    assert other.recipe != one.recipe
+    assert other.model == one.model
+    monkeypatch.setattr("kvq.engine.exactness.__version__", "0.0.0")
+    newer = exact_of(LLM(model, num_blocks=64), prompt)
+    assert newer.program != one.program
+    assert newer.digest != one.digest
+    assert newer.kv == one.kv
+    found = []
+    for seed in (0, 1):
+        folder = save_model(tmp_path / str(seed), "llama", seed=seed)
+        one_character_tokenizer().save_pretrained(folder)
+        with LLM(str(folder), "int8", device="cpu", exact=True, num_blocks=64) as llm:
+            found.append(llm.generate([prompt], PARAMS)[0].receipt.exact.model)
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("variant", library.VARIANTS[1:])
+def test_another_variant_of_the_kernels_is_another_program(model, monkeypatch, variant):
+    chosen = [x for x in library.variants() if x.variant == variant]
+    if not chosen:
+        pytest.skip("not built, or not for this CPU")
+    one = exact_of(LLM(model, num_blocks=64), [5, 6, 7])
+    monkeypatch.setattr("kvq.engine.exactness.load", lambda: chosen[0])
+    assert exact_of(LLM(model, num_blocks=64), [5, 6, 7]).program != one.program
+
+
+def test_a_request_without_a_seed_gets_one_and_is_repeated_by_it(model):
+    params = replace(PARAMS, temperature=1.0)
+    with LLM(model, num_blocks=64) as llm:
+        first = llm.generate([[5, 6, 7]], params)[0]
+        again = llm.generate([[5, 6, 7]], replace(params, seed=first.receipt.exact.seed))[0]
+        assert first.outputs[0] == again.outputs[0]
+        assert first.receipt.exact == again.receipt.exact
+        assert first.receipt.exact.seed < 1 << 53, "JSON's numbers are exact up to there"
+
+
+def test_a_changed_bit_of_k_or_v_changes_the_digest(model):
+    """Every byte that may be read counts; slots behind the last token don't."""
+    with LLM(model, num_blocks=64, prefix_caching=False) as llm:
+        cache, keep = llm.core.runner.cache, llm.core.exactness.keep
+
+        def digest(change):
+            def changed(cache, job, branch):
+                change(branch.sequence)
+                keep(cache, job, branch)
+
+            llm.core.exactness.keep = changed
+            try:
+                return llm.generate([random_tokens(75, seed=2)], PARAMS)[0].receipt.exact.kv[0]
+            finally:
+                llm.core.exactness.keep = keep
+
+        def flip(group, index, byte):
+            def change(sequence):
+                block = sequence.tables[group][index]
+                content = cache.read_block(group, block)
+                content[byte] ^= 1
+                cache.write_block(group, block, content)
+
+            return change
+
+        right = digest(lambda sequence: None)
+        groups = {group.role.value: i for i, group in enumerate(model.layout.groups)}
+        assert digest(flip(groups["sealed"], 0, 0)) != right
+        assert digest(flip(groups["sealed"], 3, -1)) != right
+        assert digest(flip(groups["recent"], 5, 0)) != right
+        assert digest(flip(groups["recent"], 5, 15 * 32 * 2)) == right, "86 tokens: six in the last block"
+        assert digest(lambda sequence: None) == right
+
+
+def test_traces_name_the_first_token_that_differs(model):
+    with LLM(model, num_blocks=64) as llm:
+        output = llm.generate([[5, 6, 7]], PARAMS)[0]
+    one, trace = output.outputs[0], output.receipt.exact.tokens[0]
+    assert len(trace) == DIGITS * 12
+    for at in (0, 5, 11):
+        logprobs = list(one.logprobs)
+        logprobs[at] = replace(logprobs[at], logprob=logprobs[at].logprob * (1 + 2**-52))
+        other = _trace(one.token_ids, logprobs)
+        assert other[: DIGITS * at] == trace[: DIGITS * at]
+        assert all(other[i : i + DIGITS] != trace[i : i + DIGITS] for i in range(DIGITS * at, len(trace), DIGITS))
+    assert _trace(one.token_ids, None) != trace
+    assert len(_trace(one.token_ids, None)) == len(trace)
+
+
+def test_receipts_say_nothing_without_exact():
+    with LLM("tiny", "int4", num_blocks=64) as llm:
+        assert llm.generate(["a"], PARAMS)[0].receipt.exact is None
+
+
+def test_scores_are_the_log_probabilities_of_generation(model):
+    prompts = [random_tokens(n, seed=n) for n in (1, 40, 77)]
+    with LLM(model, num_blocks=99, max_num_batched_tokens=32) as llm:
+        outputs = llm.generate(prompts, replace(PARAMS, temperature=1.0))
+        answers = [output.outputs[0].token_ids for output in outputs]
+        scored = llm.score(prompts, answers)
+        for prompt, output, one in zip(prompts, outputs, scored, strict=True):
+            assert one.logprobs == [entry.logprob for entry in output.outputs[0].logprobs]
+            assert (one.prompt_token_ids, one.token_ids) == (prompt, output.outputs[0].token_ids)
+        text = llm.score("Once upon", " a time")[0]
+        assert llm.core.model.tokenizer.decode(text.token_ids) == " a time"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "reason"),
+    [
+        (["a", "b"], ["c"], "2 prompts have 1 completions"),
+        (["a"], [""], "empty"),
+        ([[1]], [[10**6]], "outside the vocabulary"),
+        ([[1] * 300], [[2] * 300], "context"),
+    ],
+)
+def test_what_can_not_be_scored_is_refused(model, prompts, completions, reason):
+    with LLM(model, num_blocks=64, max_context=256) as llm, pytest.raises(RequestError, match=reason):
+        llm.score(prompts, completions)
+
+
+def test_a_prefix_file_with_a_flipped_bit_is_not_read(model, tmp_path, caplog):
+    prompt, path = random_tokens(80, seed=3), tmp_path / "prefix"
+    llm = LLM(model, num_blocks=64)
+    llm.generate([prompt], PARAMS)
+    manager = llm.core.scheduler.manager
+    save_prefix(path, llm.core.runner.cache, manager, manager.prompt(prompt))
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 4
+    path.write_bytes(raw)
+    llm.close()
+    with LLM(model, num_blocks=64) as llm:
+        manager = llm.core.scheduler.manager
+        assert load_prefix(path, llm.core.runner.cache, manager, manager.prompt(prompt)) == 0
+        assert "damaged" in caplog.text
+
+
+def test_models_that_can_not_be_exact_are_refused_by_the_engine():
+    with pytest.raises(ModelError, match="can't be exact"):
+        LLM(str(hybrid_folder("falcon_h1")), "int8", device="cpu", exact=True)
+
+
+def test_receipts_can_be_sent(model):
+    one = exact_of(LLM(model, num_blocks=64), [5, 6, 7], SamplingParams(max_tokens=3, n=2, seed=1))
+    assert json.loads(json.dumps(asdict(one)))["kv"] == one.kv
+    assert len(one.kv) == len(one.tokens) == 2
