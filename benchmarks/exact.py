@@ -4,6 +4,8 @@
     python -m benchmarks.exact --family llama --kv int4 --schedule swapped --tokens 20000 --seed 3
     python -m benchmarks.exact --variant avx2       # another variant of the C++ kernels
     python -m benchmarks.exact --wrong-order        # a reduction whose order depends on the batch: is it found?
+    python -m benchmarks.exact --receipts 1000      # answers replayed in another process, and damaged ones
+    python -m benchmarks.exact --cost ./my-model    # what exact costs, interleaved with an engine without it
 
 A case is a small random model loaded with `exact`, a KV format, weights in some format, and requests of all
 kinds: greedy, sampled, forked, beams, with penalties, with log-probabilities of prompts. Every request runs
@@ -17,6 +19,8 @@ import argparse
 import json
 import logging
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +36,8 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig
 
-from benchmarks.findings import RESULTS
+from benchmarks.findings import RESULTS, finding, report
+from kvq.bench.timing import percentile
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.engine.requests.request_options import RequestOptions
@@ -40,6 +45,7 @@ from kvq.errors import ConfigError, KVQError, first_lines
 from kvq.evals.report.results import envelope, write_json
 from kvq.kernels.native import library
 from kvq.models import Model, load
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.observe.tiny_copy import build_tiny_copy
 from kvq.weights.linear import PackedLinear
 from tests.engine.kit import EOS, one_character_tokenizer
@@ -368,6 +374,55 @@ class Trial:
         print(f"{self.total['tokens']:,} tokens, {self.total['differing']} differ; {name}", flush=True)
 
 
+def receipts(count: int, folder: Path) -> list[dict[str, Any]]:
+    """Replay answers of the embedded model in another process; then with a flipped bit, and other formats."""
+    rng = random.Random(count)
+    model, source, target = folder / "model", folder / "in.jsonl", folder / "out.jsonl"
+    shutil.copytree(EMBEDDED["tiny"], model)
+    with source.open("w") as file:
+        for i in range(count):
+            body: dict[str, Any] = {"model": "model", "prompt": random_tokens(rng.randint(1, 200), seed=i)}
+            body |= {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0, 0.8]), "logprobs": 1}
+            file.write(json.dumps({"custom_id": str(i), "url": "/v1/completions", "body": body}) + "\n")
+
+    def kvq(command: str, kv: str = "int4") -> str:
+        words = [sys.executable, "-m", "kvq", command, str(model), "--kv", kv, "--exact", str(source), str(target)]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().splitlines()[-1]
+
+    rows = [finding("receipts", kvq("run-batch"), f"{count} answers", target.exists())]
+    alike = f"replayed  {count:,} answers: {count:,} alike, 0 differ"
+    none = f"replayed  {count:,} answers: 0 alike, {count:,} differ"
+    rows += [finding("another process", said := kvq("replay"), alike, said == alike)]
+    rows += [finding("another recipe", said := kvq("replay", "int8"), none, said == none)]
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 1
+    path.write_bytes(content)
+    rows += [finding("a flipped bit in the weights", said := kvq("replay"), none, said == none)]
+    return rows
+
+
+def cost(model: str, kv: str) -> list[dict[str, Any]]:
+    """Time requests in engines with and without `exact`, in turns."""
+    loaded = {exact: load(model, kv, exact=exact) for exact in (False, True)}
+    engines = {
+        exact: LLM(own, num_blocks=400, max_num_seqs=8, prefix_caching=False) for exact, own in loaded.items()
+    }
+    vocab = loaded[True].geometry.vocab_size
+    params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(22):
+        prompts = [random_tokens(200, seed=8 * turn + i, vocab=vocab) for i in range(8)]
+        for exact in (False, True) if turn % 2 else (True, False):
+            began = time.perf_counter()
+            engines[exact].generate(prompts, params)
+            seconds[exact].append(time.perf_counter() - began)
+    ratios = [b / a for a, b in zip(seconds[False][2:], seconds[True][2:], strict=True)]
+    low, middle, high = (percentile(ratios, q) for q in (10, 50, 90))
+    said = f"{middle:.3f} times the time, {low:.3f} to {high:.3f}"
+    return [finding(f"{Path(model).name}, {kv}", said, "at most 1.01", middle <= 1.01, seconds=seconds[True])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("family", "kv", "schedule"):
@@ -377,10 +432,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600, help="limit")
     parser.add_argument("--variant", choices=library.VARIANTS)
     parser.add_argument("--wrong-order", action="store_true")
+    parser.add_argument("--receipts", type=int, metavar="N")
+    parser.add_argument("--cost", metavar="MODEL")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/exact-VARIANT-cpu.json")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("kvq").setLevel(logging.ERROR)
+    if given.receipts is not None or given.cost is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            if given.cost is None:
+                rows = receipts(given.receipts, Path(folder))
+            else:
+                rows = cost(given.cost, (given.kv or ["int4"])[0])
+        name = "receipts" if given.cost is None else f"cost-{Path(given.cost).stem}"
+        sys.exit(not report(given.out or RESULTS / f"exact-{name}-cpu.json", rows))
     built = [x for x in library.variants() if given.variant in (None, x.variant)]
     if not built or isinstance(built[0], str):
         sys.exit(f"this machine does not run {given.variant}")

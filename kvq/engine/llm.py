@@ -99,10 +99,12 @@ class LLM(LoopedEngine):
         before, after = as_prompts(prompts), as_prompts(completions)
         if len(before) != len(after):
             raise RequestError(f"{len(before)} prompts have {len(after)} completions; give one for each")
-        for prompt, completion in zip(before, after, strict=True):
+        own, vocab = model.tokenizer, model.geometry.vocab_size
+        for i, (prompt, completion) in enumerate(zip(before, after, strict=True)):
             if isinstance(completion, str):
-                completion = model.tokenizer(completion, add_special_tokens=False)["input_ids"]
-            own, vocab = model.tokenizer, model.geometry.vocab_size
+                completion = own(completion, add_special_tokens=False)["input_ids"]
+            if not len(completion):
+                raise RequestError(f"completion {i} is empty, so there is nothing to score; leave it out")
             pairs.append([prompt_tokens(x, own, vocab).tolist() for x in (prompt, completion)])
         params = [
             SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(prompt))

@@ -154,7 +154,7 @@ def test_scores_are_the_log_probabilities_of_generation(model):
     ("prompts", "completions", "reason"),
     [
         (["a", "b"], ["c"], "2 prompts have 1 completions"),
-        (["a"], [""], "empty"),
+        (["a", "b"], ["c", ""], "completion 1 is empty"),
         ([[1]], [[10**6]], "outside the vocabulary"),
         ([[1] * 300], [[2] * 300], "context"),
     ],

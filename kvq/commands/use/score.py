@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +86,29 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
             row: Any = None
             with suppress(ValueError):
                 row = loads(line)
-            if not isinstance(row, dict) or not all(name in row for name in _FIELDS):
+            if not isinstance(row, dict) or not all(row.get(name) for name in _FIELDS):
                 raise ConfigError(
                     f"{source}, line {number}: give a JSON object with a prompt and a completion, each a text or "
                     f"token ids, got {first_lines(line):.80}"
                 )
+            if "logprobs" in row:
+                _check_logprobs(row["logprobs"], row["completion"], f"{source}, line {number}")
             yield row
 
 
-def _compared(given: Any, found: list[float]) -> dict[str, Any]:
-    """Return where given log-probabilities first differ, and how far importance ratios are from 1 at most."""
-    from math import exp
+def _check_logprobs(logprobs: Any, completion: Any, where: str) -> None:
+    numbers = isinstance(logprobs, list) and all(type(x) in (int, float) for x in logprobs)
+    if not isinstance(completion, list) or not numbers or len(logprobs) != len(completion):
+        raise ConfigError(
+            f"{where}: logprobs are a number for each token of a completion in token ids, got {logprobs!r:.80} "
+            f"for {completion!r:.80}"
+        )
 
+
+def _compared(given: list[float] | None, found: list[float]) -> dict[str, Any]:
+    """Return where given log-probabilities first differ, and how far importance ratios are from 1 at most."""
     if given is None:
         return {}
-    if not isinstance(given, list) or len(given) != len(found):
-        raise ConfigError(
-            f"logprobs must be a number for each of the completion's {len(found)} tokens, got {given!r:.80}"
-        )
     first = next((i for i, (x, y) in enumerate(zip(given, found, strict=True)) if x != y), None)
     ratios = [exp(y - x) for x, y in zip(given, found, strict=True)]
     return {"first_difference": first, "ratio_error": max((abs(x - 1) for x in ratios), default=0.0)}
