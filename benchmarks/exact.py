@@ -62,10 +62,10 @@ EXACT_HYBRIDS = ("lfm2", "lfm3")
 INEXACT = tuple(sorted(HYBRIDS.keys() - {*EXACT_HYBRIDS})) + ("llama4_text",)  # refused, which is tried, too
 FAMILIES = ("tiny", *FAMILY_OPTIONS, *PROVED, *EXACT_HYBRIDS)
 FORMATS = (
-    *("fp32", "bf16", "fp8", "int8", "int6", "int4", "int4_g32/int4_g32", "k8v4", "int4_g16_rot"),
+    *("fp32", "bf16", "fp8", "int8", "int6", "int4", "int4_g8/int4_g8", "k8v4", "int4_g16_rot"),
     "int3_mean+sinks=4+recent=32",
 )
-WEIGHTS = (None, None, "int8", "int4_g16")
+WEIGHTS = ("as stored", "as stored", "bf16", "int8", "int4_g16")
 NEW = 20  # tokens of a result
 CONTEXT, BLOCK = 200, 16  # tokens
 Results = list[list[Any]]  # of each request: what it said, token by token, and its receipt
@@ -155,7 +155,8 @@ def _preempted(case: Case, *, swap: bool) -> Results:
         return lambda event: outputs.update({index: event} if isinstance(event, RequestOutput) else {})
 
     chunk = case.rng.randint(24, 300)
-    with case.engine(swap_memory="16MiB" if swap else 0, max_num_batched_tokens=chunk) as llm:
+    room = swap * 160 * sum(group.block_bytes for group in case.model.layout.groups)
+    with case.engine(swap_memory=room, max_num_batched_tokens=chunk) as llm:
         for i, (prompt, params) in enumerate(zip(case.prompts, case.params, strict=True)):
             options = RequestOptions(params=params)
             llm.core.submit(llm.core.intake.new_job(prompt, options, listener=keep(i)))
@@ -215,9 +216,7 @@ def restarted(case: Case) -> Results:
 
 SCHEDULES: dict[str, Callable[[Case], Results]] = {
     run.__name__: run
-    for run in (
-        *(batched, hits, chunked, ahead, crowded, recomputed, swapped, drafted, threads, restarted),
-    )
+    for run in (*(batched, hits, chunked, ahead, crowded, recomputed, swapped, drafted, threads, restarted),)
 }
 
 
@@ -242,7 +241,14 @@ def drawn_requests(rng: random.Random, vocab: int) -> tuple[list[list[int]], lis
             tokens = prompts[-1][: len(prompts[-1]) * 3 // 4] + tokens[:40]
         prompts.append(tokens)
     kinds: list[dict[str, Any]] = [
-        *({}, {}, {}, {"prompt_logprobs": 1}, {"temperature": 0.8}, {"beam_width": 3, "n": 2, "logprobs": None}),
+        *(
+            {},
+            {},
+            {},
+            {"prompt_logprobs": 1},
+            {"temperature": 0.8},
+            {"beam_width": 3, "n": 2, "logprobs": None},
+        ),
         {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
         {"temperature": 1.0, "min_p": 0.02, "presence_penalty": 0.5},
         {"temperature": 0.7, "n": 3},
@@ -339,17 +345,17 @@ class Trial:
 
     def _saved(self, family: str) -> Any:
         path = self._folder / family
-        if family == "tiny":
+        if family == "tiny" or Path(family).exists():
             return family
         return path if path.exists() else family_folder(family, path)
 
-    def _case(self, family: str, kv: str, weights: str | None) -> None:
-        name = f"{family}, {kv}, weights {weights or 'as stored'}"
-        rounded = {} if weights is None else {"weights": weights}
+    def _case(self, family: str, kv: str, weights: str) -> None:
+        name = f"{Path(family).name}, {kv}, weights {weights}"
+        options = {"dtype": "bf16" if weights == "bf16" else "fp32", "device": "cpu", "block_size": BLOCK}
+        if weights not in ("as stored", "bf16") and not family.endswith(".gguf"):
+            options["weights"] = weights
         try:
-            model = load(
-                self._saved(family), kv, dtype="fp32", device="cpu", block_size=BLOCK, exact=True, **rounded
-            )
+            model = load(self._saved(family), kv, exact=True, **options)
         except KVQError as error:
             self.refused[name] = first_lines(error)
             return
@@ -358,7 +364,7 @@ class Trial:
         base = alone(case)
         self.met["family"].add(family)
         self.met["kv"].add(kv)
-        self.met["weights"].add(weights or "as stored")
+        self.met["weights"].add(weights)
         with wrong_order() if self._given.wrong_order else warnings.catch_warnings():
             for schedule in self._given.schedule or [*SCHEDULES, "scored"]:
                 run = SCHEDULES.get(schedule)
@@ -386,8 +392,21 @@ def receipts(count: int, folder: Path) -> list[dict[str, Any]]:
             file.write(json.dumps({"custom_id": str(i), "url": "/v1/completions", "body": body}) + "\n")
 
     def kvq(command: str, kv: str = "int4") -> str:
-        words = [sys.executable, "-m", "kvq", command, str(model), "--kv", kv, "--exact", str(source), str(target)]
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().splitlines()[-1]
+        words = [
+            sys.executable,
+            "-m",
+            "kvq",
+            command,
+            str(model),
+            "--kv",
+            kv,
+            "--exact",
+            str(source),
+            str(target),
+        ]
+        return (
+            subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().splitlines()[-1]
+        )
 
     rows = [finding("receipts", kvq("run-batch"), f"{count} answers", target.exists())]
     alike = f"replayed  {count:,} answers: {count:,} alike, 0 differ"
@@ -424,7 +443,9 @@ def cost(model: str, kv: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("family", "kv", "schedule"):
         parser.add_argument(f"--{name}", action="append")
     parser.add_argument("--seed", type=int, default=0)
@@ -459,7 +480,9 @@ def main() -> None:
     path = given.out or RESULTS / f"exact-{built[0].variant}-cpu.json"
     write_json(path, envelope(sys.argv, torch.device("cpu"), rows, more))
     met = {name: len(found) for name, found in trial.met.items()}
-    print(f"{dict(trial.total)}, {met}, {len(trial.differences)} differences, {len(trial.refused)} refused; {path}")
+    print(
+        f"{dict(trial.total)}, {met}, {len(trial.differences)} differences, {len(trial.refused)} refused; {path}"
+    )
     sys.exit(bool(trial.differences) != given.wrong_order)
 
 

@@ -32,7 +32,9 @@ class Exactness:
         self._model = _digest(prepared.digest, dict(prepared.config))
         self._recipe = _digest(model.recipe.digest(), layout_digest(model.layout))
         library = load()
-        own = isinstance(library, str) or not is_fused(model.weights.model)  # transformers' code and torch's functions
+        own = isinstance(library, str) or not is_fused(
+            model.weights.model
+        )  # transformers' code and torch's functions
         parts = [
             f"kvq {__version__}",
             f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",

@@ -127,7 +127,9 @@ def test_traces_name_the_first_token_that_differs(model):
         logprobs[at] = replace(logprobs[at], logprob=logprobs[at].logprob * (1 + 2**-52))
         other = _trace(one.token_ids, logprobs)
         assert other[: DIGITS * at] == trace[: DIGITS * at]
-        assert all(other[i : i + DIGITS] != trace[i : i + DIGITS] for i in range(DIGITS * at, len(trace), DIGITS))
+        assert all(
+            other[i : i + DIGITS] != trace[i : i + DIGITS] for i in range(DIGITS * at, len(trace), DIGITS)
+        )
     assert _trace(one.token_ids, None) != trace
     assert len(_trace(one.token_ids, None)) == len(trace)
 

@@ -73,7 +73,9 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
         echo(f"{one_line(name)}: {reason}")
     if len(differing) > _SHOWN:
         echo(f"... and {len(differing) - _SHOWN:,} more")
-    echo(f"replayed  {len(known):,} answers: {len(known) - len(differing):,} alike, {len(differing):,} differ")
+    echo(
+        f"replayed  {len(known):,} answers: {len(known) - len(differing):,} alike, {len(differing):,} differ"
+    )
     sys.exit(1 if differing else 0)
 
 
@@ -88,7 +90,9 @@ def _answers(path: Path) -> Iterator[tuple[str, _Answer]]:
                 if receipts:
                     yield str(row["custom_id"]), _Answer(receipts=receipts, choices=body["choices"])
             except (ValueError, AttributeError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}, line {number} is no result of kvq run-batch: {error!r:.80}") from error
+                raise ConfigError(
+                    f"{path}, line {number} is no result of kvq run-batch: {error!r:.80}"
+                ) from error
 
 
 def _with_seeds(source: Path, known: dict[str, _Answer]) -> Iterator[str]:
@@ -102,7 +106,9 @@ def _with_seeds(source: Path, known: dict[str, _Answer]) -> Iterator[str]:
         body = line.body
         if body.get("seed") is None and len(answer.receipts) == 1:
             body = body | {"seed": answer.receipts[0]["seed"]}
-        yield json.dumps({"custom_id": line.custom_id, "method": "POST", "url": line.url, "body": body}) + "\n"
+        yield (
+            json.dumps({"custom_id": line.custom_id, "method": "POST", "url": line.url, "body": body}) + "\n"
+        )
 
 
 def _difference(known: _Answer, found: _Answer | None) -> str:

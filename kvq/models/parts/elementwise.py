@@ -35,7 +35,11 @@ class InvariantFunctions(TorchFunctionMode):
         if func not in _FUNCTIONS or given.get("inplace"):
             return func(*args, **given)
         x, *others = args
-        if not isinstance(x, Tensor) or not x.is_floating_point() or any(isinstance(y, Tensor) for y in others):
+        if (
+            not isinstance(x, Tensor)
+            or not x.is_floating_point()
+            or any(isinstance(y, Tensor) for y in others)
+        ):
             return func(*args, **given)
         flat = x.reshape(-1)
         if len(flat) > _SHARE or len(flat) % _WHOLE or not x.is_contiguous():

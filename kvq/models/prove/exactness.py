@@ -71,7 +71,7 @@ class _Trial:
     def explain(self, cuts: Sequence[int], is_alone: bool) -> str:
         """Return where bits begin to differ from those of the sequence alone and whole."""
         how = "in chunks" if is_alone else "in another batch"
-        where = "its layers"
+        where = "its forward pass"
         if not is_fused(self._weights.model):  # hooks would unfuse them
             wanted, found = self._outputs((), is_alone=True), self._outputs(cuts, is_alone=is_alone)
             for name, rows in wanted.items():

@@ -10,7 +10,15 @@ from kvq.commands.use.replay import _Answer, _difference
 from kvq.models.describe.resolve import EMBEDDED
 
 RECEIPT = {
-    **{"digest": "d", "model": "m", "recipe": "r", "program": "p", "request": "q", "seed": 3, "prompt": "0000000011111111"},
+    **{
+        "digest": "d",
+        "model": "m",
+        "recipe": "r",
+        "program": "p",
+        "request": "q",
+        "seed": 3,
+        "prompt": "0000000011111111",
+    },
     **{"kv": ["k"], "tokens": ["aaaaaaaabbbbbbbbcccccccc", "dddddddd"]},
 }
 ANSWER = _Answer(receipts=[RECEIPT], choices=[{"text": "one"}])
@@ -52,11 +60,21 @@ def batch(tmp_path, kvq):
     bodies = [
         {"prompt": "Once upon a time", "max_tokens": 9, "logprobs": 1},
         {"prompt": "Once upon a time", "max_tokens": 9, "temperature": 0.9},
-        {"prompt": ["The war", "In 1914 , the river"], "max_tokens": 5, "temperature": 0.9, "seed": 4, "n": 2},
+        {
+            "prompt": ["The war", "In 1914 , the river"],
+            "max_tokens": 5,
+            "temperature": 0.9,
+            "seed": 4,
+            "n": 2,
+        },
         {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "logprobs": True},
     ]
     lines = [
-        {"custom_id": str(i), "url": f"/v1/{'chat/' * ('messages' in body)}completions", "body": body | {"model": "model"}}
+        {
+            "custom_id": str(i),
+            "url": f"/v1/{'chat/' * ('messages' in body)}completions",
+            "body": body | {"model": "model"},
+        }
         for i, body in enumerate(bodies)
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -95,7 +113,9 @@ def test_a_damaged_receipt_is_named_with_its_token(batch, kvq):
 
 def test_files_without_receipts_are_refused(tmp_path, kvq):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "a"}}\n')
+    source.write_text(
+        '{"custom_id": "a", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "a"}}\n'
+    )
     target.write_text('{"custom_id": "a", "response": {"body": {"choices": [], "usage": {}}}}\n')
     status, _, err = kvq("replay", "tiny", "--kv", "int4", source, target)
     assert status

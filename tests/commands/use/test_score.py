@@ -16,7 +16,9 @@ def written(path, rows):
 def test_generated_log_probabilities_have_ratios_of_exactly_1(tmp_path, kvq):
     prompts = [[5, 6, 7], [9] * 40]
     with library.LLM("tiny", "int4", exact=True, num_blocks=64) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=10, temperature=1.0, seed=1, logprobs=0, ignore_eos=True))
+        outputs = llm.generate(
+            prompts, SamplingParams(max_tokens=10, temperature=1.0, seed=1, logprobs=0, ignore_eos=True)
+        )
     rows = [
         {
             "id": f"rollout {i}",
@@ -56,7 +58,10 @@ def test_texts_are_tokenized(tmp_path, kvq):
         ("[1]\n", "line 1: give a JSON object with a prompt and a completion"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "line 2: give a JSON object"),
         ('{"prompt": "a", "completion": ""}\n', "line 1: give a JSON object with a prompt"),
-        ('{"prompt": "a", "completion": [5], "logprobs": [1, 2]}\n', "line 1: logprobs are a number for each"),
+        (
+            '{"prompt": "a", "completion": [5], "logprobs": [1, 2]}\n',
+            "line 1: logprobs are a number for each",
+        ),
         ('{"prompt": "a", "completion": "b", "logprobs": [1]}\n', "in token ids, got [1] for 'b'"),
         ('{"prompt": "a", "completion": [5], "logprobs": ["x"]}\n', "logprobs are a number"),
         ('{"prompt": "a", "completion": [99999999]}\n', "outside the vocabulary"),

@@ -32,7 +32,9 @@ def test_models_with_few_tokens_of_context_are_checked_too(tmp_path):
 
 
 def test_states_that_are_computed_in_chunks_are_refused_with_the_module():
-    with pytest.raises(ModelError, match=r"qwen3_next can't be exact here: model\.layers\.0\.\S+ \(\w+\), or what"):
+    with pytest.raises(
+        ModelError, match=r"qwen3_next can't be exact here: model\.layers\.0\.\S+ \(\w+\), or what"
+    ):
         load(hybrid_folder("qwen3_next"), "int8", dtype="fp32", device="cpu", exact=True)
 
 
@@ -56,7 +58,9 @@ def test_a_sum_whose_order_depends_on_the_batch_is_found(tmp_path, monkeypatch):
 def test_another_format_is_checked_again(tmp_path, monkeypatch):
     model = load(save_model(tmp_path, "llama"), "int8", dtype="fp32", device="cpu", exact=True)
     checked = []
-    monkeypatch.setattr("kvq.models.model.check_exact", lambda weights, layout: checked.append(layout.recipe.name))
+    monkeypatch.setattr(
+        "kvq.models.model.check_exact", lambda weights, layout: checked.append(layout.recipe.name)
+    )
     assert model.with_kv("fp8").recipe.name == checked[0]
 
 
