@@ -3,7 +3,7 @@
     python -m benchmarks.exact                      # until a million tokens are compared
     python -m benchmarks.exact --family llama --kv int4 --schedule swapped --tokens 20000 --seed 3
     python -m benchmarks.exact --variant avx2       # another variant of the C++ kernels
-    python -m benchmarks.exact --wrong-order        # a reduction whose order depends on the batch: is it found?
+    python -m benchmarks.exact --wrong-order        # sums whose order depends on the batch: are they found?
     python -m benchmarks.exact --receipts 1000      # answers replayed in another process, and damaged ones
     python -m benchmarks.exact --cost ./my-model    # what exact costs, interleaved with an engine without it
 
@@ -39,7 +39,7 @@ from transformers import AutoConfig
 from benchmarks.findings import RESULTS, finding, report
 from kvq.bench.timing import percentile
 from kvq.cache.prefix_file import load_prefix, save_prefix
-from kvq.engine import LLM, RequestOutput, SamplingParams
+from kvq.engine import LLM, RequestOutput, SamplingParams, TokenLogprobs
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import ConfigError, KVQError, first_lines
 from kvq.evals.report.results import envelope, write_json
@@ -59,7 +59,7 @@ PROVED = (  # families on no list, served after a proof
     *("nemotron", "olmoe", "persimmon", "phimoe", "qwen2_moe", "stablelm"),
 )
 EXACT_HYBRIDS = ("lfm2", "lfm3")
-INEXACT = tuple(sorted(HYBRIDS.keys() - {*EXACT_HYBRIDS})) + ("llama4_text",)  # refused, which is tried, too
+INEXACT = (*sorted(HYBRIDS.keys() - {*EXACT_HYBRIDS}), "llama4_text")  # refused, which is tried, too
 FAMILIES = ("tiny", *FAMILY_OPTIONS, *PROVED, *EXACT_HYBRIDS)
 FORMATS = (
     *("fp32", "bf16", "fp8", "int8", "int6", "int4", "int4_g8/int4_g8", "k8v4", "int4_g16_rot"),
@@ -90,12 +90,11 @@ def said(output: RequestOutput) -> list[Any]:
     """Return a request's results, with doubles as they are, and the digests of its receipt."""
     if output.error is not None:
         return [str(output.error)]
-    found: list[Any] = [
-        None if entry is None else (entry.token, entry.logprob, entry.top)
-        for entry in output.prompt_logprobs or ()
-    ]
+    found: list[Any] = []
+    for known in output.prompt_logprobs or ():
+        found.append(known and (known.token, known.logprob, known.top))
     for one in output.outputs:
-        entries = one.logprobs or [None] * len(one.token_ids)
+        entries: Sequence[TokenLogprobs | None] = one.logprobs or [None] * len(one.token_ids)
         for token, entry in zip(one.token_ids, entries, strict=True):
             found.append((token, entry and entry.logprob, entry and entry.top))
     exact = output.receipt.exact
@@ -277,7 +276,7 @@ def family_folder(family: str, folder: Path) -> Path:
 
 
 def compare(found: Results, wanted: Results) -> tuple[int, int, str]:
-    """Return tokens compared, how many differ (a receipt counts as one), and where the first difference is."""
+    """Return tokens compared, how many differ (a receipt counts as one), and where the first one is."""
     compared = differing = 0
     first = ""
     for i, (own, others) in enumerate(zip(found, wanted, strict=True)):
@@ -351,7 +350,11 @@ class Trial:
 
     def _case(self, family: str, kv: str, weights: str) -> None:
         name = f"{Path(family).name}, {kv}, weights {weights}"
-        options = {"dtype": "bf16" if weights == "bf16" else "fp32", "device": "cpu", "block_size": BLOCK}
+        options: Any = {
+            "dtype": "bf16" if weights == "bf16" else "fp32",
+            "device": "cpu",
+            "block_size": BLOCK,
+        }
         if weights not in ("as stored", "bf16") and not family.endswith(".gguf"):
             options["weights"] = weights
         try:
@@ -467,8 +470,9 @@ def main() -> None:
                 rows = cost(given.cost, (given.kv or ["int4"])[0])
         name = "receipts" if given.cost is None else f"cost-{Path(given.cost).stem}"
         sys.exit(not report(given.out or RESULTS / f"exact-{name}-cpu.json", rows))
-    built = [x for x in library.variants() if given.variant in (None, x.variant)]
-    if not built or isinstance(built[0], str):
+    found = library.variants()
+    built = [x for x in found if given.variant in (None, x.variant)] if isinstance(found, list) else []
+    if not built:
         sys.exit(f"this machine does not run {given.variant}")
     with patch.object(library, "variants", lambda: built), tempfile.TemporaryDirectory() as folder:
         trial = Trial(given, Path(folder))
@@ -480,9 +484,8 @@ def main() -> None:
     path = given.out or RESULTS / f"exact-{built[0].variant}-cpu.json"
     write_json(path, envelope(sys.argv, torch.device("cpu"), rows, more))
     met = {name: len(found) for name, found in trial.met.items()}
-    print(
-        f"{dict(trial.total)}, {met}, {len(trial.differences)} differences, {len(trial.refused)} refused; {path}"
-    )
+    count = f"{len(trial.differences)} differences, {len(trial.refused)} refused"
+    print(f"{dict(trial.total)}, {met}, {count}; {path}")
     sys.exit(bool(trial.differences) != given.wrong_order)
 
 

@@ -13,8 +13,8 @@ from kvq.layout import GroupLayout, KVLayout, Role
 def kv_digest(cache: CacheBackend, layout: KVLayout, sequence: Sequence, length: int) -> str:
     """Return the xxh3-128 digest, in hex, of the K and V of a sequence's first `length` tokens, as stored.
 
-    Included are the blocks that token `length` can see, each token in the form in which the token before it was
-    attended over. Slots of later tokens are left out.
+    Included are the blocks that the next token can see; tokens that are stored in two forms are included in
+    the form that the last token reads. Slots of later tokens are left out.
     """
     size, last, hasher = layout.block_size, length - 1, xxhash.xxh3_128()
     roles = (Role.SEALED, Role.RECENT, Role.SINKS)

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -73,20 +73,16 @@ class Exactness:
         )
 
 
-def _trace(tokens: Iterable[int], logprobs: Iterable[TokenLogprobs | None] | None) -> str:
-    """Return 8 hex digits per token, each over the token and all before it; None has no log-probabilities.
+def _trace(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> str:
+    """Return 8 hex digits per token, each over the token and all before it.
 
-    Tokens without an entry in `logprobs` are left out.
+    Log-probabilities count, too; tokens without an entry among them are left out. None: none were requested.
     """
     hasher, found = xxhash.xxh3_64(), []
-    entries = iter(logprobs) if logprobs is not None else None
-    for token in tokens:
+    for token, entry in zip(tokens, [None] * len(tokens) if logprobs is None else logprobs, strict=False):
         hasher.update(token.to_bytes(4, "little"))
-        if entries is not None:
-            entry = next(entries, False)
-            if entry is False:
-                break
-            for other, logprob in () if entry is None else ((entry.token, entry.logprob), *entry.top):
+        if entry is not None:
+            for other, logprob in ((entry.token, entry.logprob), *entry.top):
                 hasher.update(struct.pack("<Id", other, logprob))
         found.append(hasher.hexdigest()[:8])
     return "".join(found)

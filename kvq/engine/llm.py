@@ -89,23 +89,25 @@ class LLM(LoopedEngine):
         """Return the log-probabilities of completions, one per prompt, in order.
 
         They have the same bits as those that an engine loaded with `exact` returns when it generates these
-        tokens from these prompts. Texts of completions are tokenized apart, without special tokens; give token
-        ids to score exactly what was generated. `progress`: as for `generate`.
+        tokens from these prompts. Texts of completions are tokenized apart, without special tokens; give
+        token ids to score exactly what was generated. `progress`: as for `generate`.
 
         Raises:
             RequestError: a prompt or completion can't be served, such as an empty one, or one is missing.
         """
-        model, pairs = self.core.model, []
-        before, after = as_prompts(prompts), as_prompts(completions)
-        if len(before) != len(after):
-            raise RequestError(f"{len(before)} prompts have {len(after)} completions; give one for each")
+        model = self.core.model
+        pairs: list[tuple[list[int], list[int]]] = []
+        beginnings, ends = as_prompts(prompts), as_prompts(completions)
+        if len(beginnings) != len(ends):
+            raise RequestError(f"{len(beginnings)} prompts have {len(ends)} completions; give one for each")
         own, vocab = model.tokenizer, model.geometry.vocab_size
-        for i, (prompt, completion) in enumerate(zip(before, after, strict=True)):
+        for i, (prompt, completion) in enumerate(zip(beginnings, ends, strict=True)):
             if isinstance(completion, str):
                 completion = own(completion, add_special_tokens=False)["input_ids"]
             if not len(completion):
                 raise RequestError(f"completion {i} is empty, so there is nothing to score; leave it out")
-            pairs.append([prompt_tokens(x, own, vocab).tolist() for x in (prompt, completion)])
+            beginning, tokens = (prompt_tokens(x, own, vocab).tolist() for x in (prompt, completion))
+            pairs.append((beginning, tokens))
         params = [
             SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(prompt))
             for prompt, _ in pairs

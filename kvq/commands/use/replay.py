@@ -40,8 +40,8 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
     """Answer the requests of IN.jsonl again, and compare with OUT.jsonl, which kvq run-batch --exact wrote.
 
     For every answer with a receipt, kvq says whether it comes out alike, bit for bit, and otherwise what
-    differs: weights, formats, program, or the first token. Answers of kvq serve --exact can be replayed, too, as
-    lines {"custom_id": "1", "response": {"body": ANSWER}}. The exit code is 1 if any answer differs.
+    differs: weights, formats, program, or the first token. Answers of kvq serve --exact can be replayed, too,
+    as lines {"custom_id": "1", "response": {"body": ANSWER}}. The exit code is 1 if any answer differs.
     """
     require("kvq replay", SERVER)
     from kvq.server.admission.config import ServerConfig
@@ -52,7 +52,7 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
     known = dict(_answers(target))
     if not known:
         raise ConfigError(
-            f"{target} has no receipts of exact answers; write them with kvq run-batch --exact IN.jsonl OUT.jsonl"
+            f"{target} has no receipts of exact answers; write some: kvq run-batch --exact IN.jsonl OUT.jsonl"
         )
     with tempfile.TemporaryDirectory(prefix="kvq-replay-") as folder, named_progress() as progress:
         requests, again = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
@@ -104,7 +104,7 @@ def _with_seeds(source: Path, known: dict[str, _Answer]) -> Iterator[str]:
         if answer is None:
             continue
         body = line.body
-        if body.get("seed") is None and len(answer.receipts) == 1:
+        if body.get("seed") is None and len(answer.receipts) == 1:  # several prompts have several seeds
             body = body | {"seed": answer.receipts[0]["seed"]}
         yield (
             json.dumps({"custom_id": line.custom_id, "method": "POST", "url": line.url, "body": body}) + "\n"

@@ -15,7 +15,7 @@ from kvq.commands.shared.options import ACCEPT, ModelOptions, kv_option, model_o
 from kvq.commands.shared.param_types import FILE, PATH, TokenCount
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
-from kvq.errors import ConfigError, first_lines
+from kvq.errors import ConfigError
 
 _FIELDS = ("prompt", "completion")
 
@@ -40,8 +40,8 @@ def command(
 
     Lines have a prompt and a completion, each a text or token ids, and possibly an id and the logprobs of
     whoever generated it. The model is loaded with --exact: log-probabilities have the bits of an engine with
-    --exact that generates these tokens. If logprobs are given, each line also says where they first differ, and
-    the importance ratios' greatest distance from 1.
+    --exact that generates these tokens. If logprobs are given, each line also says where they first differ,
+    and the importance ratios' greatest distance from 1.
     """
     from kvq.commands.shared.loading import check_for, load_to_serve
     from kvq.engine import LLM
@@ -51,7 +51,10 @@ def command(
         raise ConfigError(f"{source} has no lines; give one JSON object per completion")
     checked = check_for(replace(model_options, exact=True), kv)
     model = load_to_serve(checked, kv[0], accept_divergence=options.accept_divergence)
-    limits = {"max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_num_batched_tokens}
+    limits: dict[str, Any] = {
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+    }
     with LLM(model, **limits) as llm, progress_bar("scoring") as progress:
         prompts, completions = ([row[name] for row in rows] for name in _FIELDS)
         found = llm.score(prompts, completions, progress=progress)
@@ -88,8 +91,8 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
                 row = loads(line)
             if not isinstance(row, dict) or not all(row.get(name) for name in _FIELDS):
                 raise ConfigError(
-                    f"{source}, line {number}: give a JSON object with a prompt and a completion, each a text or "
-                    f"token ids, got {first_lines(line):.80}"
+                    f"{source}, line {number}: give a JSON object with a prompt and a completion, each a "
+                    f"text or token ids, got {line.strip():.80}"
                 )
             if "logprobs" in row:
                 _check_logprobs(row["logprobs"], row["completion"], f"{source}, line {number}")
@@ -100,8 +103,8 @@ def _check_logprobs(logprobs: Any, completion: Any, where: str) -> None:
     numbers = isinstance(logprobs, list) and all(type(x) in (int, float) for x in logprobs)
     if not isinstance(completion, list) or not numbers or len(logprobs) != len(completion):
         raise ConfigError(
-            f"{where}: logprobs are a number for each token of a completion in token ids, got {logprobs!r:.80} "
-            f"for {completion!r:.80}"
+            f"{where}: logprobs are a number for each token of a completion in token ids, got "
+            f"{logprobs!r:.80} for {completion!r:.80}"
         )
 
 

@@ -24,11 +24,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactReceipt:
-    """Digests of a request to an exact engine, in hex: two requests with the same `digest` have the same bits.
+    """Digests of a request to an exact engine, in hex. Requests with the same `digest` have the same bits.
 
     `tokens` and `prompt` have 8 digits per token, over its id and, if requested, its log-probabilities, and
-    over all tokens before it. `kv`: of the stored K and V that the last token of a result attended over; empty
-    for beams.
+    over all tokens before it. `kv` covers the K and V of a result as they are stored; it is empty for beams.
     """
 
     digest: str  # of the model, recipe, program and request

@@ -1,7 +1,7 @@
 """Elementwise functions of torch whose results for an element don't depend on the size of its tensor.
 
-Torch's vector code leaves the last few elements of each thread's share to scalar code, whose exponentials round
-differently: silu(x)[i] may change its last bit if x gets longer (torch 2.13 on CPUs).
+Torch's vector code leaves the last few elements of each thread's share to scalar code, whose exponentials
+round differently: silu(x)[i] may change its last bit if x gets longer (torch 2.13 on CPUs).
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,8 @@ class InvariantFunctions(TorchFunctionMode):
         if func not in _FUNCTIONS or given.get("inplace"):
             return func(*args, **given)
         x, *others = args
-        if (
-            not isinstance(x, Tensor)
-            or not x.is_floating_point()
-            or any(isinstance(y, Tensor) for y in others)
-        ):
+        is_one = isinstance(x, Tensor) and not any(isinstance(other, Tensor) for other in others)
+        if not is_one or not x.is_floating_point():
             return func(*args, **given)
         flat = x.reshape(-1)
         if len(flat) > _SHARE or len(flat) % _WHOLE or not x.is_contiguous():

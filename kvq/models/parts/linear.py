@@ -112,10 +112,10 @@ def _unfold_convolutions(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "Conv1D" and runs_library_code(child):
-                linear = nn.Linear(1, 1, device="meta")
-                linear.in_features, linear.out_features = child.weight.shape
-                linear.weight = nn.Parameter(child.weight.detach().t().contiguous(), requires_grad=False)
-                linear.bias = child.bias
+                weight = child.get_parameter("weight").detach().t().contiguous()
+                linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                linear.bias = child.get_parameter("bias")
                 setattr(parent, name, linear)
 
 

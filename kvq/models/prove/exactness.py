@@ -77,7 +77,8 @@ class _Trial:
             for name, rows in wanted.items():
                 other = found.get(name)
                 if other is not None and other.shape == rows.shape and not torch.equal(other, rows):
-                    where = f"{name} ({type(self._weights.model.get_submodule(name)).__name__}), or what feeds it,"
+                    kind = type(self._weights.model.get_submodule(name)).__name__
+                    where = f"{name} ({kind}), or what feeds it,"
                     break
         return f"{where} gives a token other bits {how}"
 
