@@ -362,6 +362,10 @@ class Trial:
         except KVQError as error:
             self.refused[name] = first_lines(error)
             return
+        except Exception as error:  # noqa: BLE001 - one model's defect must not end the trial
+            self.differences.append(f"{name} fails: {error!r}")
+            print(self.differences[-1], flush=True)
+            return
         prompts, params = drawn_requests(self._rng, model.geometry.vocab_size)
         case = Case(model, prompts, params, random.Random(self._rng.randrange(1 << 30)))
         base = alone(case)

@@ -1,12 +1,13 @@
 """`kvq.LLM`: offline engine that runs as many prompts at a time as the pool can hold."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
 from kvq.engine.loop import LoopedEngine
 from kvq.engine.params import Params, SamplingParams, as_params, each_params
-from kvq.engine.requests.outputs import Event, Piece, RequestOutput, Scored, as_piece
+from kvq.engine.requests.outputs import CompletionOutput, Event, Piece, RequestOutput, as_piece
 from kvq.engine.requests.request_options import Prompt, RequestOptions, as_prompts, prompt_tokens
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
@@ -85,22 +86,21 @@ class LLM(LoopedEngine):
         completions: Prompt | Sequence[Prompt],
         *,
         progress: Callable[[int, int], object] | None = None,
-    ) -> list[Scored]:
-        """Return the log-probabilities of completions, one per prompt, in order.
+    ) -> list[RequestOutput]:
+        """Return what `generate` would return if it chose these completions, one per prompt: their logprobs.
 
-        They have the same bits as those that an engine loaded with `exact` returns when it generates these
-        tokens from these prompts. Texts of completions are tokenized apart, without special tokens; give
-        token ids to score exactly what was generated. `progress`: as for `generate`.
+        In an engine loaded with `exact`, they have the bits of those that it returns when it generates. Texts
+        of completions are tokenized apart, without special tokens; give token ids to score exactly what was
+        generated. `progress`: as for `generate`.
 
         Raises:
             RequestError: a prompt or completion can't be served, such as an empty one, or one is missing.
         """
-        model = self.core.model
+        own, vocab = self.core.model.tokenizer, self.core.model.geometry.vocab_size
         pairs: list[tuple[list[int], list[int]]] = []
         beginnings, ends = as_prompts(prompts), as_prompts(completions)
         if len(beginnings) != len(ends):
             raise RequestError(f"{len(beginnings)} prompts have {len(ends)} completions; give one for each")
-        own, vocab = model.tokenizer, model.geometry.vocab_size
         for i, (prompt, completion) in enumerate(zip(beginnings, ends, strict=True)):
             if isinstance(completion, str):
                 completion = own(completion, add_special_tokens=False)["input_ids"]
@@ -113,7 +113,7 @@ class LLM(LoopedEngine):
             for prompt, _ in pairs
         ]
         outputs = self.generate([x + y for x, y in pairs], params, progress=progress)
-        return [_scored(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
+        return [_scored(output, len(prompt)) for output, (prompt, _) in zip(outputs, pairs, strict=True)]
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step. Returns a function that unsubscribes."""
@@ -164,13 +164,9 @@ class LLM(LoopedEngine):
                 self.core.cancel(job)
 
 
-def _scored(prompt: list[int], completion: list[int], output: RequestOutput) -> Scored:
-    if output.error is not None:
-        raise output.error
-    entries = (output.prompt_logprobs or [])[len(prompt) :]
-    return Scored(
-        prompt_token_ids=prompt,
-        token_ids=completion,
-        logprobs=[entry.logprob for entry in entries if entry is not None],
-        receipt=output.receipt,
-    )
+def _scored(output: RequestOutput, length: int) -> RequestOutput:
+    """Return an output with the part of its prompt from `length` on as the result."""
+    prompt, tokens = output.prompt_token_ids[:length], output.prompt_token_ids[length:]
+    entries = [entry for entry in (output.prompt_logprobs or [])[length:] if entry is not None]
+    result = CompletionOutput(index=0, text="", token_ids=tokens, finish_reason="length", logprobs=entries)
+    return replace(output, prompt_token_ids=prompt, outputs=[result], prompt_logprobs=None)

@@ -15,7 +15,7 @@ from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.ops import keep, looked_up_rows, packed_linear
 
-ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
+ROUTERS = ("gate", "router", "shared_expert_gate", "wg")  # small layers that choose experts: never quantized
 
 ACTIVATIONS = {  # keyed by the class name of transformers' module
     "SiLU": Activation.SILU,

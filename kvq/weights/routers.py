@@ -58,7 +58,9 @@ def batch_invariant_routers(model: nn.Module) -> None:
     for block in list(model.modules()):
         if not any(isinstance(child, PackedExperts) for child in block.children()):
             continue
-        for name, router in block.named_children():
+        own = dict(block.named_children())
+        inside = {name: x for child in own.values() for name, x in child.named_children() if name in ROUTERS}
+        for name, router in (own | inside).items():
             weight = router._parameters.get("weight")
             if isinstance(router, nn.Linear) and (name not in ROUTERS or not runs_library_code(router)):
                 continue

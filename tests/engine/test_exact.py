@@ -146,10 +146,11 @@ def test_scores_are_the_log_probabilities_of_generation(model):
         answers = [output.outputs[0].token_ids for output in outputs]
         scored = llm.score(prompts, answers)
         for prompt, output, one in zip(prompts, outputs, scored, strict=True):
-            assert one.logprobs == [entry.logprob for entry in output.outputs[0].logprobs]
-            assert (one.prompt_token_ids, one.token_ids) == (prompt, output.outputs[0].token_ids)
+            (own,), (generated,) = one.outputs, output.outputs
+            assert [x.logprob for x in own.logprobs] == [x.logprob for x in generated.logprobs]
+            assert (one.prompt_token_ids, own.token_ids) == (prompt, generated.token_ids)
         text = llm.score("Once upon", " a time")[0]
-        assert llm.core.model.tokenizer.decode(text.token_ids) == " a time"
+        assert llm.core.model.tokenizer.decode(text.outputs[0].token_ids) == " a time"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from kvq.commands.shared.param_types import FILE, PATH, TokenCount
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
+from kvq.fileio import write_text
 
 _FIELDS = ("prompt", "completion")
 
@@ -59,13 +60,17 @@ def command(
         prompts, completions = ([row[name] for row in rows] for name in _FIELDS)
         found = llm.score(prompts, completions, progress=progress)
     lines = []
-    for row, scored in zip(rows, found, strict=True):
-        told = {"id": row["id"]} if "id" in row else {}
-        known = asdict(scored) | {"receipt": asdict(scored.receipt)["exact"]}
-        lines.append(told | known | _compared(row.get("logprobs"), scored.logprobs))
+    for row, output in zip(rows, found, strict=True):
+        if output.error is not None:
+            raise output.error
+        (result,), receipt = output.outputs, output.receipt.exact
+        assert result.logprobs is not None, "requested"
+        assert receipt is not None, "the engine is exact"
+        line = {"id": row["id"]} if "id" in row else {}
+        line |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": result.token_ids}
+        line |= {"logprobs": [entry.logprob for entry in result.logprobs], "receipt": asdict(receipt)}
+        lines.append(line | _compared(row.get("logprobs"), line["logprobs"]))
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    from kvq.fileio import write_text
-
     write_text(target, text)
     tokens = sum(len(line["token_ids"]) for line in lines)
     echo(f"scored    {len(lines):,} completions, {tokens:,} tokens, into {target}")

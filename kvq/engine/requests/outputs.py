@@ -103,16 +103,6 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """Log-probabilities of a completion's tokens, from one prefill of the prompt and the completion."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]  # of each token, given all before it
-    receipt: Receipt
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PromptUse:
     """Token counts for a prompt."""
 

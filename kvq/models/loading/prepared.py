@@ -270,8 +270,9 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
             f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
         )
     cache_backend(cache)
-    exact = given.get("exact", False)
     device, weights = pick_device(given.get("device", "auto")), given.get("weights", "auto")
+    if given.get("exact", False):
+        _check_can_be_exact(device, cache)
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
     if (activations := given.get("activations", "auto")) not in _ACTIVATIONS:
         raise ConfigError(f"activations must be {' or '.join(_ACTIVATIONS)}, got {activations!r}")
@@ -304,10 +305,8 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         order=order,
         backend=backend,
         cache=cache,
-        exact=exact,
+        exact=given.get("exact", False),
     )
-    if exact:
-        _check_can_be_exact(prepared)
     if rounded_to is not None and prepared.is_quantized:
         raise ConfigError(
             f"{source.folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
@@ -315,17 +314,15 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     return prepared
 
 
-def _check_can_be_exact(prepared: PreparedModel) -> None:
+def _check_can_be_exact(device: torch.device, cache: str) -> None:
     """Raise ConfigError if no model is exact on this device or over this cache."""
-    if prepared.device.type != "cpu":
+    if device.type != "cpu":
         raise ConfigError(
             "exact needs a CPU: on GPUs, torch's products give a row other bits in another batch; give "
             "device=cpu (--device cpu), or leave exact out"
         )
-    if prepared.cache != "kvq":
-        raise ConfigError(
-            f"exact needs kvq's own cache, not {prepared.cache!r}; leave out cache (--cache), or exact"
-        )
+    if cache != "kvq":
+        raise ConfigError(f"exact needs kvq's own cache, not {cache!r}; leave out cache (--cache), or exact")
 
 
 def make_cache(

@@ -17,7 +17,7 @@ from kvq.sizing.parameters import Matrix, ModelShape, Parameters
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|experts)\.")
-_ROUTER = re.compile(r"\.(gate|router)$")
+_ROUTER = re.compile(r"\.(gate|router|wg)$")
 _EXPERTS = re.compile(r"\.experts\.")
 _NARROWS = re.compile(r"\.(down_proj|w2|fc2|output_linear|dense_4h_to_h|c_proj)$")  # an MLP's last layer
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # the number of experts per token

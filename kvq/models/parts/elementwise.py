@@ -5,6 +5,7 @@ round differently: silu(x)[i] may change its last bit if x gets longer (torch 2.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,9 +26,12 @@ _FUNCTIONS = {
 }
 
 
-class InvariantFunctions(TorchFunctionMode):
-    """Mode in which elementwise functions process whole vectors only, in shares of one thread each."""
+def invariant_functions() -> AbstractContextManager[object]:
+    """Return a context in which elementwise functions process whole vectors only, in shares of one thread."""
+    return _Invariant()
 
+
+class _Invariant(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.models.loading.weights import LoadedWeights
-from kvq.models.parts.elementwise import InvariantFunctions
+from kvq.models.parts.elementwise import invariant_functions
 from kvq.models.parts.step import PackedStep
 
 Integers = npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ def run_packed(
     if short is not None and short.is_free and step.states is None:
         return short(ids, where, keep, step)[: len(wanted)]
     states = nullcontext() if step.states is None else step.states.current()
-    functions = InvariantFunctions() if weights.prepared.exact else nullcontext()
+    functions = invariant_functions() if weights.prepared.exact else nullcontext()
     with states, functions, kept_hidden(weights.model, step):
         output = weights.model(
             input_ids=ids[None], position_ids=where[None], use_cache=False, logits_to_keep=keep, kvq_step=step

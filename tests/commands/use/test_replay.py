@@ -119,7 +119,7 @@ def test_files_without_receipts_are_refused(tmp_path, kvq):
     target.write_text('{"custom_id": "a", "response": {"body": {"choices": [], "usage": {}}}}\n')
     status, _, err = kvq("replay", "tiny", "--kv", "int4", source, target)
     assert status
-    assert "has no receipts of exact answers; write them with kvq run-batch --exact" in err
+    assert "has no receipts of exact answers; write some: kvq run-batch --exact" in err
     target.write_text("not JSON\n")
     status, _, err = kvq("replay", "tiny", "--kv", "int4", source, target)
     assert status

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvq.models.parts.elementwise import InvariantFunctions
+from kvq.models.parts.elementwise import invariant_functions
 
 FUNCTIONS = [functional.silu, functional.gelu, torch.sigmoid, torch.tanh, torch.exp, functional.softplus]
 
@@ -21,7 +21,7 @@ def threads():
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(function, width, threads):
     x = torch.randn(301, width, generator=torch.Generator().manual_seed(width)) * 4
     rows = [0, 1, 150, 300]
-    with InvariantFunctions():
+    with invariant_functions():
         alone = torch.cat([function(x[i : i + 1]) for i in rows])
         for count in (1, 3, 5):
             threads(count)
@@ -39,14 +39,14 @@ def test_results_are_those_of_torch_but_for_rounding():
         (functional.softplus, (2.0,), {}),
     ]
     for function, args, given in cases:
-        with InvariantFunctions():
+        with invariant_functions():
             found = function(x, *args, **given)
         torch.testing.assert_close(found, function(x, *args, **given), equal_nan=True)
 
 
 def test_other_calls_pass_through():
     x, y = torch.randn(5, 33).abs(), torch.randn(5, 33)
-    with InvariantFunctions():
+    with invariant_functions():
         assert torch.equal(torch.pow(x, y), x.pow(y)), "two tensors"
         assert torch.equal(torch.exp(torch.arange(3)), torch.arange(3).exp()), "whole numbers"
         assert torch.sigmoid(x[:0]).shape == (0, 33)
