@@ -66,7 +66,7 @@ FORMATS = (
     "int3_mean+sinks=4+recent=32",
 )
 WEIGHTS = ("as stored", "as stored", "bf16", "int8", "int4_g16")
-NEW = 20  # tokens of a result
+NEW = 50  # tokens of a result
 CONTEXT, BLOCK = 200, 16  # tokens
 Results = list[list[Any]]  # of each request: what it said, token by token, and its receipt
 
@@ -82,7 +82,7 @@ class Case:
 
     def engine(self, **options: Any) -> LLM:
         """Return an engine with a pool for all requests, unless told otherwise."""
-        given = {"num_blocks": 160, "max_num_seqs": 16, "async_scheduling": False, "max_context": CONTEXT}
+        given = {"num_blocks": 240, "max_num_seqs": 16, "async_scheduling": False, "max_context": CONTEXT}
         return LLM(self.model, **(given | options))
 
 
@@ -136,7 +136,7 @@ def ahead(case: Case) -> Results:
 
 
 def crowded(case: Case) -> Results:
-    return ran(case, case.engine(num_blocks=case.rng.randint(40, 60)))
+    return ran(case, case.engine(num_blocks=case.rng.randint(50, 80)))
 
 
 def recomputed(case: Case) -> Results:
@@ -154,7 +154,7 @@ def _preempted(case: Case, *, swap: bool) -> Results:
         return lambda event: outputs.update({index: event} if isinstance(event, RequestOutput) else {})
 
     chunk = case.rng.randint(24, 300)
-    room = swap * 160 * sum(group.block_bytes for group in case.model.layout.groups)
+    room = swap * 240 * sum(group.block_bytes for group in case.model.layout.groups)
     with case.engine(swap_memory=room, max_num_batched_tokens=chunk) as llm:
         for i, (prompt, params) in enumerate(zip(case.prompts, case.params, strict=True)):
             options = RequestOptions(params=params)

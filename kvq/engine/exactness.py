@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -13,39 +13,30 @@ from kvq.cache.backend import CacheBackend
 from kvq.cache.digests import layout_digest
 from kvq.cache.kv_digest import kv_digest
 from kvq.engine.params import SamplingParams
+from kvq.engine.requests.marking import Marking
 from kvq.engine.requests.outputs import ExactReceipt, Receipt, RequestOutput, TokenLogprobs
 from kvq.engine.requests.request_state import Job
+from kvq.geometry.support import rope_types
 from kvq.kernels.native.library import load
 from kvq.models import Model
 from kvq.models.loading.fused_layers import is_fused
 from kvq.scheduler import Branch
 from kvq.version import __version__
 
+_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "amx_int8")  # used in kernels of any variant if the CPU has them
+
 
 class Exactness:
     """Digests for the receipts of one engine."""
 
-    def __init__(self, model: Model, watermark: str) -> None:
-        """`watermark`: which texts are marked. Waits for the digest of the model's tensors."""
-        prepared = model.prepared
+    def __init__(self, model: Model, marking: Marking | None) -> None:
+        """`marking`: of texts, by a watermark. Waits for the digest of the model's tensors."""
+        prepared, config = model.prepared, dict(model.prepared.config)
+        depends = {"dynamic", "longrope"} & set(rope_types(config))  # angles depend on the maximum context
         self._layout = model.layout
-        self._model = _digest(prepared.digest, dict(prepared.config))
+        self._model = _digest(prepared.digest, config, prepared.max_context if depends else None)
         self._recipe = _digest(model.recipe.digest(), layout_digest(model.layout))
-        library = load()
-        own = isinstance(library, str) or not is_fused(
-            model.weights.model
-        )  # transformers' code and torch's functions
-        parts = [
-            f"kvq {__version__}",
-            f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
-            f"kernels {prepared.backend} {'none' if isinstance(library, str) else library.variant}",
-            str(prepared.dtype).removeprefix("torch."),
-            *([f"transformers {transformers.__version__}"] if own else []),
-            *([f"weights {prepared.rounded_to.name}"] if prepared.rounded_to is not None else []),
-            *([f"inputs {prepared.block_inputs.name}"] if prepared.is_gguf else []),
-            *([f"watermark {watermark}"] if watermark != "off" else []),
-        ]
-        self._program = ", ".join(parts)
+        self._program = ", ".join(_program(model, marking))
 
     def keep(self, cache: CacheBackend, job: Job, branch: Branch) -> None:
         """Store the digest of a result's K and V, while the result that just ended still has its blocks."""
@@ -71,6 +62,24 @@ class Exactness:
                 prompt=_trace(output.prompt_token_ids, output.prompt_logprobs or []),
             ),
         )
+
+
+def _program(model: Model, marking: Marking | None) -> Iterator[str]:
+    """Yield what computes the results: versions, kernels and instructions, dtypes, formats of weights."""
+    prepared, library, cpu = model.prepared, load(), torch.cpu.get_capabilities()
+    yield f"kvq {__version__}"
+    yield f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    if not is_fused(model.weights.model):  # layers in transformers' code, with products of torch's libraries
+        yield f"transformers {transformers.__version__} on {cpu.get('cpu_name')}"
+    variant = "none" if isinstance(library, str) else library.variant
+    yield " ".join(["kernels", prepared.backend, variant, *(x for x in _INSTRUCTIONS if cpu.get(x))])
+    yield str(prepared.dtype).removeprefix("torch.")
+    if prepared.rounded_to is not None:
+        yield f"weights {prepared.rounded_to.name}"
+    if prepared.is_gguf:
+        yield f"inputs {prepared.block_inputs.name}"
+    if marking is not None:
+        yield f"watermark {marking.mode} {marking.scheme} key {marking.key.word(b'receipt', []):016x}"
 
 
 def _trace(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> str:

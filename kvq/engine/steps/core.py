@@ -73,7 +73,7 @@ class EngineCore(NotCopyable):
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Job, None] = {}  # started and not ended, oldest first
-        self.exactness = Exactness(model, config.watermark) if model.prepared.exact else None
+        self.exactness = Exactness(model, marking) if model.prepared.exact else None
         self.intake = Intake(model, self.scheduler, marking, self._home, clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(

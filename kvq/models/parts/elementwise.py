@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 _WHOLE = 64  # elements: torch's vector loops process 16 to 64 at a time
-_SHARE = 1 << 15  # elements that one thread processes alone; a multiple of _WHOLE
+_SHARE = 1 << 14  # elements that one thread processes alone (gelu; others: twice as many); multiple of _WHOLE
 _FUNCTIONS = {
     function
     for name in (
