@@ -44,6 +44,10 @@ def test_the_example_of_an_engine_answers_as_kvqs_own_and_shares_prefixes(tiny, 
     assert all(usage.live == 0 for usage in engine.manager.usage())
 
 
+def test_ratios_of_rollouts_are_exactly_one():
+    assert "12 rollouts, 384 tokens, ratios from 1.0 to 1.0" in run("examples/importance_ratios.py")
+
+
 def test_the_engine_has_as_many_lines_as_the_page_says():
     text = (ROOT / "examples/own_engine.py").read_text(encoding="utf-8")
     [engine] = re.findall(r"^class Engine:.*?(?=^def )", text, re.M | re.S)

@@ -3,9 +3,9 @@
     python -m tools.make_exact_vectors          # of all variants of the C++ kernels that this machine runs
     python -m tools.make_exact_vectors --check  # compares what this machine gives with the file
 
-Every entry of `results` is of one program, as receipts name it. For each KV format it has, by prompt, the greedy
-tokens, their log-probabilities (doubles as C writes them in hex), and the receipt's digests. Other engines can
-read the prompts and formats, and compare how their own results change with the batch, chunks and prefixes.
+Every entry of `results` is of one program, as receipts name it. For each KV format it has, by prompt, the
+greedy tokens, their log-probabilities (doubles as C writes them in hex), and the receipt's digests. Other
+engines can read the prompts and compare how their own results change with the batch, chunks and prefixes.
 """
 
 import json

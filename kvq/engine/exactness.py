@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -18,6 +18,7 @@ from kvq.engine.requests.outputs import ExactReceipt, Receipt, RequestOutput, To
 from kvq.engine.requests.request_state import Job
 from kvq.geometry.support import rope_types
 from kvq.kernels.native.library import load
+from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.loading.fused_layers import is_fused
 from kvq.scheduler import Branch
@@ -26,42 +27,45 @@ from kvq.version import __version__
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "amx_int8")  # used in kernels of any variant if the CPU has them
 
 
-class Exactness:
-    """Digests for the receipts of one engine."""
+Signer = Callable[[SamplingParams, RequestOutput], Receipt]
 
-    def __init__(self, model: Model, marking: Marking | None) -> None:
-        """`marking`: of texts, by a watermark. Waits for the digest of the model's tensors."""
-        prepared, config = model.prepared, dict(model.prepared.config)
-        depends = {"dynamic", "longrope"} & set(rope_types(config))  # angles depend on the maximum context
-        self._layout = model.layout
-        self._model = _digest(prepared.digest, config, prepared.max_context if depends else None)
-        self._recipe = _digest(model.recipe.digest(), layout_digest(model.layout))
-        self._program = ", ".join(_program(model, marking))
 
-    def keep(self, cache: CacheBackend, job: Job, branch: Branch) -> None:
-        """Store the digest of a result's K and V, while the result that just ended still has its blocks."""
-        output, sequence = job.results[job.index_of(branch)].output, branch.sequence
-        assert sequence is not None, "it ran"
-        length = job.prompt_length + len(output.token_ids) - 1  # the last token's K and V are never computed
-        output.kv_digest = kv_digest(cache, self._layout, sequence, length)
+def make_signer(model: Model, marking: Marking | None) -> Signer:
+    """Return a function that adds digests to a receipt, given the request's parameters and its output.
 
-    def signed(self, params: SamplingParams, output: RequestOutput) -> Receipt:
-        """Return the output's receipt with digests. `params`: with the seed."""
+    The parameters contain the seed. `marking`: of texts, by a watermark. Waits for the digest of the model's
+    tensors.
+    """
+    prepared, config = model.prepared, dict(model.prepared.config)
+    depends = {"dynamic", "longrope"} & set(rope_types(config))  # angles depend on the maximum context
+    known = {
+        "model": _digest(prepared.digest, config, prepared.max_context if depends else None),
+        "recipe": _digest(model.recipe.digest(), layout_digest(model.layout)),
+        "program": ", ".join(_program(model, marking)),
+    }
+
+    def sign(params: SamplingParams, output: RequestOutput) -> Receipt:
         request = _digest(output.prompt_token_ids, asdict(params))
-        return replace(
-            output.receipt,
-            exact=ExactReceipt(
-                digest=_digest(self._model, self._recipe, self._program, request),
-                model=self._model,
-                recipe=self._recipe,
-                program=self._program,
-                request=request,
-                seed=params.seed or 0,
-                kv=[one.kv_digest for one in output.outputs],
-                tokens=[_trace(one.token_ids, one.logprobs) for one in output.outputs],
-                prompt=_trace(output.prompt_token_ids, output.prompt_logprobs or []),
-            ),
+        exact = ExactReceipt(
+            digest=_digest(*known.values(), request),
+            **known,
+            request=request,
+            seed=params.seed or 0,
+            kv=[one.kv_digest for one in output.outputs],
+            tokens=[_trace(one.token_ids, one.logprobs) for one in output.outputs],
+            prompt=_trace(output.prompt_token_ids, output.prompt_logprobs or []),
         )
+        return replace(output.receipt, exact=exact)
+
+    return sign
+
+
+def keep_kv_digest(cache: CacheBackend, layout: KVLayout, job: Job, branch: Branch) -> None:
+    """Store the digest of a result's K and V in its output, while the ended result still has its blocks."""
+    output, sequence = job.results[job.index_of(branch)].output, branch.sequence
+    assert sequence is not None, "it ran"
+    length = job.prompt_length + len(output.token_ids) - 1  # the last token's K and V are never computed
+    output.kv_digest = kv_digest(cache, layout, sequence, length)
 
 
 def _program(model: Model, marking: Marking | None) -> Iterator[str]:

@@ -96,24 +96,25 @@ class LLM(LoopedEngine):
         Raises:
             RequestError: a prompt or completion can't be served, such as an empty one, or one is missing.
         """
-        own, vocab = self.core.model.tokenizer, self.core.model.geometry.vocab_size
-        pairs: list[tuple[list[int], list[int]]] = []
         beginnings, ends = as_prompts(prompts), as_prompts(completions)
         if len(beginnings) != len(ends):
             raise RequestError(f"{len(beginnings)} prompts have {len(ends)} completions; give one for each")
-        for i, (prompt, completion) in enumerate(zip(beginnings, ends, strict=True)):
-            if isinstance(completion, str):
-                completion = own(completion, add_special_tokens=False)["input_ids"]
-            if not len(completion):
-                raise RequestError(f"completion {i} is empty, so there is nothing to score; leave it out")
-            beginning, tokens = (prompt_tokens(x, own, vocab).tolist() for x in (prompt, completion))
-            pairs.append((beginning, tokens))
+        pairs = [self._tokens_of(i, *pair) for i, pair in enumerate(zip(beginnings, ends, strict=True))]
         params = [
             SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(prompt))
             for prompt, _ in pairs
         ]
         outputs = self.generate([x + y for x, y in pairs], params, progress=progress)
         return [_scored(output, len(prompt)) for output, (prompt, _) in zip(outputs, pairs, strict=True)]
+
+    def _tokens_of(self, index: int, prompt: Prompt, completion: Prompt) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt and of its completion, number `index`."""
+        own, vocab = self.core.model.tokenizer, self.core.model.geometry.vocab_size
+        if isinstance(completion, str):
+            completion = own(completion, add_special_tokens=False)["input_ids"]
+        if not len(completion):
+            raise RequestError(f"completion {index} is empty, so there is nothing to score; leave it out")
+        return prompt_tokens(prompt, own, vocab).tolist(), prompt_tokens(completion, own, vocab).tolist()
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step. Returns a function that unsubscribes."""

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import pytest
 
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.engine import LLM, SamplingParams
 from kvq.engine.exactness import _trace
+from kvq.engine.steps import core
 from kvq.errors import ModelError, RequestError
 from kvq.kernels.native import library
 from kvq.models import load
@@ -86,18 +88,15 @@ def test_a_request_without_a_seed_gets_one_and_is_repeated_by_it(model):
 def test_a_changed_bit_of_k_or_v_changes_the_digest(model):
     """Every byte that may be read counts; slots behind the last token don't."""
     with LLM(model, num_blocks=64, prefix_caching=False) as llm:
-        cache, keep = llm.core.runner.cache, llm.core.exactness.keep
+        cache, keep = llm.core.runner.cache, core.keep_kv_digest
 
         def digest(change):
-            def changed(cache, job, branch):
+            def changed(cache, layout, job, branch):
                 change(branch.sequence)
-                keep(cache, job, branch)
+                keep(cache, layout, job, branch)
 
-            llm.core.exactness.keep = changed
-            try:
+            with patch.object(core, "keep_kv_digest", changed):
                 return llm.generate([random_tokens(75, seed=2)], PARAMS)[0].receipt.exact.kv[0]
-            finally:
-                llm.core.exactness.keep = keep
 
         def flip(group, index, byte):
             def change(sequence):
@@ -132,6 +131,13 @@ def test_traces_name_the_first_token_that_differs(model):
         )
     assert _trace(one.token_ids, None) != trace
     assert len(_trace(one.token_ids, None)) == len(trace)
+
+
+def test_hooks_that_time_layers_change_no_bit(model):
+    prompt = random_tokens(50, seed=1)
+    one, watched = exact_of(LLM(model, num_blocks=64), prompt), LLM(model, num_blocks=64)
+    watched.on_step(lambda stats: None)
+    assert exact_of(watched, prompt) == one
 
 
 def test_receipts_say_nothing_without_exact():

@@ -4,9 +4,9 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from kvq.commands.use.engine_options import service_options
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 from kvq.printable import one_line
+
+if TYPE_CHECKING:
+    from kvq.server.admission.config import ServerConfig
 
 _SHOWN = 20  # maximum number of differing requests shown
 _DIGITS = 8  # of a token in a receipt's `tokens` and `prompt`
@@ -45,7 +48,6 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
     """
     require("kvq replay", SERVER)
     from kvq.server.admission.config import ServerConfig
-    from kvq.server.batch.run import BatchConfig, run_batch
 
     given = service()
     given["engine"] |= {"exact": True}
@@ -54,17 +56,7 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
         raise ConfigError(
             f"{target} has no receipts of exact answers; write some: kvq run-batch --exact IN.jsonl OUT.jsonl"
         )
-    with tempfile.TemporaryDirectory(prefix="kvq-replay-") as folder, named_progress() as progress:
-        requests, again = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
-        requests.write_text("".join(_with_seeds(source, known)), encoding="utf-8")
-        serving = ServerConfig(**given)
-        most = 2 * serving.engine["max_num_seqs"]
-        progress("answering again", 0, None)
-        run_batch(
-            BatchConfig(source=requests, target=again, max_in_flight=most, serving=serving),
-            lambda done, total: progress("answering again", done, total),
-        )
-        found = dict(_answers(again))
+    found = _again(source, known, ServerConfig(**given))
     differing = {}
     for name, answer in known.items():
         if reason := _difference(answer, found.get(name)):
@@ -79,6 +71,24 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
     sys.exit(1 if differing else 0)
 
 
+def _again(source: Path, known: dict[str, _Answer], serving: "ServerConfig") -> dict[str, _Answer]:
+    """Return the answers that the known requests of a batch get now."""
+    from kvq.server.batch.run import BatchConfig, run_batch
+
+    with tempfile.TemporaryDirectory(prefix="kvq-replay-") as folder, named_progress() as progress:
+        requests, target = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+        requests.write_text("".join(_with_seeds(source, known)), encoding="utf-8")
+        most = 2 * serving.engine["max_num_seqs"]
+        progress("answering again", 0, None)
+        summary = run_batch(
+            BatchConfig(source=requests, target=target, max_in_flight=most, serving=serving),
+            lambda done, total: progress("answering again", done, total),
+        )
+        if not summary.is_complete:
+            raise click.Abort
+        return dict(_answers(target))
+
+
 def _answers(path: Path) -> Iterator[tuple[str, _Answer]]:
     """Yield the custom_ids and answers that have receipts."""
     with path.open(encoding="utf-8") as file:
@@ -88,11 +98,23 @@ def _answers(path: Path) -> Iterator[tuple[str, _Answer]]:
                 body = (row.get("response") or {}).get("body") or {}
                 receipts = body.get("usage", {}).get("exact_receipts", [])
                 if receipts:
-                    yield str(row["custom_id"]), _Answer(receipts=receipts, choices=body["choices"])
+                    yield (
+                        str(row["custom_id"]),
+                        _Answer(receipts=receipts, choices=_without_ids(body["choices"])),
+                    )
             except (ValueError, AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{path}, line {number} is no result of kvq run-batch: {error!r:.80}"
                 ) from error
+
+
+def _without_ids(value: Any) -> Any:
+    """Return JSON without the ids of tool calls, which are drawn anew."""
+    if isinstance(value, list):
+        return [_without_ids(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_ids(item) for name, item in value.items() if name != "id"}
+    return value
 
 
 def _with_seeds(source: Path, known: dict[str, _Answer]) -> Iterator[str]:
@@ -130,7 +152,7 @@ def _difference(known: _Answer, found: _Answer | None) -> str:
             return f"log-probabilities of the prompt differ from entry {at} on"
         if old["kv"] != new["kv"]:
             return "the stored K and V differ, although all tokens are alike"
-    return "" if known == replace(found) else "texts or numbers of the answer differ"
+    return "" if known == found else "texts or numbers of the answer differ"
 
 
 def _first(own: str, other: str) -> int | None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.fileio import write_text
+
+if TYPE_CHECKING:
+    from kvq.engine import RequestOutput
 
 _FIELDS = ("prompt", "completion")
 
@@ -59,17 +62,7 @@ def command(
     with LLM(model, **limits) as llm, progress_bar("scoring") as progress:
         prompts, completions = ([row[name] for row in rows] for name in _FIELDS)
         found = llm.score(prompts, completions, progress=progress)
-    lines = []
-    for row, output in zip(rows, found, strict=True):
-        if output.error is not None:
-            raise output.error
-        (result,), receipt = output.outputs, output.receipt.exact
-        assert result.logprobs is not None, "requested"
-        assert receipt is not None, "the engine is exact"
-        line = {"id": row["id"]} if "id" in row else {}
-        line |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": result.token_ids}
-        line |= {"logprobs": [entry.logprob for entry in result.logprobs], "receipt": asdict(receipt)}
-        lines.append(line | _compared(row.get("logprobs"), line["logprobs"]))
+    lines = [_scored(row, output) for row, output in zip(rows, found, strict=True)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     write_text(target, text)
     tokens = sum(len(line["token_ids"]) for line in lines)
@@ -77,6 +70,19 @@ def command(
     if compared := [line for line in lines if "first_difference" in line]:
         differing = sum(line["first_difference"] is not None for line in compared)
         echo(f"compared  {len(compared):,} with given logprobs; {differing:,} differ")
+
+
+def _scored(row: dict[str, Any], output: "RequestOutput") -> dict[str, Any]:
+    """Return the line that answers `row`."""
+    if output.error is not None:
+        raise output.error
+    (result,), receipt = output.outputs, output.receipt.exact
+    assert result.logprobs is not None, "requested"
+    assert receipt is not None, "the engine is exact"
+    line = {"id": row["id"]} if "id" in row else {}
+    line |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": result.token_ids}
+    line |= {"logprobs": [entry.logprob for entry in result.logprobs], "receipt": asdict(receipt)}
+    return line | _compared(row.get("logprobs"), line["logprobs"])
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
-from kvq.engine.exactness import Exactness
+from kvq.engine.exactness import keep_kv_digest, make_signer
 from kvq.engine.requests.intake import Intake
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
@@ -73,7 +73,7 @@ class EngineCore(NotCopyable):
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Job, None] = {}  # started and not ended, oldest first
-        self.exactness = Exactness(model, marking) if model.prepared.exact else None
+        self._sign = make_signer(model, marking) if model.prepared.exact else None
         self.intake = Intake(model, self.scheduler, marking, self._home, clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(
@@ -333,8 +333,8 @@ class EngineCore(NotCopyable):
         if guessed[0] and self.speculator is not None:
             self.speculator.count(job, guessed[0], min(guessed[1], used))
         if ended:
-            if self.exactness is not None:
-                self.exactness.keep(self.runner.cache, job, branch)
+            if self._sign is not None:
+                keep_kv_digest(self.runner.cache, self.model.layout, job, branch)
             self._release(branch)
             self.scheduler.finish(branch)
             if not job.live and job in self._jobs:  # its listener may have cancelled it
@@ -386,8 +386,8 @@ class EngineCore(NotCopyable):
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
-        if self.exactness is not None and error is None:
-            output.receipt = self.exactness.signed(job.params, output)
+        if self._sign is not None and error is None:
+            output.receipt = self._sign(job.params, output)
         try:
             job.deliver(output)
         except Exception:  # noqa: BLE001 - third-party code must not stop the steps of others

@@ -26,7 +26,7 @@ _FUNCTIONS = {
 }
 
 
-def invariant_functions() -> AbstractContextManager[object]:
+def invariant_functions() -> AbstractContextManager[object]:  # D395
     """Return a context in which elementwise functions process whole vectors only, in shares of one thread."""
     return _Invariant()
 

@@ -20,7 +20,7 @@ _CUTS = ((), (1, 17, 18, 21, 58, 59), (33, 70, 71, 72, 73, 74))  # where the seq
 _OWN_TOKENS = 8  # of a neighbour, one per step; its other tokens are in the first step
 
 
-def check_exact(weights: LoadedWeights, layout: KVLayout) -> None:
+def check_exact(weights: LoadedWeights, layout: KVLayout) -> None:  # D394: tried, not listed
     """Run a sequence whole, in chunks and beside others: each token's logits must always have the same bits.
 
     Raises:

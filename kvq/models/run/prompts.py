@@ -20,12 +20,13 @@ _WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
 _COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}", rf"{_WORD}\s*[!=]=")]
 
 
-class TooLong(RequestError):
-    """Raised if a text has more tokens than fit, however it is tokenized."""
+class UnfitPrompt(RequestError):  # D291: only raise_exception refuses; all else is a failure
+    """Raised if a text has too many tokens, however it is tokenized, or a chat template fails by accident."""
 
-
-class TemplateFails(RequestError):  # D291: only raise_exception refuses; all else is a failure
-    """Raised if a chat template fails unintentionally, because of an error in itself or the conversation."""
+    def __init__(self, message: str, *, fails: bool = False) -> None:
+        """`fails`: the template fails, because of an error in itself or the conversation."""
+        super().__init__(message)
+        self.fails = fails
 
 
 class PromptEncoder:
@@ -47,7 +48,7 @@ class PromptEncoder:
 
         Raises:
             RequestError: the text is not valid Unicode.
-            TooLong: there are more than `max_tokens` tokens, however the text is tokenized.
+            UnfitPrompt: there are more than `max_tokens` tokens, however the text is tokenized.
         """
         self._check(text, max_tokens)
         if plain:
@@ -62,7 +63,7 @@ class PromptEncoder:
 
         Raises:
             RequestError: the template rejects the conversation or drops a part of it, or a text is not valid.
-            TooLong: there are more than `max_tokens` tokens, however the text is tokenized.
+            UnfitPrompt: there are more than `max_tokens` tokens, however the text is tokenized.
         """
         text = self._render(self.forms, turns, options)
         self._check(text, max_tokens)
@@ -126,7 +127,7 @@ class PromptEncoder:
         """Render a conversation in these forms; on failure, retry with tools' optional fields filled in."""
         try:
             return self._render_as_given(forms, turns, options)
-        except TemplateFails:
+        except UnfitPrompt:
             if (filled := _filled(options)) == options:
                 raise
             return self._render_as_given(forms, turns, filled)
@@ -148,7 +149,7 @@ class PromptEncoder:
                 raise RequestError(f"the model's chat template refused this: {told}") from error
             line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
             what = f"{type(error).__name__}{line}: {told}"
-            raise TemplateFails(f"the model's chat template fails for this: {what}") from error
+            raise UnfitPrompt(f"the model's chat template fails for this: {what}", fails=True) from error
 
     def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:
         role, content = str(turn.get("role")), turn.get("content")
@@ -201,9 +202,9 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def check_length(text: str, max_tokens: int, longest: int) -> None:
-    """Raise TooLong if a text's length in characters alone shows that it has too many tokens."""
+    """Raise UnfitPrompt if a text's length in characters alone shows that it has too many tokens."""
     if len(text) > max_tokens * longest:
-        raise TooLong(
+        raise UnfitPrompt(
             f"the prompt has {len(text)} characters, which are more than the model's {max_tokens} tokens"
         )
 

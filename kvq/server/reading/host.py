@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
-from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
+from kvq.models.run.prompts import PromptEncoder, UnfitPrompt
 from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.jobs import Job, JobResult, Setup, ToReader, put_together
 
@@ -113,8 +113,8 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> JobResult:
     except RequestError as error:
         return JobResult(
             refusal=str(error),
-            is_too_long=isinstance(error, TooLong),
-            template_fails=isinstance(error, TemplateFails),
+            is_too_long=isinstance(error, UnfitPrompt) and not error.fails,
+            template_fails=isinstance(error, UnfitPrompt) and error.fails,
         )
     except MemoryError:  # treated as a crash, as it would be inside other libraries
         os._exit(NO_MEMORY)

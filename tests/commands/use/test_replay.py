@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvq.commands.use.replay import _Answer, _difference
+from kvq.commands.use.replay import _Answer, _difference, _without_ids
 from kvq.models.describe.resolve import EMBEDDED
 
 RECEIPT = {
@@ -46,6 +46,13 @@ def test_the_first_difference_is_named(change, said):
 def test_missing_and_changed_answers_are_named():
     assert _difference(ANSWER, None).startswith("no answer this time")
     assert _difference(ANSWER, replace(ANSWER, choices=[{"text": "two"}])).startswith("texts or numbers")
+
+
+def test_ids_of_tool_calls_may_differ():
+    choices = [{"index": 0, "message": {"tool_calls": [{"id": "call_1", "function": {"name": "f"}}]}}]
+    other = json.loads(json.dumps(choices).replace("call_1", "call_2"))
+    assert _without_ids(choices) == _without_ids(other)
+    assert _without_ids(choices)[0]["message"]["tool_calls"] == [{"function": {"name": "f"}}]
 
 
 @pytest.fixture

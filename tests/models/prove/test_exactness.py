@@ -3,13 +3,16 @@
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from kvq.errors import ConfigError, ModelError
 from kvq.models import load
+from kvq.models.observe.tiny_copy import build_tiny_copy
 from kvq.models.prove.exactness import check_exact
 from kvq.weights.linear import PackedLinear
 from tests.helpers_hybrids import hybrid_folder
 from tests.helpers_models import random_tokens, save_model
+from tools.model_table import GIVEN
 
 # Layers in C++ and in the model's own code; activations in torch, whose widths of 80 leave remainders;
 # GPT-2's convolutions; experts; windows; latents.
@@ -24,6 +27,15 @@ def test_families_are_exact_alone_in_chunks_and_in_a_batch(family, kv, tmp_path)
     whole = model.logits(ids)
     for chunk in (1, 7, 33):
         assert torch.equal(model.logits(ids, chunk=chunk), whole)
+
+
+def test_routers_within_routers_are_exact_and_keep_their_weights(tmp_path):
+    config = AutoConfig.for_model("hunyuan_v1_moe", **GIVEN["hunyuan_v1_moe"]).to_dict()
+    build_tiny_copy(config).save_pretrained(tmp_path)
+    options = {"dtype": "fp32", "device": "cpu", "exact": True}
+    for weights in ({}, {"weights": "int8"}):
+        model = load(tmp_path, "int8", **options, **weights)
+        assert model.weights.model.model.layers[0].mlp.gate.wg.weight.dtype is torch.float32
 
 
 def test_models_with_few_tokens_of_context_are_checked_too(tmp_path):
