@@ -19,10 +19,12 @@ from kvq.kernels import AttentionOptions, Kernel, SequenceBatch, StagedBatch, St
 from kvq.kernels.attend.options import parts_of
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.stack import StackLayer
+from kvq.kernels.gpu.support import lazy
 from kvq.kernels.paged import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.reference import Angles, LayerHeads
 from kvq.layout import Role
 
+_TOGETHER = lazy("attend.triton.attend", "attend_staged")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate layer groups
@@ -119,6 +121,10 @@ def _attend_all_forms(
     kernels: dict[str, Kernel], q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
 ) -> Attended:
     """Attend over sealed blocks, recent blocks and sinks, and merge the results by their log-sum-exp."""
+    backends = {kernels[name].backend for name in ("attend", "attend_recent")}
+    if backends == {"triton"} and kv.sinks is None and kv.recent.block_size == kv.sealed.block_size:
+        together: Attended = _TOGETHER(q, kv, batch, options)  # D392
+        return together
     own = options.without_sinks()
     sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
     query = q.float() if q.device.type == "cpu" else q  # on CPUs, parts stay fp32 until they are merged

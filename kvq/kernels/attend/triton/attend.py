@@ -17,10 +17,11 @@ from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, pla
 from kvq.kernels.gpu.launch import Reading, Rows, Strides, kernel_rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, run_bytes, shape_of, takes_means_apart, target
-from kvq.kernels.paged import PagedKV, SequenceBatch
+from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
 
 _LEAST_PAD = 32  # columns of an 8-bit product
 _LARGE_ROWS = 64  # of Hopper's own products
+_PARTS: tuple[Literal["k", "v"], ...] = "k", "v"
 
 
 def attend(
@@ -44,10 +45,28 @@ def attend(
     return results
 
 
-def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
+def attend_staged(
+    q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Attend over sealed and recent blocks together: what `attend` finds in both parts of the keys, merged.
+
+    Both have blocks of one size; there are no exact sinks.
+    """
+    if q.device.type == "cpu" and q.dtype is not torch.float32:
+        out, lse = attend_staged(q.float(), kv, batch, options)
+        return out.to(q.dtype), lse
+    plan = plan_of(_planned_staged, q, kv, options)
+    return launched(plan, q, batch.sealed, options.sinks, batch.recent)[0]
+
+
+def _planned(
+    q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False, staged: StagedKV | None = None
+) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = shape_of("decode", kv, q), shape_of("extend", kv, q)
     fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
+    if staged is not None:
+        fixed |= {"recent": staged.exact.recent, "AGE_BLOCK": kv.block_size}
     own: list[dict[str, Any]] = []
     for shape in (decode, extend):
         apart = shape is decode and _means_are_apart(kv, shape)
@@ -55,18 +74,23 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
         if rounded and _has_product(kv, q, shape):
             k = _rounded(q, kv, k)
         given = {"SPREAD": _spread(shape), "LOWER": _is_lower(options, shape), "APART": apart}
-        own.append({"k": k, "v": v, **given})
+        near = [staged and _read_rows(part, q, staged.recent, shape, apart=False) for part in _PARTS]
+        own.append({"k": k, "v": v, **given, "recent_k": near[0], "recent_v": near[1]})
     return Plan.of(
         attend_kernel,
         [fixed | x for x in own],
         (decode, extend),
         options,
         most_decode=MOST_DECODE_ROWS,
-        may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
+        may_gather=not (rounded or staged) and suits(q, kv, options),  # rounded: the same numbers in each step
     )
 
 
 _planned_rounded = partial(_planned, rounded=True)
+
+
+def _planned_staged(q: Tensor, kv: StagedKV, options: AttentionOptions) -> Plan:
+    return _planned(q, kv.sealed, options, staged=kv)
 
 
 def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> Rows:

@@ -17,7 +17,7 @@ from kvq.kernels.attend.triton.results import merge_kernel
 from kvq.kernels.attend.triton.work import Cut, WorkList, part_numbers, work_list
 from kvq.kernels.gpu.launch import Bound, Rows
 from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split, pieces
-from kvq.kernels.paged import PagedKV, SequenceBatch
+from kvq.kernels.paged import PagedKV, SequenceBatch, StagedKV
 
 _MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
 _MERGED_ROWS = 1, 4  # of the result per program, for decode tiles and for extend tiles
@@ -25,7 +25,7 @@ _ATTENDED = (
     *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
     *("items_ptr", "tables_ptr", "sink_ptr"),
 )
-_ROOM = "room_ptr"  # of kernels that add means before and after their loop
+_ROOM = "room_ptr", "recent_tables_ptr"  # of kernels that add means before and after their loop
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
@@ -47,6 +47,7 @@ class Plan:
     attend: tuple[Bound, Bound]
     room: int | None  # numbers per query row and block that means need; None: the kernel has no means
     merge: tuple[Bound, Bound]
+    lse_words: int  # numbers stored with each row of a part
 
     @classmethod
     def of(
@@ -69,14 +70,16 @@ class Plan:
         v: Rows = fixed[0]["v"]
         merged = {"V_DIM": v.dim, "V_PAD": v.pad, "V_ROTATED": v.rotated}
         merged |= {x: fixed[0][x] for x in ("Q_HEADS", "SHARE", "SINKS")}
+        merged["MIXED"] = fixed[0].get("recent_v") is not None and v.rotated > 1
         merges = (
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
         room = None
-        if _ROOM in kernel.arg_names:
+        tensors, numbers = _ATTENDED, _NUMBERS
+        if _ROOM[0] in kernel.arg_names:
             room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // shapes[0].keys
-        tensors = _ATTENDED if room is None else (*_ATTENDED, _ROOM)
-        decode, extend = (Bound(kernel, tensors, _NUMBERS, own) for own in attends)
+            tensors, numbers = (*_ATTENDED, *_ROOM), (*_NUMBERS, "recent_stride")
+        decode, extend = (Bound(kernel, tensors, numbers, own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
         share, kv_heads = fixed[0]["SHARE"], fixed[0]["Q_HEADS"] // fixed[0]["SHARE"]
         sizes = share, kv_heads, most_decode, may_gather, v.pad, *astuple(shapes[0]), *astuple(shapes[1])
@@ -93,6 +96,7 @@ class Plan:
             attend=(decode, extend),
             room=room,
             merge=(one, more),
+            lse_words=1 + merged["MIXED"],
         )
 
 
@@ -116,10 +120,10 @@ def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> 
     }
 
 
-_Planned = Callable[[Tensor, PagedKV, AttentionOptions], Plan]
+_Planned = Callable[[Tensor, Any, AttentionOptions], Plan]
 
 
-def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
+def plan_of(planned: _Planned, q: Tensor, kv: PagedKV | StagedKV, options: AttentionOptions) -> Plan:
     """Return the plan that `planned` makes, computed once for a layer's blocks and cached with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
@@ -132,15 +136,16 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
 
 
 def launched(
-    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None
+    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None, recent: SequenceBatch | None = None
 ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`."""
+    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`. `recent`: as
+    the blocks of young keys see the batch, if there are any."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     step = _step(batch, plan)
     for work in step.works:
-        _launch(plan, work, q, batch, (out, lse), sinks)
+        _launch(plan, work, q, (batch, recent or batch), (out, lse), sinks)
     return (out, lse), step.gathered
 
 
@@ -151,7 +156,7 @@ class _Work:
     items: WorkList
     is_extend: bool
     parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another and share it
-    lses: Tensor  # fp32 [parts, kv_heads, height]
+    lses: Tensor  # fp32 [parts, kv_heads, height, numbers]
     grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int] | None
 
@@ -202,16 +207,14 @@ def _works(batch: SequenceBatch, plan: Plan) -> Iterator[_Work]:
 
 def _with_room(batch: SequenceBatch, items: WorkList, plan: Plan, *, is_extend: bool) -> _Work:
     heads, height = plan.kv_heads, items.height
-    shape = items.parts, heads, height
-    name = _Work, shape, plan.v_pad
+    shape, rows = (items.parts, heads, height), (plan.v_pad, plan.lse_words)
+    name = _Work, shape, rows
     if name not in batch.kept:
         device = batch.tables.device
-        batch.kept[name] = [
-            torch.empty(*shape, *row, device=device, dtype=torch.float32) for row in ((plan.v_pad,), ())
-        ]
+        batch.kept[name] = [torch.empty(*shape, row, device=device, dtype=torch.float32) for row in rows]
     parts, lses = batch.kept[name]
-    rows = _MERGED_ROWS[is_extend]
-    merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
+    together = _MERGED_ROWS[is_extend]
+    merged = None if items.merged is None else (len(items.merged), heads, -(-height // together))
     return _Work(items, is_extend, parts, lses, (len(items.items) * heads, 1, 1), merged)
 
 
@@ -229,18 +232,19 @@ def _launch(
     plan: Plan,
     work: _Work,
     q: Tensor,
-    batch: SequenceBatch,
+    batches: tuple[SequenceBatch, SequenceBatch],
     results: tuple[Tensor, Tensor],
     sinks: Tensor | None,
 ) -> None:
-    (out, lse), tables = results, batch.tables
+    (out, lse), (tables, recent) = results, (batch.tables for batch in batches)
     parts, lses, items = work.parts, work.lses, work.items
     read = lse if sinks is None else sinks  # otherwise a pointer that is not read
     tensors: tuple[Tensor, ...] = q, out, lse, parts, lses, items.items, tables, read
+    numbers: tuple[int, ...] = *q.stride(), tables.stride(0), items.height
     if plan.room is not None:
-        room = _room(batch, lse.numel() * plan.room) if plan.room and not work.is_extend else lse
-        tensors = *tensors, room
-    plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
+        room = _room(batches[0], lse.numel() * plan.room) if plan.room and not work.is_extend else lse
+        tensors, numbers = (*tensors, room, recent), (*numbers, recent.stride(0))
+    plan.attend[work.is_extend](work.grid, tensors, numbers)
     if work.merge_grid is not None:
         assert items.merged is not None, "what is merged has a list"
         merged = parts, lses, out, lse, items.merged, read
