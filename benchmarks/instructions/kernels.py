@@ -112,7 +112,7 @@ def kernels(
         found["merge staged decode"] = (merge_kernel, {**common, **together.merge[0].fixed}, {"num_warps": 4})
         tables = dict.fromkeys(("recent_tables", "sealed_tables", "sinks_tables"), ints)
         strides = dict.fromkeys(("lens_row", "recent_stride", "sealed_stride", "sinks_stride"), 100)
-        sealed = {**common, **tables, **strides, **seal._arguments("k", cache.stores[0].kv)}
+        sealed = {**common, **tables, **strides, **seal._arguments(cache.stores[0].kv)}
         found["seal"] = (seal._seal_kernel, sealed, {"num_warps": 4, "enable_fp_fusion": False})
     written = {
         **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},
