@@ -56,11 +56,11 @@ def _given(q: torch.Tensor) -> dict[str, Any]:
     return {
         **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr", "room_ptr"), torch.zeros(16)),
         **dict.fromkeys(
-            ("items_ptr", "merged_ptr", "tables_ptr", "recent_tables_ptr", "lens_ptr"),
+            ("items_ptr", "merged_ptr", "tables_ptr", "recent_tables_ptr", "sinks_tables_ptr", "lens_ptr"),
             torch.zeros(16, dtype=torch.int32),
         ),
         **{"q_ptr": q, "out_ptr": q, **dense_strides("q", q), "table_stride": 128, "height": 4},
-        "recent_stride": 128,
+        **{"recent_stride": 128, "sinks_stride": 128},
     }
 
 

@@ -26,6 +26,7 @@ from kvq.layout import Role
 
 _TOGETHER = lazy("attend.triton.attend", "attend_staged")
 
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedStore(PlainStore):  # D23: recent tokens and sinks have separate layer groups
     """Store with a staging area: tokens wait unquantized in recent blocks until their block is sealed."""
@@ -121,8 +122,7 @@ def _attend_all_forms(
     kernels: dict[str, Kernel], q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
 ) -> Attended:
     """Attend over sealed blocks, recent blocks and sinks, and merge the results by their log-sum-exp."""
-    backends = {kernels[name].backend for name in ("attend", "attend_recent")}
-    if backends == {"triton"} and kv.sinks is None and kv.recent.block_size == kv.sealed.block_size:
+    if kernels["attend"].backend == kernels["attend_recent"].backend == "triton":
         together: Attended = _TOGETHER(q, kv, batch, options)  # D392
         return together
     own = options.without_sinks()

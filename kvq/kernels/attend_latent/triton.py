@@ -83,13 +83,9 @@ def turned(x: Tensor, parts: tuple[tuple[int, int], ...], dtype: torch.dtype) ->
             (x, out),
             (*x.stride(), heads),
             {
-                "FIRST": first,
-                "FIRST_PAD": triton.next_power_of_2(first),
-                "FIRST_BLOCK": first_block,
-                "SECOND": second,
-                "SECOND_PAD": triton.next_power_of_2(second),
-                "SECOND_BLOCK": second_block,
-                "num_warps": 1,
+                **{"FIRST": first, "FIRST_PAD": triton.next_power_of_2(first), "FIRST_BLOCK": first_block},
+                **{"SECOND": second, "SECOND_PAD": triton.next_power_of_2(second)},
+                **{"SECOND_BLOCK": second_block, "num_warps": 1},
             },
         )
     return out

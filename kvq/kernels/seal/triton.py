@@ -39,34 +39,20 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     if not most:
         return
     most *= -(-size // _TOKENS)  # pieces
-    lens = own.device_lens()
-    sealed, sinks = batch.sealed.tables, own.tables if batch.sinks is None else batch.sinks.tables
-    _seal_kernel[(most, len(own.query_lens), 2 * kv.recent.k.codes.shape[1])](
-        lens,
-        own.tables,
-        sealed,
-        sinks,
-        lens.stride(0),
-        own.tables.stride(0),
-        sealed.stride(0),
-        sinks.stride(0),
-        **_arguments(kv),
-        enable_fp_fusion=False,  # a product and a sum rounded once would change codes
+    read = own.device_lens(), *(x.tables for x in (own, batch.sealed, batch.sinks or own))
+    fixed = _arguments(kv)
+    # Not fused: a product and a sum rounded once would change codes.
+    _seal_kernel[(most, len(own.query_lens), 2 * fixed["HEADS"])](
+        *read, *(x.stride(0) for x in read), **fixed, enable_fp_fusion=False
     )
 
 
 def _arguments(kv: StagedKV) -> dict[str, Any]:
     """Return the arguments that are the same at every step."""
-    return {
-        "k": _part("k", kv),
-        "v": _part("v", kv),
-        "recent": kv.exact.recent,
-        "HEADS": kv.recent.k.codes.shape[1],
-        "SINKS": 0 if kv.sinks is None else kv.exact.sinks,
-        "BLOCK_SIZE": kv.sealed.block_size,
-        "TOKENS": _TOKENS,
-        "num_warps": 4,
-    }
+    sinks = 0 if kv.sinks is None else kv.exact.sinks
+    sizes = {"BLOCK_SIZE": kv.sealed.block_size, "HEADS": kv.recent.k.codes.shape[1], "TOKENS": _TOKENS}
+    parts = {"k": _part("k", kv), "v": _part("v", kv)}
+    return {**parts, "recent": kv.exact.recent, "SINKS": sinks, **sizes, "num_warps": 4}
 
 
 def _part(part: Literal["k", "v"], kv: StagedKV) -> tuple[Any, ...]:
@@ -74,7 +60,13 @@ def _part(part: Literal["k", "v"], kv: StagedKV) -> tuple[Any, ...]:
     recent: PagedRows = getattr(kv.recent, part)
     sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, part)
     moved = Strides.of(sinks.codes)
-    return recent.codes, Strides.of(recent.codes), sinks.codes, moved, written_rows(part, kv.sealed).argument()
+    return (
+        recent.codes,
+        Strides.of(recent.codes),
+        sinks.codes,
+        moved,
+        written_rows(part, kv.sealed).argument(),
+    )
 
 
 @triton.jit

@@ -48,41 +48,49 @@ def attend(
 def attend_staged(
     q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend over sealed and recent blocks together: what `attend` finds in both parts of the keys, merged.
-
-    Both have blocks of one size; there are no exact sinks.
-    """
+    """Attend over blocks of all forms together: what `attend` finds in every part of the keys, merged."""
     if q.device.type == "cpu" and q.dtype is not torch.float32:
         out, lse = attend_staged(q.float(), kv, batch, options)
         return out.to(q.dtype), lse
     plan = plan_of(_planned_staged, q, kv, options)
-    return launched(plan, q, batch.sealed, options.sinks, batch.recent)[0]
+    return launched(plan, q, batch.sealed, options.sinks, (batch.recent, batch.sinks or batch.recent))[0]
 
 
 def _planned(
-    q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False, staged: StagedKV | None = None
+    q: Tensor,
+    kv: PagedKV,
+    options: AttentionOptions,
+    *,
+    rounded: bool = False,
+    staged: StagedKV | None = None,
 ) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = shape_of("decode", kv, q), shape_of("extend", kv, q)
     fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
+    fixed |= {"NEAR_BLOCK": 1, "EXACT": 0}
     if staged is not None:
-        fixed |= {"recent": staged.exact.recent, "AGE_BLOCK": kv.block_size}
+        fixed |= {"recent": staged.exact.recent, "AGE_BLOCK": kv.block_size, "part_first": staged.exact.sinks}
+        fixed |= {"NEAR_BLOCK": staged.recent.block_size, "EXACT": staged.exact.sinks if staged.sinks else 0}
     own: list[dict[str, Any]] = []
     for shape in (decode, extend):
         apart = shape is decode and _means_are_apart(kv, shape)
         k, v = _read_rows("k", q, kv, shape, apart), _read_rows("v", q, kv, shape, apart)
         if rounded and _has_product(kv, q, shape):
             k = _rounded(q, kv, k)
-        given = {"SPREAD": _spread(shape), "LOWER": _is_lower(options, shape), "APART": apart}
-        near = [staged and _read_rows(part, q, staged.recent, shape, apart=False) for part in _PARTS]
-        own.append({"k": k, "v": v, **given, "recent_k": near[0], "recent_v": near[1]})
+        is_lower = _is_lower(options, shape) or fixed["part_first"] % shape.keys != 0
+        given: dict[str, Any] = {"SPREAD": _spread(shape), "LOWER": is_lower, "APART": apart}
+        for name, near in (("recent", staged and staged.recent), ("sinks", staged and staged.sinks)):
+            for part in _PARTS:
+                given[f"{name}_{part}"] = near and _read_rows(part, q, near, shape, apart=False)
+        own.append({"k": k, "v": v, **given})
     return Plan.of(
         attend_kernel,
         [fixed | x for x in own],
         (decode, extend),
         options,
         most_decode=MOST_DECODE_ROWS,
-        may_gather=not (rounded or staged) and suits(q, kv, options),  # rounded: the same numbers in each step
+        may_gather=not (rounded or staged)
+        and suits(q, kv, options),  # rounded: the same numbers in each step
     )
 
 
@@ -173,10 +181,8 @@ def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
 
 def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
     """Return True if a tile may have hidden keys before visible ones."""
-    part = options.part
-    return (options.window, options.chunk) != (None, None) or (
-        part is not None and (part.is_young or part.first % shape.keys != 0)
-    )
+    is_young = options.part is not None and options.part.is_young
+    return is_young or (options.window, options.chunk) != (None, None)
 
 
 def _spread(shape: TileShape) -> int:

@@ -30,26 +30,31 @@ from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED, rotated
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 # For numbers that change between steps, Triton would otherwise compile variants: 1, multiples of 16, others.
-VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last", "recent_stride"]  # D129
+VARYING = [  # D129
+    *("table_stride", "recent_stride", "sinks_stride", "height"),
+    *("window", "recent", "part_first", "part_last"),
+]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr, room_ptr,
-    recent_tables_ptr, q_token, q_head, q_dim, table_stride, height, recent_stride, k, v, scale, softcap,
-    window, recent, part_first, part_last, recent_k, recent_v,
+    recent_tables_ptr, sinks_tables_ptr, q_token, q_head, q_dim, table_stride, height, recent_stride,
+    sinks_stride, k, v, scale, softcap, window, recent, part_first, part_last, recent_k, recent_v, sinks_k,
+    sinks_v,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, APART: tl.constexpr,
+    SINKS: tl.constexpr, APART: tl.constexpr, NEAR_BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Compute attention. Grid: items x KV heads (adjacent for an item). `SHARE`: query heads per KV head.
 
     FOLDED: number of partial sums over keys, added at the end, so that the loop needs no sums across threads.
     LOWER: whether a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: age and block size of the
-    visible part. `recent_k`, `recent_v`: None, or blocks with the young keys, after those with the old ones.
+    visible part. `recent_k`, `recent_v`: None, or unquantized blocks of NEAR_BLOCK tokens with the young keys,
+    and `sinks_k`, `sinks_v` with the first EXACT keys once they are old; `k`, `v` then have the others.
 
-    An item with a part of a tile's keys stores partial results, rotated unless it has young keys, to
+    An item with a part of a tile's keys stores partial results, rotated unless some are unquantized, to
     `parts_ptr`, fp32 [parts, KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores
     final results.
 
@@ -60,6 +65,7 @@ def attend_kernel(
     if INTERPRETED:
         k, v = opened(k), opened(v)
         recent_k, recent_v = opened(recent_k), opened(recent_v)
+        sinks_k, sinks_v = opened(sinks_k), opened(sinks_v)
     KV_HEADS: tl.constexpr = Q_HEADS // SHARE
     STAGED: tl.constexpr = recent_k is not None
     item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
@@ -78,28 +84,36 @@ def attend_kernel(
         q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first, scale, softcap,
         window, recent, part_first, part_last,
     )  # fmt: skip
-    end_of_old = end
+    first_old, end_of_old = begin, end
     if STAGED:
+        first_old = tl.maximum(begin, EXACT // KEYS * KEYS)
         rows = tl.minimum(tl.load(item + 1) + ROWS, tl.load(item + 3) * SHARE)
         of_last = context - tl.load(item + 3) + (rows - 1) // SHARE
         end_of_old = tl.minimum(end, edge(of_last, recent, AGE_BLOCK))
     out, top, totals = _over_keys(
-        own, begin, end_of_old, tables_ptr + sequence.to(tl.int64) * table_stride, table_stride, room_ptr,
+        own, first_old, end_of_old, tables_ptr + sequence.to(tl.int64) * table_stride, table_stride, room_ptr,
         k, v, (), BLOCK_SIZE, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW, CHUNK, LOWER,
         OLD if STAGED else AGE, AGE_BLOCK, SOFTCAP, APART,
     )  # fmt: skip
     if STAGED:
         first_young = edge(of_first, recent, AGE_BLOCK)
-        is_plain = (end > first_young) | (tl.load(item + 7) < 0)
+        is_plain = (end > first_young) | (begin < EXACT) | (tl.load(item + 7) < 0)
         if is_plain:
             if v.rotated > 1:
                 out = rotated(out, ROWS, v.pad, v.rotated)
             out, top, totals = _over_keys(
                 own, tl.maximum(begin, first_young // KEYS * KEYS), end,
                 recent_tables_ptr + sequence.to(tl.int64) * recent_stride, recent_stride, room_ptr,
-                recent_k, recent_v, (out, top, totals), BLOCK_SIZE, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
+                recent_k, recent_v, (out, top, totals), NEAR_BLOCK, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
                 WINDOW, CHUNK, True, YOUNG, AGE_BLOCK, SOFTCAP, False,
             )  # fmt: skip
+            if EXACT > 0:
+                out, top, totals = _over_keys(
+                    own[:-2] + (0, EXACT), begin, tl.minimum(end_of_old, EXACT),
+                    sinks_tables_ptr + sequence.to(tl.int64) * sinks_stride, sinks_stride, room_ptr,
+                    sinks_k, sinks_v, (out, top, totals), NEAR_BLOCK, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
+                    WINDOW, CHUNK, True, OLD, AGE_BLOCK, SOFTCAP, False,
+                )  # fmt: skip
     MIXED: tl.constexpr = STAGED and v.rotated > 1
     store_results(
         out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,

@@ -25,10 +25,12 @@ _ATTENDED = (
     *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
     *("items_ptr", "tables_ptr", "sink_ptr"),
 )
-_ROOM = "room_ptr", "recent_tables_ptr"  # of kernels that add means before and after their loop
+# Of kernels that add means before and after their loop, and that read blocks of several forms.
+_ROOM = "room_ptr", "recent_tables_ptr", "sinks_tables_ptr"
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
+_Result = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,7 +80,7 @@ class Plan:
         tensors, numbers = _ATTENDED, _NUMBERS
         if _ROOM[0] in kernel.arg_names:
             room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // shapes[0].keys
-            tensors, numbers = (*_ATTENDED, *_ROOM), (*_NUMBERS, "recent_stride")
+            tensors, numbers = (*_ATTENDED, *_ROOM), (*_NUMBERS, "recent_stride", "sinks_stride")
         decode, extend = (Bound(kernel, tensors, numbers, own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
         share, kv_heads = fixed[0]["SHARE"], fixed[0]["Q_HEADS"] // fixed[0]["SHARE"]
@@ -106,18 +108,10 @@ def _argument(value: Any) -> Any:
 
 def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:
     """Return the kernel arguments that are determined by a layer's options and heads."""
-    return {
-        "Q_HEADS": q_heads,
-        "SHARE": q_heads // kv_heads,
-        "SINKS": options.sinks is not None,
-        "scale": options.scale,
-        "softcap": options.softcap or 1.0,
-        "window": options.window or 0,
-        "WINDOW": options.window is not None,
-        "CHUNK": options.chunk or 0,
-        "SOFTCAP": options.softcap is not None,
-        **part_numbers(options.part),
-    }
+    flags = {x.upper(): getattr(options, x) is not None for x in ("sinks", "window", "softcap")}
+    numbers = {"scale": options.scale, "softcap": options.softcap or 1.0, "window": options.window or 0}
+    heads = {"Q_HEADS": q_heads, "SHARE": q_heads // kv_heads, "CHUNK": options.chunk or 0}
+    return {**heads, **flags, **numbers, **part_numbers(options.part)}
 
 
 _Planned = Callable[[Tensor, Any, AttentionOptions], Plan]
@@ -136,16 +130,16 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV | StagedKV, options: Atten
 
 
 def launched(
-    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None, recent: SequenceBatch | None = None
+    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None, near: Sequence[SequenceBatch] = ()
 ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`. `recent`: as
-    the blocks of young keys see the batch, if there are any."""
+    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`. `near`: as
+    recent blocks and sinks see the batch, if there are any."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     step = _step(batch, plan)
     for work in step.works:
-        _launch(plan, work, q, (batch, recent or batch), (out, lse), sinks)
+        _launch(plan, work, q, (batch, *(near or (batch, batch))), (out, lse), sinks)
     return (out, lse), step.gathered
 
 
@@ -171,36 +165,22 @@ class _Step:
 
 def _step(batch: SequenceBatch, plan: Plan) -> _Step:
     """Return a batch's tiles and gathered sequences, computed once for all layers with the same split."""
-    found: _Step | None = batch.kept.get(plan.name)
-    if found is None:
-        found = batch.kept[plan.name] = _shared_out(batch, plan)
+    if plan.name not in batch.kept:
+        seen = (x for x in (plan.options.window, plan.options.chunk) if x is not None)
+        heads = plan.share * plan.kv_heads
+        gathered = chosen(batch, heads, plan.share, min(seen, default=None)) if plan.may_gather else []
+        batch.kept[plan.name] = _Step(list(_works(batch.without(gathered), plan)), gathered)
+    found: _Step = batch.kept[plan.name]
     return found
-
-
-def _shared_out(batch: SequenceBatch, plan: Plan) -> _Step:
-    gathered: list[int] = []
-    if plan.may_gather:
-        seen = (plan.options.window, plan.options.chunk)
-        sees = min((x for x in seen if x is not None), default=None)
-        gathered = chosen(batch, plan.share * plan.kv_heads, plan.share, sees)
-    return _Step(list(_works(batch.without(gathered), plan)), gathered)
 
 
 def _works(batch: SequenceBatch, plan: Plan) -> Iterator[_Work]:
     limits = (1, plan.most_decode), (plan.most_decode + 1, _MANY)
     for is_extend, (shape, (fewest, most)) in enumerate(zip(plan.shapes, limits, strict=True)):
-        cut = Cut(
-            share=plan.share,
-            rows=shape.rows,
-            keys=shape.keys,
-            fewest=fewest,
-            most=most,
-            window=plan.options.window,
-            chunk=plan.options.chunk,
-            part=plan.options.part,
-            pieces=pieces(shape, plan.kv_heads, batch.tables.device),
-            least=least_split(shape),
-        )
+        count = pieces(shape, plan.kv_heads, batch.tables.device)
+        sizes = {"share": plan.share, "rows": shape.rows, "keys": shape.keys, "least": least_split(shape)}
+        seen = {x: getattr(plan.options, x) for x in ("window", "chunk", "part")}
+        cut = Cut(**sizes, **seen, fewest=fewest, most=most, pieces=count)
         if (items := work_list(batch, cut)) is not None:
             yield _with_room(batch, items, plan, is_extend=bool(is_extend))
 
@@ -232,18 +212,18 @@ def _launch(
     plan: Plan,
     work: _Work,
     q: Tensor,
-    batches: tuple[SequenceBatch, SequenceBatch],
-    results: tuple[Tensor, Tensor],
+    batches: Sequence[SequenceBatch],
+    results: _Result,
     sinks: Tensor | None,
 ) -> None:
-    (out, lse), (tables, recent) = results, (batch.tables for batch in batches)
+    (out, lse), (tables, *near) = results, [batch.tables for batch in batches]
     parts, lses, items = work.parts, work.lses, work.items
     read = lse if sinks is None else sinks  # otherwise a pointer that is not read
     tensors: tuple[Tensor, ...] = q, out, lse, parts, lses, items.items, tables, read
     numbers: tuple[int, ...] = *q.stride(), tables.stride(0), items.height
     if plan.room is not None:
         room = _room(batches[0], lse.numel() * plan.room) if plan.room and not work.is_extend else lse
-        tensors, numbers = (*tensors, room, recent), (*numbers, recent.stride(0))
+        tensors, numbers = (*tensors, room, *near), (*numbers, *(x.stride(0) for x in near))
     plan.attend[work.is_extend](work.grid, tensors, numbers)
     if work.merge_grid is not None:
         assert items.merged is not None, "what is merged has a list"

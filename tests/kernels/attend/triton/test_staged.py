@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from kvq.kernels import AttentionOptions, SequenceBatch, StagedBatch
-from kvq.kernels.attend.options import parts_of
+from kvq.kernels.attend.options import Part, parts_of
 from kvq.kernels.attend.reference import attend
 from kvq.kernels.attend.triton import attend as kernel
-from kvq.kernels.attend.triton.step import Plan
 from kvq.kernels.gpu import shapes
 from kvq.kernels.merge_partials.reference import merge_partials
-from kvq.kernels.paged import StagedKV
+from kvq.kernels.paged import PagedKV, StagedKV
 from kvq.kernels.seal.reference import seal
 from kvq.kernels.write_kv.reference import write_kv
 from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv
@@ -34,31 +33,34 @@ class Staged:
         )
         self.kv: StagedKV = cache.stores[0].kv
         self.size = block_size
-        self.tables = [Tables.scattered(CONTEXTS, block_size, need, seed) for seed in range(2)]
+        self.tables = [Tables.scattered(CONTEXTS, block_size, need, seed) for seed in range(3)]
         for i, n in enumerate(CONTEXTS):
             rows = (rows_like_kv(n, kv_heads, dim, i + 9 * dim).bfloat16() for dim in dims)
             write_kv(*rows, self.kv.recent, torch.tensor(self.tables[1].slots(i, 0, n)))
         seal(self.kv, self.batch(CONTEXTS))
 
     def batch(self, new: list[int]) -> StagedBatch:
-        sealed, recent = (tables.batch(new, CONTEXTS) for tables in self.tables)
-        return StagedBatch(sealed=sealed, recent=recent, sinks=None)
+        sealed, recent, sinks = (tables.batch(new, CONTEXTS) for tables in self.tables)
+        return StagedBatch(sealed=sealed, recent=recent, sinks=None if self.kv.sinks is None else sinks)
 
     def expected(self, q: Tensor, new: list[int], options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        batch, (old, young, _) = self.batch(new), parts_of(self.kv.exact, self.size)
-        own = options.without_sinks()
-        results = (
-            attend(q, self.kv.sealed, batch.sealed, own.of_part(old)),
-            attend(q, self.kv.recent, batch.recent, own.of_part(young)),
-        )
+        own, results = options.without_sinks(), []
+        for kv, batch, part in self.forms(new):
+            results.append(attend(q, kv, batch, own.of_part(part)))
         outs, lses = map(torch.stack, zip(*results, strict=True))
         return merge_partials(outs, lses, options.sinks)
 
+    def forms(self, new: list[int]) -> list[tuple[PagedKV, SequenceBatch, Part]]:
+        """Blocks of every form, the step as they see it, and their part of the keys."""
+        batch, parts = self.batch(new), parts_of(self.kv.exact, self.size)
+        blocks = self.kv.sealed, self.kv.recent, self.kv.sinks
+        batches = batch.sealed, batch.recent, batch.sinks
+        return [form for form in zip(blocks, batches, parts, strict=True) if form[0] is not None]
+
     def seen_only(self, new: list[int], *, is_captured: bool) -> StagedBatch:
         """The step with nonsense in its tables where no query looks; of a graph, it knows only limits."""
-        batch, (old, young, _) = self.batch(new), parts_of(self.kv.exact, self.size)
         found = []
-        for own, part in ((batch.sealed, old), (batch.recent, young)):
+        for _, own, part in self.forms(new):
             tables = own.tables.clone()
             for table, count, context in zip(tables, new, CONTEXTS, strict=True):
                 oldest, end = part.oldest(context - count), part.end(context - 1) if count else 0
@@ -67,7 +69,8 @@ class Staged:
             lens = own.device_lens()
             limits = {"context_lens": (4096,) * len(CONTEXTS), "lens": lens, "is_captured": True}
             found.append(replace(own, tables=tables, **(limits if is_captured else {})))
-        return StagedBatch(sealed=found[0], recent=found[1], sinks=None)
+        sealed, recent, sinks = (*found, None)[:3]
+        return StagedBatch(sealed=sealed, recent=recent, sinks=sinks)
 
 
 def compare(staged: Staged, new: list[int], *, is_captured: bool = True, **more: Any) -> None:
@@ -96,6 +99,9 @@ def compare(staged: Staged, new: list[int], *, is_captured: bool = True, **more:
         ("int3_mean+recent=70", (64, 64), 16),
         ("int4+recent=9", (48, 64), 24),
         ("bf16+recent=5", (60, 60), 5),
+        ("int4+sinks=3+recent=9", (48, 64), 24),
+        ("int3_mean+sinks=33+recent=8", (64, 64), 16),
+        ("int4_per_channel/int4+sinks=40", (64, 64), 32),
     ],
 )
 def test_sealed_and_recent_blocks_in_one_launch_are_their_parts_merged(
