@@ -75,6 +75,14 @@ def test_the_loop_over_keys_is_found_wherever_its_parts_are_laid_out() -> None:
     assert sass.loads(sass.all_names(code)) == {"LDG 8": 1, "LDGSTS 16": 1, "LDSM 16": 1}
 
 
+def test_a_call_of_a_label_is_a_jump_and_one_of_a_function_comes_back() -> None:
+    """Kernels for sm80 and sm89 leave their loop so, if what follows lies far away."""
+    jump = NESTED.replace("@P1 BRA `(.L_x_1)", "@P1 CALL.REL.NOINC `(.L_x_4)")
+    assert len(sass.all_names(sass.blocks(jump))) == 12  # with that at .L_x_4
+    call = NESTED.replace("@P1 BRA `(.L_x_1)", "CALL.REL.NOINC `($__internal_div)")
+    assert len(sass.all_names(sass.blocks(call))) == 11  # with what is behind it
+
+
 def test_tiles_under_way_are_those_that_no_wait_asks_for() -> None:
     found = copies(LOOP)
     assert (found.buffers, found.waits, found.groups, found.tiles) == (5, [6], 2, 3.0)
@@ -210,7 +218,7 @@ def check(*options: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sm", ["80", "89", "90", "100"])
-@pytest.mark.parametrize("kernel", ["attend decode", "staged decode"])
+@pytest.mark.parametrize("kernel", ["attend decode", "staged decode", "seal"])
 def test_decode_stays_within_its_budget(kernel: str, sm: str) -> None:
     check("--sm", sm, "--kernel", kernel, "--kv", DECODE)
 
