@@ -57,17 +57,12 @@ def attend_staged(
 
 
 def _planned(
-    q: Tensor,
-    kv: PagedKV,
-    options: AttentionOptions,
-    *,
-    rounded: bool = False,
-    staged: StagedKV | None = None,
+    q: Tensor, kv: PagedKV, options: AttentionOptions, rounded: bool = False, staged: StagedKV | None = None
 ) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = shape_of("decode", kv, q), shape_of("extend", kv, q)
-    fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
-    fixed |= {"NEAR_BLOCK": 1, "EXACT": 0}
+    fixed = options_of_layer(options, q_heads, kv_heads)
+    fixed |= {"BLOCK_SIZE": kv.block_size, "NEAR_BLOCK": 1, "EXACT": 0}
     if staged is not None:
         fixed |= {"recent": staged.exact.recent, "AGE_BLOCK": kv.block_size, "part_first": staged.exact.sinks}
         fixed |= {"NEAR_BLOCK": staged.recent.block_size, "EXACT": staged.exact.sinks if staged.sinks else 0}
@@ -83,15 +78,10 @@ def _planned(
             for part in _PARTS:
                 given[f"{name}_{part}"] = near and _read_rows(part, q, near, shape, apart=False)
         own.append({"k": k, "v": v, **given})
-    return Plan.of(
-        attend_kernel,
-        [fixed | x for x in own],
-        (decode, extend),
-        options,
-        most_decode=MOST_DECODE_ROWS,
-        may_gather=not (rounded or staged)
-        and suits(q, kv, options),  # rounded: the same numbers in each step
-    )
+    # Rounded queries have the same numbers in every step.
+    most, gathers = MOST_DECODE_ROWS, not (rounded or staged) and suits(q, kv, options)
+    own = [fixed | x for x in own]
+    return Plan.of(attend_kernel, own, (decode, extend), options, most_decode=most, may_gather=gathers)
 
 
 _planned_rounded = partial(_planned, rounded=True)

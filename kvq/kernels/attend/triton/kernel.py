@@ -51,8 +51,8 @@ def attend_kernel(
 
     FOLDED: number of partial sums over keys, added at the end, so that the loop needs no sums across threads.
     LOWER: whether a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: age and block size of the
-    visible part. `recent_k`, `recent_v`: None, or unquantized blocks of NEAR_BLOCK tokens with the young keys,
-    and `sinks_k`, `sinks_v` with the first EXACT keys once they are old; `k`, `v` then have the others.
+    visible part. `recent_k`, `recent_v`: None, or blocks of NEAR_BLOCK tokens with young keys, and
+    `sinks_k`, `sinks_v` with the first EXACT keys once they are old; `k`, `v` then have the others.
 
     An item with a part of a tile's keys stores partial results, rotated unless some are unquantized, to
     `parts_ptr`, fp32 [parts, KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores

@@ -31,6 +31,7 @@ _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sin
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
 _Result = tuple[Tensor, Tensor]
+_Shapes = tuple[TileShape, TileShape]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,15 +54,9 @@ class Plan:
 
     @classmethod
     def of(
-        cls,
-        kernel: Any,
-        fixed: Sequence[Mapping[str, Any]],
-        shapes: tuple[TileShape, TileShape],
-        options: AttentionOptions,
-        *,
-        most_decode: int,
-        may_gather: bool,
-    ) -> "Plan":
+        cls, kernel: Any, fixed: Sequence[Mapping[str, Any]], shapes: _Shapes, options: AttentionOptions,
+        *, most_decode: int, may_gather: bool,
+    ) -> "Plan":  # fmt: skip
         """Make a plan. `kernel`: starts with the arguments that all kernels have; `fixed`: other arguments of
         the kernel and the merge, without tile sizes, for decode and for extend."""
         attends = (
@@ -77,28 +72,22 @@ class Plan:
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
         room = None
-        tensors, numbers = _ATTENDED, _NUMBERS
+        tensors: tuple[str, ...] = _ATTENDED
+        numbers: tuple[str, ...] = _NUMBERS
         if _ROOM[0] in kernel.arg_names:
             room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // shapes[0].keys
             tensors, numbers = (*_ATTENDED, *_ROOM), (*_NUMBERS, "recent_stride", "sinks_stride")
         decode, extend = (Bound(kernel, tensors, numbers, own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
-        share, kv_heads = fixed[0]["SHARE"], fixed[0]["Q_HEADS"] // fixed[0]["SHARE"]
-        sizes = share, kv_heads, most_decode, may_gather, v.pad, *astuple(shapes[0]), *astuple(shapes[1])
+        share, words = fixed[0]["SHARE"], 1 + merged["MIXED"]
+        sizes = {"share": share, "kv_heads": fixed[0]["Q_HEADS"] // share, "v_pad": v.pad, "lse_words": words}
+        sizes |= {"most_decode": most_decode, "may_gather": may_gather}
+        seen = options.window, options.chunk, options.part
         return cls(
-            name=(options.window, options.chunk, options.part, *sizes),
-            shapes=shapes,
-            options=options.without_sinks(),
-            share=share,
-            kv_heads=kv_heads,
-            most_decode=most_decode,
-            may_gather=may_gather,
-            v_dim=v.dim,
-            v_pad=v.pad,
+            name=(*seen, *sizes.values(), *astuple(shapes[0]), *astuple(shapes[1])),
+            **{"shapes": shapes, "options": options.without_sinks(), "v_dim": v.dim, "room": room, **sizes},
             attend=(decode, extend),
-            room=room,
             merge=(one, more),
-            lse_words=1 + merged["MIXED"],
         )
 
 
@@ -178,9 +167,9 @@ def _works(batch: SequenceBatch, plan: Plan) -> Iterator[_Work]:
     limits = (1, plan.most_decode), (plan.most_decode + 1, _MANY)
     for is_extend, (shape, (fewest, most)) in enumerate(zip(plan.shapes, limits, strict=True)):
         count = pieces(shape, plan.kv_heads, batch.tables.device)
-        sizes = {"share": plan.share, "rows": shape.rows, "keys": shape.keys, "least": least_split(shape)}
+        sizes = plan.share, shape.rows, shape.keys, fewest, most
         seen = {x: getattr(plan.options, x) for x in ("window", "chunk", "part")}
-        cut = Cut(**sizes, **seen, fewest=fewest, most=most, pieces=count)
+        cut = Cut(*sizes, **seen, pieces=count, least=least_split(shape))
         if (items := work_list(batch, cut)) is not None:
             yield _with_room(batch, items, plan, is_extend=bool(is_extend))
 
@@ -208,13 +197,11 @@ def _room(batch: SequenceBatch, numbers: int) -> Tensor:
     return room
 
 
+_Batches = Sequence[SequenceBatch]
+
+
 def _launch(
-    plan: Plan,
-    work: _Work,
-    q: Tensor,
-    batches: Sequence[SequenceBatch],
-    results: _Result,
-    sinks: Tensor | None,
+    plan: Plan, work: _Work, q: Tensor, batches: _Batches, results: _Result, sinks: Tensor | None
 ) -> None:
     (out, lse), (tables, *near) = results, [batch.tables for batch in batches]
     parts, lses, items = work.parts, work.lses, work.items
