@@ -1,7 +1,7 @@
 """`attend` in Triton: the arguments of a layer's launches, and the launches."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,30 @@ from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
 
 _LEAST_PAD = 32  # columns of an 8-bit product
 _LARGE_ROWS = 64  # of Hopper's own products
-_PARTS: tuple[Literal["k", "v"], ...] = "k", "v"
+_LIMITS = "scale", "softcap", "window", "recent", "part_first", "part_last"
+
+
+class Near(NamedTuple):
+    """Unquantized blocks of a staged layer as a kernel argument: those of young keys and, once they are old,
+    those of the first `exact` keys. The rest of the old keys are sealed."""
+
+    k: Rows
+    v: Rows
+    sinks_k: Rows | None
+    sinks_v: Rows | None
+    block_size: Any  # constants
+    exact: Any
+
+    @classmethod
+    def of(cls, kv: StagedKV, q: Tensor, shape: TileShape) -> "Near":
+        """Return the argument for tiles of a shape."""
+
+        def read(part: Literal["k", "v"], near: PagedKV) -> Rows:
+            return _read_rows(part, q, near, shape, apart=False).argument(constant_slots=True)
+
+        sinks = (read("k", kv.sinks), read("v", kv.sinks)) if kv.sinks else (None, None)
+        sizes = kv.recent.block_size, kv.exact.sinks if kv.sinks else 0
+        return cls(read("k", kv.recent), read("v", kv.recent), *sinks, *map(tl.constexpr, sizes))
 
 
 def attend(
@@ -62,10 +85,10 @@ def _planned(
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = shape_of("decode", kv, q), shape_of("extend", kv, q)
     fixed = options_of_layer(options, q_heads, kv_heads)
-    fixed |= {"BLOCK_SIZE": kv.block_size, "NEAR_BLOCK": 1, "EXACT": 0}
+    fixed |= {"BLOCK_SIZE": kv.block_size, "near": None}
     if staged is not None:
         fixed |= {"recent": staged.exact.recent, "AGE_BLOCK": kv.block_size, "part_first": staged.exact.sinks}
-        fixed |= {"NEAR_BLOCK": staged.recent.block_size, "EXACT": staged.exact.sinks if staged.sinks else 0}
+    fixed["limits"] = tuple(fixed[name] for name in _LIMITS)
     own: list[dict[str, Any]] = []
     for shape in (decode, extend):
         apart = shape is decode and _means_are_apart(kv, shape)
@@ -74,9 +97,8 @@ def _planned(
             k = _rounded(q, kv, k)
         is_lower = _is_lower(options, shape) or fixed["part_first"] % shape.keys != 0
         given: dict[str, Any] = {"SPREAD": _spread(shape), "LOWER": is_lower, "APART": apart}
-        for name, near in (("recent", staged and staged.recent), ("sinks", staged and staged.sinks)):
-            for part in _PARTS:
-                given[f"{name}_{part}"] = near and _read_rows(part, q, near, shape, apart=False)
+        if staged is not None:
+            given["near"] = Near.of(staged, q, shape)
         own.append({"k": k, "v": v, **given})
     # Rounded queries have the same numbers in every step.
     most, gathers = MOST_DECODE_ROWS, not (rounded or staged) and suits(q, kv, options)

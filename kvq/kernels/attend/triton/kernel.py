@@ -30,29 +30,24 @@ from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED, rotated
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 # For numbers that change between steps, Triton would otherwise compile variants: 1, multiples of 16, others.
-VARYING = [  # D129
-    *("table_stride", "recent_stride", "sinks_stride", "height"),
-    *("window", "recent", "part_first", "part_last"),
-]
+VARYING = ["table_stride", "recent_stride", "sinks_stride", "height"]  # D129
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr, room_ptr,
     recent_tables_ptr, sinks_tables_ptr, q_token, q_head, q_dim, table_stride, height, recent_stride,
-    sinks_stride, k, v, scale, softcap, window, recent, part_first, part_last, recent_k, recent_v, sinks_k,
-    sinks_v,
+    sinks_stride, k, v, limits, near,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, APART: tl.constexpr, NEAR_BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    SINKS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Compute attention. Grid: items x KV heads (adjacent for an item). `SHARE`: query heads per KV head.
 
     FOLDED: number of partial sums over keys, added at the end, so that the loop needs no sums across threads.
     LOWER: whether a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: age and block size of the
-    visible part. `recent_k`, `recent_v`: None, or blocks of NEAR_BLOCK tokens with young keys, and
-    `sinks_k`, `sinks_v` with the first EXACT keys once they are old; `k`, `v` then have the others.
+    visible part. `limits`: scale, softcap, window, then the numbers of a part. `near`: None, or Near.
 
     An item with a part of a tile's keys stores partial results, rotated unless some are unquantized, to
     `parts_ptr`, fp32 [parts, KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores
@@ -64,10 +59,9 @@ def attend_kernel(
     """
     if INTERPRETED:
         k, v = opened(k), opened(v)
-        recent_k, recent_v = opened(recent_k), opened(recent_v)
-        sinks_k, sinks_v = opened(sinks_k), opened(sinks_v)
+        near = opened(near)
     KV_HEADS: tl.constexpr = Q_HEADS // SHARE
-    STAGED: tl.constexpr = recent_k is not None
+    STAGED: tl.constexpr = near is not None
     item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
     sequence = tl.load(item)
     if sequence < 0:
@@ -80,13 +74,11 @@ def attend_kernel(
     of_first = context
     if LOWER or STAGED:
         of_first = context - tl.load(item + 3) + tl.load(item + 1) // SHARE
-    own = (
-        q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first, scale, softcap,
-        window, recent, part_first, part_last,
-    )  # fmt: skip
+    own = (q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first) + limits
     first_old, end_of_old = begin, end
     if STAGED:
-        first_old = tl.maximum(begin, EXACT // KEYS * KEYS)
+        recent = limits[3]
+        first_old = tl.maximum(begin, near.exact // KEYS * KEYS)
         rows = tl.minimum(tl.load(item + 1) + ROWS, tl.load(item + 3) * SHARE)
         of_last = context - tl.load(item + 3) + (rows - 1) // SHARE
         end_of_old = tl.minimum(end, edge(of_last, recent, AGE_BLOCK))
@@ -97,22 +89,22 @@ def attend_kernel(
     )  # fmt: skip
     if STAGED:
         first_young = edge(of_first, recent, AGE_BLOCK)
-        is_plain = (end > first_young) | (begin < EXACT) | (tl.load(item + 7) < 0)
+        is_plain = (end > first_young) | (begin < near.exact) | (tl.load(item + 7) < 0)
         if is_plain:
             if v.rotated > 1:
                 out = rotated(out, ROWS, v.pad, v.rotated)
             out, top, totals = _over_keys(
                 own, tl.maximum(begin, first_young // KEYS * KEYS), end,
-                recent_tables_ptr + sequence.to(tl.int64) * recent_stride, recent_stride, room_ptr,
-                recent_k, recent_v, (out, top, totals), NEAR_BLOCK, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
-                WINDOW, CHUNK, True, YOUNG, AGE_BLOCK, SOFTCAP, False,
+                recent_tables_ptr + sequence.to(tl.int64) * recent_stride, recent_stride, room_ptr, near.k,
+                near.v, (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW,
+                CHUNK, True, YOUNG, AGE_BLOCK, SOFTCAP, False,
             )  # fmt: skip
-            if EXACT > 0:
+            if near.exact > 0:
                 out, top, totals = _over_keys(
-                    own[:-2] + (0, EXACT), begin, tl.minimum(end_of_old, EXACT),
+                    own[:-2] + (0, near.exact), begin, tl.minimum(end_of_old, near.exact),
                     sinks_tables_ptr + sequence.to(tl.int64) * sinks_stride, sinks_stride, room_ptr,
-                    sinks_k, sinks_v, (out, top, totals), NEAR_BLOCK, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
-                    WINDOW, CHUNK, True, OLD, AGE_BLOCK, SOFTCAP, False,
+                    near.sinks_k, near.sinks_v, (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS,
+                    FOLDED, SPREAD, WINDOW, CHUNK, True, OLD, AGE_BLOCK, SOFTCAP, False,
                 )  # fmt: skip
     MIXED: tl.constexpr = STAGED and v.rotated > 1
     store_results(

@@ -67,7 +67,7 @@ class Plan:
         v: Rows = fixed[0]["v"]
         merged = {"V_DIM": v.dim, "V_PAD": v.pad, "V_ROTATED": v.rotated}
         merged |= {x: fixed[0][x] for x in ("Q_HEADS", "SHARE", "SINKS")}
-        merged["MIXED"] = fixed[0].get("recent_v") is not None and v.rotated > 1
+        merged["MIXED"] = fixed[0].get("near") is not None and v.rotated > 1
         merges = (
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
