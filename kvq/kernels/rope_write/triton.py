@@ -73,15 +73,12 @@ def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -
     is_q_changed = rotary or q_norm is not None or layer.bias is not None
     programs = k_tiles + v_tiles + (q_tiles if is_q_changed else 0)
     return programs, {
-        "k": k.argument(),
-        "v": v.argument(),
+        **{"k": k.argument(), "v": v.argument()},
         "q_norm": q_norm and q_norm._replace(together=tl.constexpr(q_norm.together)),
         "k_norm": k_norm and k_norm._replace(together=tl.constexpr(k_norm.together)),
         **dict(zip(("k_center", "v_center"), layer.centers, strict=True)),
         **dict(zip(_COUNTS, counts, strict=True)),
-        "BIAS": layer.bias is not None,
-        "ROTARY": rotary,
-        "PAIRS": int(layer.pairs),
+        **{"BIAS": layer.bias is not None, "ROTARY": rotary, "PAIRS": int(layer.pairs)},
         "BLOCK_SIZE": kv.block_size,
         "enable_fp_fusion": False,  # a product and a sum rounded once would change codes
         "num_warps": warps,

@@ -21,10 +21,11 @@ from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
 
 _LEAST_PAD = 32  # columns of an 8-bit product
 _LARGE_ROWS = 64  # of Hopper's own products
+_PARTS: tuple[Literal["k", "v"], ...] = "k", "v"
 _LIMITS = "scale", "softcap", "window", "recent", "part_first", "part_last"
 
 
-class Near(NamedTuple):
+class _Near(NamedTuple):
     """Unquantized blocks of a staged layer as a kernel argument: those of young keys and, once they are old,
     those of the first `exact` keys. The rest of the old keys are sealed."""
 
@@ -34,17 +35,6 @@ class Near(NamedTuple):
     sinks_v: Rows | None
     block_size: Any  # constants
     exact: Any
-
-    @classmethod
-    def of(cls, kv: StagedKV, q: Tensor, shape: TileShape) -> "Near":
-        """Return the argument for tiles of a shape."""
-
-        def read(part: Literal["k", "v"], near: PagedKV) -> Rows:
-            return _read_rows(part, q, near, shape, apart=False).argument(constant_slots=True)
-
-        sinks = (read("k", kv.sinks), read("v", kv.sinks)) if kv.sinks else (None, None)
-        sizes = kv.recent.block_size, kv.exact.sinks if kv.sinks else 0
-        return cls(read("k", kv.recent), read("v", kv.recent), *sinks, *map(tl.constexpr, sizes))
 
 
 def attend(
@@ -98,7 +88,11 @@ def _planned(
         is_lower = _is_lower(options, shape) or fixed["part_first"] % shape.keys != 0
         given: dict[str, Any] = {"SPREAD": _spread(shape), "LOWER": is_lower, "APART": apart}
         if staged is not None:
-            given["near"] = Near.of(staged, q, shape)
+            both, exact = (staged.recent, staged.sinks), staged.exact.sinks if staged.sinks else 0
+            rows: list[Any] = [
+                x and _read_rows(part, q, x, shape, apart=False) for x in both for part in _PARTS
+            ]
+            given["near"] = _Near(*rows, *map(tl.constexpr, (staged.recent.block_size, exact)))
         own.append({"k": k, "v": v, **given})
     # Rounded queries have the same numbers in every step.
     most, gathers = MOST_DECODE_ROWS, not (rounded or staged) and suits(q, kv, options)

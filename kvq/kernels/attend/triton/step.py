@@ -92,7 +92,9 @@ class Plan:
 
 
 def _argument(value: Any) -> Any:
-    return value.argument(constant_slots=True) if isinstance(value, Rows) else value
+    if isinstance(value, Rows):
+        return value.argument(constant_slots=True)
+    return type(value)(*map(_argument, value)) if hasattr(value, "_fields") else value
 
 
 def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:
