@@ -11,6 +11,7 @@ from kvq.kernels import AttentionOptions, SequenceBatch, StagedBatch
 from kvq.kernels.attend.options import Part, parts_of
 from kvq.kernels.attend.reference import attend
 from kvq.kernels.attend.triton import attend as kernel
+from kvq.kernels.attend.triton import step
 from kvq.kernels.gpu import shapes
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.paged import PagedKV, StagedKV
@@ -114,6 +115,8 @@ def test_sealed_and_recent_blocks_in_one_launch_are_their_parts_merged(
 ) -> None:
     """Pieces of old keys, of young ones and of both; drafts whose rows see the same key in two forms."""
     monkeypatch.setattr(shapes, "_LEAST_SPLIT", 32)
+    monkeypatch.setattr(step, "_MERGED_TOGETHER", 2)  # parts are merged in several rounds
+    monkeypatch.setattr(step, "_MERGED_ROWS", (1, 2))
     poisoned_memory(monkeypatch)
     compare(Staged(kv, dims, block_size), new, **more)
 
