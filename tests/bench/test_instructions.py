@@ -17,7 +17,7 @@ from kvq.capacity.plan.gpus import known_gpus
 from kvq.kernels.gpu import shapes
 
 ROOT = Path(__file__).parents[2]
-# Decode of formats that are stored token by token, and some whose blocks wait, without their unquantized keys.
+# Decode of formats stored token by token, and of some whose blocks wait, without their unquantized keys.
 DECODE = (
     "bf16,fp8,int8,int6,int5,int4,int3,int2,int4_g64,int4_g32,int5_g64,int4_mean,"
     "int4_per_channel/int4,int8_per_channel/int8"
