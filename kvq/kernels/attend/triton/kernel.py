@@ -87,24 +87,30 @@ def attend_kernel(
         k, v, (), BLOCK_SIZE, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW, CHUNK, LOWER,
         OLD if STAGED else AGE, AGE_BLOCK, SOFTCAP, APART,
     )  # fmt: skip
-    if STAGED:
+    if STAGED:  # read again, so that the first loop needs no registers for it
+        valid, position, token, head = tile_rows(item, tl.arange(0, ROWS), kv_head, SHARE)
+        begin, end = tl.load(item + 5, volatile=True) * KEYS, tl.load(item + 6, volatile=True)
+        of_first = tl.load(item + 4, volatile=True) - tl.load(item + 3, volatile=True)
+        of_first += tl.load(item + 1, volatile=True) // SHARE
+        own = (q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first) + limits
         first_young = edge(of_first, recent, AGE_BLOCK)
         is_plain = (end > first_young) | (begin < near.exact) | (tl.load(item + 7) < 0)
         if is_plain:
             if v.rotated > 1:
                 out = rotated(out, ROWS, v.pad, v.rotated)
+            wide = tl.load(item, volatile=True).to(tl.int64)
             out, top, totals = _over_keys(
                 own, tl.maximum(begin, first_young // KEYS * KEYS), end,
-                recent_tables_ptr + sequence.to(tl.int64) * recent_stride, recent_stride, room_ptr, near.k,
-                near.v, (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW,
-                CHUNK, True, YOUNG, AGE_BLOCK, SOFTCAP, False,
+                recent_tables_ptr + wide * recent_stride, recent_stride, room_ptr, near.k, near.v,
+                (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW, CHUNK, True,
+                YOUNG, AGE_BLOCK, SOFTCAP, False,
             )  # fmt: skip
             if near.exact > 0:
                 out, top, totals = _over_keys(
                     own[:-2] + (0, near.exact), begin, tl.minimum(end_of_old, near.exact),
-                    sinks_tables_ptr + sequence.to(tl.int64) * sinks_stride, sinks_stride, room_ptr,
-                    near.sinks_k, near.sinks_v, (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS,
-                    FOLDED, SPREAD, WINDOW, CHUNK, True, OLD, AGE_BLOCK, SOFTCAP, False,
+                    sinks_tables_ptr + wide * sinks_stride, sinks_stride, room_ptr, near.sinks_k,
+                    near.sinks_v, (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
+                    WINDOW, CHUNK, True, OLD, AGE_BLOCK, SOFTCAP, False,
                 )  # fmt: skip
     MIXED: tl.constexpr = STAGED and v.rotated > 1
     store_results(
