@@ -56,9 +56,11 @@ def _given(q: torch.Tensor) -> dict[str, Any]:
     return {
         **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr", "room_ptr"), torch.zeros(16)),
         **dict.fromkeys(
-            ("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), torch.zeros(16, dtype=torch.int32)
+            ("items_ptr", "merged_ptr", "tables_ptr", "recent_tables_ptr", "sinks_tables_ptr", "lens_ptr"),
+            torch.zeros(16, dtype=torch.int32),
         ),
         **{"q_ptr": q, "out_ptr": q, **dense_strides("q", q), "table_stride": 128, "height": 4},
+        **{"recent_stride": 128, "sinks_stride": 128},
     }
 
 
@@ -104,9 +106,13 @@ def kernels(
     listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "CHUNK": 0, "AGE": 0, "AGE_BLOCK": 1}
     found["list"] = (list_kernel, {**common, **counts, **listed, "BLOCK": 256}, {"num_warps": 4})
     if cache.layout.recipe.is_staged:
+        with pretended(device):
+            together = attend._planned_staged(_on_gpu(q), cache.stores[0].kv, AttentionOptions(scale=0.1))
+        found |= _of_plan("attend staged", attend_kernel, together, q)
+        found["merge staged decode"] = (merge_kernel, {**common, **together.merge[0].fixed}, {"num_warps": 4})
         tables = dict.fromkeys(("recent_tables", "sealed_tables", "sinks_tables"), ints)
         strides = dict.fromkeys(("lens_row", "recent_stride", "sealed_stride", "sinks_stride"), 100)
-        sealed = {**common, **tables, **strides, **seal._arguments("k", cache.stores[0].kv)}
+        sealed = {**common, **tables, **strides, **seal._arguments(cache.stores[0].kv)}
         found["seal"] = (seal._seal_kernel, sealed, {"num_warps": 4, "enable_fp_fusion": False})
     written = {
         **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},

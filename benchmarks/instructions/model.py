@@ -1,6 +1,6 @@
 """How long decode attention takes, modelled from what was counted: bytes, slots, latency, waves of programs.
 
-    python -m benchmarks.instructions --kernel "attend decode" --sm 90 --out build/counted.json
+    python -m benchmarks.instructions --kernel decode --sm 90 --kv bf16,int4_mean --out build/counted.json
     python -m benchmarks.instructions.model build/counted.json [--card h200]
 
 These are results of a model, not of a GPU. docs/gpu.md says how far it can be trusted.
@@ -22,6 +22,9 @@ READ_SHARE = 0.916  # of the data sheet's bandwidth that a sum reached on an H20
 ERROR = 0.15  # of the model: nine in ten of the tiles that it is fitted to are within
 KV_HEADS = 8
 SHAPES = {"decode 64 x 8192": (64, 8192), "decode 1 x 131072": (1, 131_072)}  # sequences, tokens
+CALLS = ((1, 1024), (64, 8192))  # whole calls, with launches
+LAUNCHES, APART = 2, 7  # of a call: attention and a merge; of staged formats with a launch for every form
+YOUNG = 64  # keys of a sequence that are not sealed, at most
 _HALF_RATE = ("bits", "integer", "convert")  # 64 lanes a clock on sm80 to sm90, half of what is issued
 # Of all programs a multiprocessor, where so many fit at once and elsewhere; keys of a program at least.
 _WARPS, _OTHER_WARPS, _LEAST = 12, 24, 256
@@ -70,6 +73,11 @@ class Machine(NamedTuple):
 MEASURED = Machine(cycles=3.6, latency_us=0.39, sharpness=4.0, barrier=86.0)  # D151
 
 
+# What a call over bf16 at 1 x 1,024 took on an H200 (11 us) beside the 9.1 us that its attention takes here:
+# its merge, launched and run. Taken for every other small launch.
+LAUNCH_US = 1.9  # D393
+
+
 def tile_us(loop: Loop, card: Card, machine: Machine, programs: int) -> float:
     """What a tile takes each of `programs` that run at once.
 
@@ -106,12 +114,36 @@ def attention_us(
     if warps is None:
         warps = _WARPS if loop.programs_at_once * loop.warps >= _WARPS else _OTHER_WARPS
     keys = sequences * depth * KV_HEADS
-    programs = min(card.multiprocessors * warps // loop.warps, keys // _LEAST)
+    programs = min(card.multiprocessors * warps // loop.warps, max(keys // _LEAST, sequences * KV_HEADS))
     tiles = keys / programs / loop.keys + 0.5  # the last one is full or not
     around = loop.around * machine.cycles / (card.clock_ghz * 1e3) + machine.latency_us
     at_once = card.multiprocessors * loop.programs_at_once
     waves = [at_once] * (programs // at_once) + [programs % at_once]
     return sum(tiles * tile_us(loop, card, machine, n) + around for n in waves if n)
+
+
+def call_us(
+    loop: Loop, card: Card, machine: Machine, size: tuple[int, int], launches: int = LAUNCHES
+) -> float:
+    """A whole call over sequences of one length: attention and other launches. `size`: sequences, depth."""
+    return attention_us(loop, card, machine, *size) + (launches - 1) * LAUNCH_US
+
+
+def apart_us(loop: Loop, young: Loop, card: Card, machine: Machine, size: tuple[int, int]) -> float:
+    """A call over a staged format with a launch for each form: `young` goes over keys that are not sealed."""
+    others = attention_us(young, card, machine, size[0], YOUNG)
+    return call_us(loop, card, machine, size, APART) + others - LAUNCH_US
+
+
+def calls(plain: dict[str, Loop], staged: dict[str, Loop], card: Card) -> Table:
+    """Whole calls, by format; of staged formats with one launch for all forms, before with one for each."""
+    table = [["format", *(f"{n} x {depth:,}, us" for n, depth in CALLS), "before"]]
+    for kv, loop in {**plain, **staged}.items():
+        times = [f"{call_us(loop, card, MEASURED, size):.0f}" for size in CALLS]
+        has_both = kv in staged and kv in plain and "bf16" in plain
+        before = [apart_us(plain[kv], plain["bf16"], card, MEASURED, x) for x in CALLS] if has_both else []
+        table.append([kv, *times, ", ".join(f"{us:.0f}" for us in before)])
+    return table
 
 
 def rows(loops: Iterable[Loop], card: Card, machine: Machine) -> list[dict[str, Any]]:
@@ -162,10 +194,19 @@ def main() -> None:
     parser.add_argument("--card", default="h200", choices=[card.name for card in CARDS])
     options = parser.parse_args()
     card, counted = _card(options.card), json.loads(options.counted.read_text())
-    wanted = {"device": card.device, "kernel": "attend decode"}
-    mine = [row for row in counted["rows"] if wanted.items() <= row.items() and "error" not in row]
+    mine, staged = (
+        {
+            row["kv"]: Loop.of(row)
+            for row in counted["rows"]
+            if wanted.items() <= row.items() and "error" not in row
+        }
+        for wanted in (
+            {"device": card.device, "kernel": "attend decode"},
+            {"device": card.device, "kernel": "attend staged decode"},
+        )
+    )
     print(f"{card.name}, Triton {counted['triton']}: a model's results, not measured\n")
-    for found in tables([Loop.of(row) for row in mine], card):
+    for found in (*tables([*mine.values()], card), calls(mine, staged, card)):
         print(f"{markdown(found)}\n")
 
 

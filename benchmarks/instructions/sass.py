@@ -67,8 +67,8 @@ def blocks(text: str) -> list[Block]:
 
 def _instruction(found: re.Match[str]) -> Instruction:
     name, operands = found["name"], found["operands"].strip()
-    if name.startswith("BRA"):
-        jump = _TARGET.search(operands)
+    jump = _TARGET.search(operands)
+    if name.startswith("BRA") or (name.startswith("CALL") and jump):  # far jumps of sm80 and sm89
         always = not found["predicate"] and re.fullmatch(r"`\(\S+\)", operands) is not None
         return Instruction(name, jump[1] if jump else None, always)
     return Instruction(name, None, not found["predicate"] and name.startswith(_ENDS))

@@ -68,6 +68,7 @@ class StagedKV:
     recent: PagedKV
     sinks: PagedKV | None
     exact: ExactTokens  # in whole blocks
+    kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,13 +12,19 @@ from benchmarks.gpu.goals import Goal
 from benchmarks.instructions.cards import CARDS
 from benchmarks.instructions.counting import SPILLED
 from benchmarks.instructions.model import (
+    CALLS,
     ERROR,
     KV_HEADS,
+    LAUNCH_US,
     MEASURED,
     READ_SHARE,
+    YOUNG,
     Loop,
     Machine,
+    apart_us,
     attention_us,
+    call_us,
+    calls,
     expected,
     tables,
     tile_us,
@@ -61,6 +67,22 @@ def test_the_tile_that_the_model_has_fastest_is_within_3_percent_of_the_fastest(
     for kv, rows in of_format.items():
         fastest, chosen = min(us for _, us, _ in rows), min(rows, key=lambda row: row[2])[1]
         assert chosen < 1.03 * fastest, kv
+
+
+def test_a_call_takes_its_launches_too_and_a_short_one_little_else() -> None:
+    """One launch for all forms saves the others, but for what it has to do itself."""
+    assert call_us(LOOP, H200, MACHINE, (1, 1024)) == pytest.approx(
+        attention_us(LOOP, H200, MACHINE, 1, 1024) + LAUNCH_US
+    )
+    longer = replace(LOOP, around=3000)
+    for size in CALLS:
+        saved = apart_us(LOOP, LOOP, H200, MACHINE, size) - call_us(LOOP, H200, MACHINE, size)
+        assert 5 * LAUNCH_US > saved - attention_us(LOOP, H200, MACHINE, size[0], YOUNG) > 3.9 * LAUNCH_US
+        assert call_us(longer, H200, MACHINE, size) > call_us(LOOP, H200, MACHINE, size)
+    [head, plain, both] = calls({"bf16": LOOP, "int4_mean": LOOP}, {"int4_mean": longer}, H200)
+    assert plain[-1] == ""
+    assert both[-1].split(", ")[0] == f"{apart_us(LOOP, LOOP, H200, MEASURED, CALLS[0]):.0f}"
+    assert len(head) == len(both)
 
 
 def test_what_asks_for_little_else_reads_at_full_bandwidth() -> None:

@@ -1,5 +1,8 @@
 """How many kernels a layer takes in a decode step on a GPU, counted on one that isn't there."""
 
+from collections import Counter
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -15,15 +18,23 @@ MOST_DENSE = 14
 # Experts are transformers' own code.
 TRITON = {"llama": 6, "qwen3": 6, "gemma2": 5.5, "mixtral": 4, "gpt_oss": 4.5}
 TORCH = {"llama": 4, "qwen3": 4, "gemma2": 4, "mixtral": 22, "gpt_oss": 29}
+# Of a layer's attention: one kernel over blocks of all forms, a merge, and one that seals blocks.
+STORED = "bf16", "fp8", "int4_g8"
+STAGED = (
+    *(f"int{bits}_per_channel/int{bits}" for bits in (8, 6, 5, 4, 3, 2)),
+    *("int4_mean", "int3_mean", "int4+recent=40", "int4_mean+sinks=4"),
+)
+ATTENTION = {"attend_kernel": 1, "merge_kernel": 1}
+OTHERS = {"_add_norm_kernel": 2, "rope_write_kernel": 1, "_gated_kernel": 1, "mm": 4}  # of a Llama's layer
 
 
-def launched(gpu: ImaginaryGPU, family: str, layers: int) -> tuple[list[str], list[str]]:
+def launched(gpu: ImaginaryGPU, family: str, layers: int, kv: str = "int4") -> tuple[list[str], list[str]]:
     """Triton's and torch's kernels of one decode step of a model of so many layers."""
     types = ["sliding_attention", "full_attention"] * (layers // 2)
     sized = {"layer_types": types} if family in ("gemma2", "gpt_oss") else {"num_hidden_layers": layers}
     if family == "qwen3":  # as its models are: without windows
         sized |= {"use_sliding_window": False}
-    model = model_on(gpu, family, options=sized)
+    model = model_on(gpu, family, kv, options=sized)
     groups = model.layout.groups
     cache = KVCache(model.layout, num_blocks=[5] * len(groups), device=gpu.device)
     tables = [torch.zeros(3, 4, dtype=torch.int32, device=gpu.device) for _ in groups]
@@ -50,3 +61,12 @@ def test_a_layer_takes_few_kernels(family):
     triton, torchs = ((len(b) - len(a)) / 2 for a, b in zip(few, more, strict=True))
     assert (triton, torchs) == (TRITON[family], TORCH[family]), more
     assert family in ("mixtral", "gpt_oss") or triton + torchs <= MOST_DENSE
+
+
+@pytest.mark.daily(3)
+@pytest.mark.parametrize("kv", [*STORED, *STAGED])
+def test_attention_over_every_default_format_takes_few_kernels(kv: str) -> None:
+    with imaginary_gpu() as gpu:
+        few, more = (Counter(chain(*launched(gpu, "llama", layers, kv))) for layers in (1, 2))
+    assert dict(more - few) == ATTENTION | OTHERS | ({"_seal_kernel": 1} if kv in STAGED else {})
+    assert more["list_kernel"] == 1

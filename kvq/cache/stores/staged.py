@@ -19,9 +19,12 @@ from kvq.kernels import AttentionOptions, Kernel, SequenceBatch, StagedBatch, St
 from kvq.kernels.attend.options import parts_of
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.stack import StackLayer
+from kvq.kernels.gpu.support import lazy
 from kvq.kernels.paged import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.reference import Angles, LayerHeads
 from kvq.layout import Role
+
+_TOGETHER = lazy("attend.triton.attend", "attend_staged")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +122,9 @@ def _attend_all_forms(
     kernels: dict[str, Kernel], q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
 ) -> Attended:
     """Attend over sealed blocks, recent blocks and sinks, and merge the results by their log-sum-exp."""
+    if kernels["attend"].backend == kernels["attend_recent"].backend == "triton":
+        together: Attended = _TOGETHER(q, kv, batch, options)  # D392
+        return together
     own = options.without_sinks()
     sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
     query = q.float() if q.device.type == "cpu" else q  # on CPUs, parts stay fp32 until they are merged

@@ -50,9 +50,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         "k": k._replace(read=Reading.one_by_one(of_k)),
         # Not rotated for the merge: results are rotated after it.
         "v": v._replace(read=Reading.one_by_one(of_v), rotated=1),
-        "PARTS": _parts(v, in_halves=in_halves),
-        "HALVES": in_halves,
-        "CODES": unscaled,
+        **{"PARTS": _parts(v, in_halves=in_halves), "HALVES": in_halves, "CODES": unscaled},
         "BLOCK_SIZE": kv.block_size,
     }
     shapes = shape_of("latent decode", kv, q), shape_of("latent extend", kv, q)
@@ -83,13 +81,9 @@ def turned(x: Tensor, parts: tuple[tuple[int, int], ...], dtype: torch.dtype) ->
             (x, out),
             (*x.stride(), heads),
             {
-                "FIRST": first,
-                "FIRST_PAD": triton.next_power_of_2(first),
-                "FIRST_BLOCK": first_block,
-                "SECOND": second,
-                "SECOND_PAD": triton.next_power_of_2(second),
-                "SECOND_BLOCK": second_block,
-                "num_warps": 1,
+                **{"FIRST": first, "FIRST_PAD": triton.next_power_of_2(first), "FIRST_BLOCK": first_block},
+                **{"SECOND": second, "SECOND_PAD": triton.next_power_of_2(second)},
+                **{"SECOND_BLOCK": second_block, "num_warps": 1},
             },
         )
     return out

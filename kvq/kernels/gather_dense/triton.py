@@ -29,20 +29,11 @@ def gather_dense(
         return out
     tokens = _INTERPRETED_TOKENS if tables.device.type == "cpu" else _TOKENS
     for rows, into in zip((kernel_rows("k", kv), kernel_rows("v", kv)), out, strict=True):
+        stored = (rows if unrotate else rows._replace(rotated=1)).argument()
+        numbers = tables.stride(0), *into.stride()[:3], start, end
+        options = {"num_warps": 4, "enable_fp_fusion": False}  # the same bits as the reference
         _gather_kernel[(triton.cdiv(length, tokens), kv_heads, sequences)](
-            into,
-            tables,
-            (rows if unrotate else rows._replace(rotated=1)).argument(),
-            table_stride=tables.stride(0),
-            out_sequence=into.stride(0),
-            out_head=into.stride(1),
-            out_token=into.stride(2),
-            start=start,
-            end=end,
-            BLOCK_SIZE=kv.block_size,
-            TOKENS=tokens,
-            num_warps=4,
-            enable_fp_fusion=False,  # the same bits as the reference
+            into, tables, stored, *numbers, BLOCK_SIZE=kv.block_size, TOKENS=tokens, **options
         )
     return out
 

@@ -126,30 +126,17 @@ class TritonLinear:
         weight, inputs, device = self.weight, self.fmt.inputs, x.device
         tile = tiles.fitted(weight, self.fmt.name, tiles.row_class(len(x)), shapes.target(x))
         splits, each = tiles.splits(weight, tile, len(x), device)
-        codes, scale, zero = self._tensors()
-        product = Bound(
-            linear_kernel,
-            ("x_ptr", "x_scale_ptr", "x_sum_ptr", "out_ptr"),
-            ("rows", "x_row", "out_split"),
-            {
-                "w_ptr": codes,
-                "scale_ptr": scale,
-                "zero_ptr": zero,
-                "outputs": weight.out_features,
-                "blocks": weight.blocks,
-                "split_blocks": each,
-                "groups": weight.groups,
-                "COMPUTE": compute_dtype(weight, inputs, x),
-                "BM": tile.rows,
-                "GROUPED": weight.is_grouped,
-                "SCALED": inputs is not Inputs.FULL,
-                **constants(weight, tile),
-            },
-        )
+        fixed = {
+            **dict(zip(("w_ptr", "scale_ptr", "zero_ptr"), self._tensors(), strict=True)),
+            **{"outputs": weight.out_features, "blocks": weight.blocks, "split_blocks": each},
+            **{"groups": weight.groups, "COMPUTE": compute_dtype(weight, inputs, x), "BM": tile.rows},
+            **{"GROUPED": weight.is_grouped, "SCALED": inputs is not Inputs.FULL, **constants(weight, tile)},
+        }
+        tensors = "x_ptr", "x_scale_ptr", "x_sum_ptr", "out_ptr"
+        product = Bound(linear_kernel, tensors, ("rows", "x_row", "out_split"), fixed)
         own = {"splits": splits, "WIDTH": _SUMMED, "num_warps": 4}
-        return _Plan(
-            tile, splits, product, Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), own)
-        )
+        added = Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), own)
+        return _Plan(tile, splits, product, added)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return codes, scales, and zero points or None; with ROWS, bytes have the inputs' rounded dtype."""
@@ -168,14 +155,10 @@ class TritonLinear:
         for first in range(0, weight.padded_outputs // tile.outputs, count):
             begin = first * tile.outputs
             end = min(begin + count * tile.outputs, weight.out_features)
+            numbers = {"first_tile": first, "outputs": weight.out_features, "out_row": dense.stride(0)}
+            dtype = compute_dtype(weight, self.fmt.inputs, x)
             dequantize_kernel[(weight.blocks, triton.cdiv(end - begin, tile.outputs))](
-                *self._tensors(),
-                dense,
-                first_tile=first,
-                outputs=weight.out_features,
-                out_row=dense.stride(0),
-                COMPUTE=compute_dtype(weight, self.fmt.inputs, x),
-                **constants(weight, tile),
+                *self._tensors(), dense, **numbers, COMPUTE=dtype, **constants(weight, tile)
             )
             torch.mm(x, dense[: end - begin].T, out=out[:, begin:end])
         return out
@@ -190,18 +173,11 @@ def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Ten
         dtype = torch.float8_e4m3fn if as_bytes else whole
     codes = torch.empty(rows, count, dtype=dtype, device=x.device)
     scale = torch.empty(rows, device=x.device, dtype=torch.float32)
-    quantize_kernel[(rows,)](
-        x,
-        codes.view(torch.uint8) if inputs is Inputs.FP8 and as_bytes else codes,
-        scale,
-        x.stride(0),
-        count,
-        FP8=inputs is Inputs.FP8,
-        BYTES=as_bytes,
-        WIDTH=min(_QUANTIZED, triton.next_power_of_2(count)),
-        num_warps=4,
-        enable_fp_fusion=False,  # the same bits as the reference
-    )
+    stored = codes.view(torch.uint8) if inputs is Inputs.FP8 and as_bytes else codes
+    flags = {"FP8": inputs is Inputs.FP8, "BYTES": as_bytes}
+    options = {"num_warps": 4, "enable_fp_fusion": False}  # the same bits as the reference
+    width = min(_QUANTIZED, triton.next_power_of_2(count))
+    quantize_kernel[(rows,)](x, stored, scale, x.stride(0), count, **flags, WIDTH=width, **options)
     return codes, scale
 
 
@@ -218,18 +194,10 @@ def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
     """Return the arguments shared by all kernels that read weights."""
     warps = max(1, min(tile.warps, tile.outputs // (8 * weight.runs)))
     return {
-        "w_rows": weight.codes.shape[1],
-        "padded": weight.padded_outputs,
-        "group": weight.group,
-        "blocks_per_group": weight.blocks_per_group,
-        "KIND": weight.kind.value,
-        "UNIT": _UNITS.get(weight.kind, 1.0),
-        "BK": weight.block,
-        "WIDTH": weight.width,
-        "RUNS": weight.runs,
-        "BN": tile.outputs,
-        "WARPS": warps,
+        **{"w_rows": weight.codes.shape[1], "padded": weight.padded_outputs, "group": weight.group},
+        **{"blocks_per_group": weight.blocks_per_group, "KIND": weight.kind.value},
+        **{"UNIT": _UNITS.get(weight.kind, 1.0), "BK": weight.block, "WIDTH": weight.width},
+        **{"RUNS": weight.runs, "BN": tile.outputs, "WARPS": warps},
         "WHOLE": weight.group == weight.block * weight.blocks_per_group,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        **{"num_warps": tile.warps, "num_stages": tile.stages},
     }

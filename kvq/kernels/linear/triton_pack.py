@@ -140,19 +140,11 @@ def pack_blocks(weight: BlockWeight) -> PackedWeight:  # D388
         codes = _six_bits(six_bits(b).view(rows, -1, 32))
         scale = b[:, 208:].contiguous().view(torch.float16)
         fine = b[:, 192:208].contiguous().view(torch.int16)
-    return PackedWeight(
-        kind=Kind[kind.name],
-        codes=codes,
-        scale=scale.view(rows, -1).T.contiguous(),
-        zero=fine.view(rows, -1).T.contiguous(),
-        order=None,
-        block=kind.values // fine.shape[1],
-        runs=2 if kind.name == "Q4_K" else 4,
-        blocks_per_group=fine.shape[1],
-        group=kind.values,
-        in_features=weight.in_features,
-        out_features=outputs,
-    )
+    halves, runs = fine.shape[1], 2 if kind.name == "Q4_K" else 4
+    scale, fine = (x.view(rows, -1).T.contiguous() for x in (scale, fine))
+    own = {"block": kind.values // halves, "blocks_per_group": halves, "group": kind.values, "runs": runs}
+    sizes = {"in_features": weight.in_features, "out_features": outputs}
+    return PackedWeight(kind=Kind[kind.name], codes=codes, scale=scale, zero=fine, order=None, **own, **sizes)
 
 
 def _pack_simple(weight: BlockWeight) -> PackedWeight:

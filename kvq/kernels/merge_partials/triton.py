@@ -24,19 +24,9 @@ def merge_into(
     """
     parts, tokens, heads, dim = outs.shape
     if tokens:
-        _merge_kernel[(tokens, heads)](
-            outs,
-            lses,
-            lses if sinks is None else sinks,
-            *results,
-            part_rows=tokens * heads,
-            parts=parts,
-            HEADS=heads,
-            DIM=dim,
-            PAD=triton.next_power_of_2(dim),
-            SINKS=sinks is not None,
-            num_warps=1,
-        )
+        sizes = {"HEADS": heads, "DIM": dim, "PAD": triton.next_power_of_2(dim), "SINKS": sinks is not None}
+        read = outs, lses, lses if sinks is None else sinks
+        _merge_kernel[(tokens, heads)](*read, *results, tokens * heads, parts, **sizes, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["part_rows", "parts"])

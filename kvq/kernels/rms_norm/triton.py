@@ -47,22 +47,13 @@ class AddNorm:
 
     def _bound(self, dim: int, *, adds: bool) -> Bound:
         pad, norm, post = triton.next_power_of_2(dim), self._norm, self._post
-        return Bound(
-            _add_norm_kernel,
-            ("x_ptr", "residual_ptr", "post_ptr", "norm_ptr", "out_ptr"),
-            ("x_row", "residual_row"),
-            {
-                "post_eps": 0.0 if post is None else post.eps,
-                "eps": 0.0 if norm is None else norm.eps,
-                "scale": self._scale,
-                "DIM": dim,
-                "PAD": pad,
-                "POST": post is not None,
-                "ADDS": adds,
-                "NORMS": norm is not None,
-                "num_warps": min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS),
-            },
-        )
+        tensors = "x_ptr", "residual_ptr", "post_ptr", "norm_ptr", "out_ptr"
+        post_eps, eps = (0.0 if x is None else x.eps for x in (post, norm))
+        numbers = {"post_eps": post_eps, "eps": eps, "scale": self._scale, "DIM": dim, "PAD": pad}
+        flags = {"POST": post is not None, "ADDS": adds, "NORMS": norm is not None}
+        warps = min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS)
+        fixed = {**numbers, **flags, "num_warps": warps}
+        return Bound(_add_norm_kernel, tensors, ("x_row", "residual_row"), fixed)
 
 
 @triton.jit

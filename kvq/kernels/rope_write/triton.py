@@ -21,6 +21,7 @@ _FEW_ELEMENTS, _ELEMENTS = 128, 512  # of a warp
 _MOST_WARPS = 8
 _TENSORS = "heads_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "slots_ptr", "bad_ptr"
 _ROWS = "heads_row", "cos_row", "sin_row"
+_COUNTS = "Q_HEADS", "KV_HEADS", "Q_TILE", "K_TILE", "V_TILE", "K_TILES", "V_TILES"
 
 
 class _Norm(NamedTuple):
@@ -67,27 +68,17 @@ def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -
     rotary = layer.rotary_dim if is_turned else 0
     together = [norm is not None and norm.together for norm in (q_norm, k_norm, None)]
     tiles, warps = _tiles(layer, together, (k.pad, k.pad, v.pad), elements)
-    q_tile, k_tile, v_tile = tiles
     q_tiles, k_tiles, v_tiles = map(triton.cdiv, layer.counts, tiles)
+    counts = layer.q_heads, layer.kv_heads, *tiles, k_tiles, v_tiles
     is_q_changed = rotary or q_norm is not None or layer.bias is not None
     programs = k_tiles + v_tiles + (q_tiles if is_q_changed else 0)
     return programs, {
-        "k": k.argument(),
-        "v": v.argument(),
+        **{"k": k.argument(), "v": v.argument()},
         "q_norm": q_norm and q_norm._replace(together=tl.constexpr(q_norm.together)),
         "k_norm": k_norm and k_norm._replace(together=tl.constexpr(k_norm.together)),
-        "k_center": layer.centers[0],
-        "v_center": layer.centers[1],
-        "Q_HEADS": layer.q_heads,
-        "KV_HEADS": layer.kv_heads,
-        "Q_TILE": q_tile,
-        "K_TILE": k_tile,
-        "V_TILE": v_tile,
-        "K_TILES": k_tiles,
-        "V_TILES": v_tiles,
-        "BIAS": layer.bias is not None,
-        "ROTARY": rotary,
-        "PAIRS": int(layer.pairs),
+        **dict(zip(("k_center", "v_center"), layer.centers, strict=True)),
+        **dict(zip(_COUNTS, counts, strict=True)),
+        **{"BIAS": layer.bias is not None, "ROTARY": rotary, "PAIRS": int(layer.pairs)},
         "BLOCK_SIZE": kv.block_size,
         "enable_fp_fusion": False,  # a product and a sum rounded once would change codes
         "num_warps": warps,

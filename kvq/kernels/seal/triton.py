@@ -1,4 +1,4 @@
-"""`seal` in Triton: one launch for K and one for V quantize the blocks that have become old enough."""
+"""`seal` in Triton: one launch quantizes K and V of the blocks that have become old enough."""
 
 from typing import Any, Literal
 
@@ -39,39 +39,34 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     if not most:
         return
     most *= -(-size // _TOKENS)  # pieces
-    lens = own.device_lens()
-    sealed, sinks = batch.sealed.tables, own.tables if batch.sinks is None else batch.sinks.tables
-    for fixed in (_arguments("k", kv), _arguments("v", kv)):
-        _seal_kernel[(most, len(own.query_lens), kv.recent.k.codes.shape[1])](
-            lens,
-            own.tables,
-            sealed,
-            sinks,
-            lens.stride(0),
-            own.tables.stride(0),
-            sealed.stride(0),
-            sinks.stride(0),
-            **fixed,
-            enable_fp_fusion=False,  # a product and a sum rounded once would change codes
-        )
+    read = own.device_lens(), *(x.tables for x in (own, batch.sealed, batch.sinks or own))
+    fixed = _arguments(kv)
+    # Not fused: a product and a sum rounded once would change codes.
+    _seal_kernel[(most, len(own.query_lens), 2 * fixed["HEADS"])](
+        *read, *(x.stride(0) for x in read), **fixed, enable_fp_fusion=False
+    )
 
 
-def _arguments(part: Literal["k", "v"], kv: StagedKV) -> dict[str, Any]:
-    """Return the arguments for K or V that are the same at every step."""
+def _arguments(kv: StagedKV) -> dict[str, Any]:
+    """Return the arguments that are the same at every step."""
+    sinks = 0 if kv.sinks is None else kv.exact.sinks
+    sizes = {"BLOCK_SIZE": kv.sealed.block_size, "HEADS": kv.recent.k.codes.shape[1], "TOKENS": _TOKENS}
+    parts = {"k": _part("k", kv), "v": _part("v", kv)}
+    return {**parts, "recent": kv.exact.recent, "SINKS": sinks, **sizes, "num_warps": 4}
+
+
+def _part(part: Literal["k", "v"], kv: StagedKV) -> tuple[Any, ...]:
+    """Return where K or V waits, where sinks are moved to (each with strides), and where it is sealed."""
     recent: PagedRows = getattr(kv.recent, part)
     sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, part)
-    return {
-        "from_ptr": recent.codes,
-        "x": Strides.of(recent.codes),
-        "to_ptr": sinks.codes,
-        "y": Strides.of(sinks.codes),
-        "rows": written_rows(part, kv.sealed).argument(),
-        "recent": kv.exact.recent,
-        "SINKS": 0 if kv.sinks is None else kv.exact.sinks,
-        "BLOCK_SIZE": kv.sealed.block_size,
-        "TOKENS": _TOKENS,
-        "num_warps": 4,
-    }
+    moved = Strides.of(sinks.codes)
+    return (
+        recent.codes,
+        Strides.of(recent.codes),
+        sinks.codes,
+        moved,
+        written_rows(part, kv.sealed).argument(),
+    )
 
 
 @triton.jit
@@ -168,20 +163,13 @@ def _write_channels(
 @triton.jit(do_not_specialize=["recent_stride", "sealed_stride", "sinks_stride"])
 def _seal_kernel(
     lens_ptr, recent_tables, sealed_tables, sinks_tables,
-    lens_row, recent_stride, sealed_stride, sinks_stride,
-    from_ptr, x, to_ptr, y, rows, recent,
-    SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    lens_row, recent_stride, sealed_stride, sinks_stride, k, v, recent,
+    HEADS: tl.constexpr, SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Seal blocks. Grid: (pieces of blocks that new tokens may make old enough, sequences, KV heads).
-
-    `x`, `y`: strides of the blocks that are read, and of the blocks to which sinks are moved.
-    """
-    if INTERPRETED:
-        rows = opened(rows)
+    """Seal blocks. Grid: (pieces of blocks that new tokens may make old enough, sequences, KV heads of K,
+    then of V). `k`, `v`: see `_part`."""
     PIECES: tl.constexpr = (BLOCK_SIZE + TOKENS - 1) // TOKENS
-    piece = tl.program_id(0) % PIECES
-    slot = piece * TOKENS + tl.arange(0, TOKENS)
-    sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64) % HEADS
     new = tl.load(lens_ptr + lens_row + sequence)
     context = tl.load(lens_ptr + 2 * lens_row + sequence)
     index = tl.maximum(context - new - recent, 0) // BLOCK_SIZE + tl.program_id(0) // PIECES
@@ -189,16 +177,35 @@ def _seal_kernel(
         return
     wide = sequence.to(tl.int64)
     source = tl.load(recent_tables + wide * recent_stride + index).to(tl.int64)
-    from_ptr += source * x.block + head * x.head
-    col = tl.arange(0, rows.pad)
-    if index * BLOCK_SIZE < SINKS:  # copied unchanged
+    is_sink = index * BLOCK_SIZE < SINKS
+    if is_sink:
         target = tl.load(sinks_tables + wide * sinks_stride + index).to(tl.int64)
+    else:
+        target = tl.load(sealed_tables + wide * sealed_stride + index).to(tl.int64)
+    piece = tl.program_id(0) % PIECES
+    if tl.program_id(2) < HEADS:
+        _seal_piece(piece, source, target, is_sink, head, k[0], k[1], k[2], k[3], k[4], BLOCK_SIZE, TOKENS)
+    else:
+        _seal_piece(piece, source, target, is_sink, head, v[0], v[1], v[2], v[3], v[4], BLOCK_SIZE, TOKENS)
+
+
+@triton.jit
+def _seal_piece(
+    piece, source, target, is_sink, head, from_ptr, x, to_ptr, y, rows,
+    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Seal a piece of a block of K or V, or copy it if it is a sink. `x`, `y`: strides of the blocks that are
+    read, and of the blocks to which sinks are moved."""
+    if INTERPRETED:
+        rows = opened(rows)
+    slot, col = piece * TOKENS + tl.arange(0, TOKENS), tl.arange(0, rows.pad)
+    from_ptr += source * x.block + head * x.head
+    if is_sink:
         to_ptr += target * y.block + head * y.head
         mask = (slot < BLOCK_SIZE)[:, None] & (col < rows.dim)[None, :]
         plain = tl.load(from_ptr + slot[:, None] * x.slot + col[None, :], mask=mask)
         tl.store(to_ptr + slot[:, None] * y.slot + col[None, :], plain, mask=mask)
     else:
-        target = tl.load(sealed_tables + wide * sealed_stride + index).to(tl.int64)
         codes, scales, means = rows.code_strides, rows.scale_strides, rows.mean_strides
         values = _rows(from_ptr, x.slot, slot, BLOCK_SIZE, col, rows)
         if rows.mean_group > 0:

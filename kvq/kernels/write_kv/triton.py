@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.gpu.encode import finite_rows, write_token
-from kvq.kernels.gpu.launch import dense_strides, opened, written_argument
+from kvq.kernels.gpu.launch import opened, written_argument
 from kvq.kernels.gpu.rows import INTERPRETED
 from kvq.kernels.paged import PagedKV
 
@@ -17,20 +17,14 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
     bad = torch.empty(tokens, dtype=torch.bool, device=k.device)
     if not tokens:
         return bad
+    rows = written_argument("k", kv), written_argument("v", kv)
+    sizes = {"BLOCK_SIZE": kv.block_size, "HEADS": heads, "HEADS_PAD": triton.next_power_of_2(heads)}
+    options = {
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }  # rounding a product and a sum once would change codes
     _write_kernel[(tokens,)](
-        k,
-        v,
-        slots,
-        bad.view(torch.int8),
-        **dense_strides("k", k),
-        **dense_strides("v", v),
-        k_rows=written_argument("k", kv),
-        v_rows=written_argument("v", kv),
-        BLOCK_SIZE=kv.block_size,
-        HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads),
-        num_warps=4,
-        enable_fp_fusion=False,  # a product and a sum rounded once would change codes
+        k, v, slots, bad.view(torch.int8), *k.stride(), *v.stride(), *rows, **sizes, **options
     )
     return bad
 

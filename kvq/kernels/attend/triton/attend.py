@@ -1,7 +1,7 @@
 """`attend` in Triton: the arguments of a layer's launches, and the launches."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -17,10 +17,24 @@ from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, pla
 from kvq.kernels.gpu.launch import Reading, Rows, Strides, kernel_rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, run_bytes, shape_of, takes_means_apart, target
-from kvq.kernels.paged import PagedKV, SequenceBatch
+from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
 
 _LEAST_PAD = 32  # columns of an 8-bit product
 _LARGE_ROWS = 64  # of Hopper's own products
+_PARTS: tuple[Literal["k", "v"], ...] = "k", "v"
+_LIMITS = "scale", "softcap", "window", "recent", "part_first", "part_last"
+
+
+class _Near(NamedTuple):
+    """Unquantized blocks of a staged layer as a kernel argument: those of young keys and, once they are old,
+    those of the first `exact` keys. The rest of the old keys are sealed."""
+
+    k: Rows
+    v: Rows
+    sinks_k: Rows | None
+    sinks_v: Rows | None
+    block_size: Any  # constants
+    exact: Any
 
 
 def attend(
@@ -44,29 +58,53 @@ def attend(
     return results
 
 
-def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
+def attend_staged(
+    q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Attend over blocks of all forms together: what `attend` finds in every part of the keys, merged."""
+    if q.device.type == "cpu" and q.dtype is not torch.float32:
+        out, lse = attend_staged(q.float(), kv, batch, options)
+        return out.to(q.dtype), lse
+    plan = plan_of(_planned_staged, q, kv, options)
+    return launched(plan, q, batch.sealed, options.sinks, (batch.recent, batch.sinks or batch.recent))[0]
+
+
+def _planned(
+    q: Tensor, kv: PagedKV, options: AttentionOptions, rounded: bool = False, staged: StagedKV | None = None
+) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = shape_of("decode", kv, q), shape_of("extend", kv, q)
-    fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
+    fixed = options_of_layer(options, q_heads, kv_heads)
+    fixed |= {"BLOCK_SIZE": kv.block_size, "near": None}
+    if staged is not None:
+        fixed |= {"recent": staged.exact.recent, "AGE_BLOCK": kv.block_size, "part_first": staged.exact.sinks}
+    fixed["limits"] = tuple(fixed[name] for name in _LIMITS)
     own: list[dict[str, Any]] = []
     for shape in (decode, extend):
         apart = shape is decode and _means_are_apart(kv, shape)
         k, v = _read_rows("k", q, kv, shape, apart), _read_rows("v", q, kv, shape, apart)
         if rounded and _has_product(kv, q, shape):
             k = _rounded(q, kv, k)
-        given = {"SPREAD": _spread(shape), "LOWER": _is_lower(options, shape), "APART": apart}
+        is_lower = _is_lower(options, shape) or fixed["part_first"] % shape.keys != 0
+        given: dict[str, Any] = {"SPREAD": _spread(shape), "LOWER": is_lower, "APART": apart}
+        if staged is not None:
+            both, exact = (staged.recent, staged.sinks), staged.exact.sinks if staged.sinks else 0
+            rows: list[Any] = [
+                x and _read_rows(part, q, x, shape, apart=False) for x in both for part in _PARTS
+            ]
+            given["near"] = _Near(*rows, *map(tl.constexpr, (staged.recent.block_size, exact)))
         own.append({"k": k, "v": v, **given})
-    return Plan.of(
-        attend_kernel,
-        [fixed | x for x in own],
-        (decode, extend),
-        options,
-        most_decode=MOST_DECODE_ROWS,
-        may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
-    )
+    # Rounded queries have the same numbers in every step.
+    most, gathers = MOST_DECODE_ROWS, not (rounded or staged) and suits(q, kv, options)
+    own = [fixed | x for x in own]
+    return Plan.of(attend_kernel, own, (decode, extend), options, most_decode=most, may_gather=gathers)
 
 
 _planned_rounded = partial(_planned, rounded=True)
+
+
+def _planned_staged(q: Tensor, kv: StagedKV, options: AttentionOptions) -> Plan:
+    return _planned(q, kv.sealed, options, staged=kv)
 
 
 def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> Rows:
@@ -149,10 +187,8 @@ def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
 
 def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
     """Return True if a tile may have hidden keys before visible ones."""
-    part = options.part
-    return (options.window, options.chunk) != (None, None) or (
-        part is not None and (part.is_young or part.first % shape.keys != 0)
-    )
+    is_young = options.part is not None and options.part.is_young
+    return is_young or (options.window, options.chunk) != (None, None)
 
 
 def _spread(shape: TileShape) -> int:

@@ -18,7 +18,7 @@ from kvq.kernels.attend.triton.channels import (
     is_paired,
     score_offsets,
 )
-from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS, highest_key, lowest_key
+from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS, OLD, YOUNG, edge, highest_key, lowest_key
 from kvq.kernels.attend.triton.means import score_means
 from kvq.kernels.attend.triton.results import LOG2_E, logarithm, store_results, tile_rows
 from kvq.kernels.attend.triton.scales import is_narrow
@@ -26,17 +26,18 @@ from kvq.kernels.attend.triton.tile import read_queries, tile_of, tile_scores, w
 from kvq.kernels.attend.triton.values import joined, values_of_means, word_outputs
 from kvq.kernels.attend.triton.words import LEAST_COLUMNS, LEAST_KEYS, word_queries
 from kvq.kernels.gpu.launch import opened
-from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED
+from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED, rotated
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 # For numbers that change between steps, Triton would otherwise compile variants: 1, multiples of 16, others.
-VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]  # D129
+VARYING = ["table_stride", "recent_stride", "sinks_stride", "height"]  # D129
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr, room_ptr,
-    q_token, q_head, q_dim, table_stride, height, k, v, scale, softcap, window, recent, part_first, part_last,
+    recent_tables_ptr, sinks_tables_ptr, q_token, q_head, q_dim, table_stride, height, recent_stride,
+    sinks_stride, k, v, limits, near,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -46,10 +47,11 @@ def attend_kernel(
 
     FOLDED: number of partial sums over keys, added at the end, so that the loop needs no sums across threads.
     LOWER: whether a tile may have hidden keys before visible ones. AGE, AGE_BLOCK: age and block size of the
-    visible part.
+    visible part. `limits`: scale, softcap, window, then the numbers of a part. `near`: None, or Near.
 
-    An item with a part of a tile's keys stores partial results, still rotated, to `parts_ptr`, fp32 [parts,
-    KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores final results.
+    An item with a part of a tile's keys stores partial results, rotated unless some are unquantized, to
+    `parts_ptr`, fp32 [parts, KV heads, height, v.pad], and to `part_lses_ptr`; an item with all keys stores
+    final results.
 
     APART: means are added before and after the loop over keys. `room_ptr`, fp32 [tokens, query heads, 1 +
     tiles of a block, table_stride], has the scores of all blocks' means, then the sums of all tiles' weights.
@@ -57,21 +59,82 @@ def attend_kernel(
     """
     if INTERPRETED:
         k, v = opened(k), opened(v)
+        near = opened(near)
     KV_HEADS: tl.constexpr = Q_HEADS // SHARE
+    STAGED: tl.constexpr = near is not None
     item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
     sequence = tl.load(item)
     if sequence < 0:
         return
     kv_head = tl.program_id(0) % KV_HEADS
-    own = tl.arange(0, ROWS)
-    valid, position, token, head = tile_rows(item, own, kv_head, SHARE)
+    valid, position, token, head = tile_rows(item, tl.arange(0, ROWS), kv_head, SHARE)
     context = tl.load(item + 4)
     begin = tl.load(item + 5) * KEYS  # so that the compiler knows what divides it
     end = tl.load(item + 6)
-    if LOWER:
+    of_first = context
+    if LOWER or STAGED:
         of_first = context - tl.load(item + 3) + tl.load(item + 1) // SHARE
-        oldest = lowest_key(of_first, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK)
+    own = (q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first) + limits
+    first_old, end_of_old = begin, end
+    if STAGED:
+        recent = limits[3]
+        first_old = tl.maximum(begin, near.exact // KEYS * KEYS)
+        rows = tl.minimum(tl.load(item + 1) + ROWS, tl.load(item + 3) * SHARE)
+        of_last = context - tl.load(item + 3) + (rows - 1) // SHARE
+        end_of_old = tl.minimum(end, edge(of_last, recent, AGE_BLOCK))
+    out, top, totals = _over_keys(
+        own, first_old, end_of_old, tables_ptr + sequence.to(tl.int64) * table_stride, table_stride, room_ptr,
+        k, v, (), BLOCK_SIZE, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW, CHUNK, LOWER,
+        OLD if STAGED else AGE, AGE_BLOCK, SOFTCAP, APART,
+    )  # fmt: skip
+    if STAGED:  # read again, so that the first loop needs no registers for it
+        valid, position, token, head = tile_rows(item, tl.arange(0, ROWS), kv_head, SHARE)
+        begin, end = tl.load(item + 5, volatile=True) * KEYS, tl.load(item + 6, volatile=True)
+        of_first = tl.load(item + 4, volatile=True) - tl.load(item + 3, volatile=True)
+        of_first += tl.load(item + 1, volatile=True) // SHARE
+        own = (q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first) + limits
+        first_young = edge(of_first, recent, AGE_BLOCK)
+        is_plain = (end > first_young) | (begin < near.exact) | (tl.load(item + 7) < 0)
+        if is_plain:
+            if v.rotated > 1:
+                out = rotated(out, ROWS, v.pad, v.rotated)
+            wide = tl.load(item, volatile=True).to(tl.int64)
+            out, top, totals = _over_keys(
+                own, tl.maximum(begin, first_young // KEYS * KEYS), end,
+                recent_tables_ptr + wide * recent_stride, recent_stride, room_ptr, near.k, near.v,
+                (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD, WINDOW, CHUNK, True,
+                YOUNG, AGE_BLOCK, SOFTCAP, False,
+            )  # fmt: skip
+            if near.exact > 0:
+                out, top, totals = _over_keys(
+                    own[:-2] + (0, near.exact), begin, tl.minimum(end_of_old, near.exact),
+                    sinks_tables_ptr + wide * sinks_stride, sinks_stride, room_ptr, near.sinks_k,
+                    near.sinks_v, (out, top, totals), near.block_size, Q_HEADS, ROWS, KEYS, FOLDED, SPREAD,
+                    WINDOW, CHUNK, True, OLD, AGE_BLOCK, SOFTCAP, False,
+                )  # fmt: skip
+    MIXED: tl.constexpr = STAGED and v.rotated > 1
+    store_results(
+        out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,
+        kv_head, height, sink_ptr, ROWS, KV_HEADS, SHARE, v.dim, v.pad, 1 if MIXED else v.rotated, SINKS,
+        is_plain if MIXED else None,
+    )  # fmt: skip
 
+
+@triton.jit
+def _over_keys(
+    own, begin, end, table, table_stride, room_ptr, k, v, before_them, BLOCK_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOWER: tl.constexpr, AGE: tl.constexpr,
+    AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of an item's rows over the keys [begin, end) of one form: fp32 [ROWS, v.pad], the
+    maxima [ROWS], and sums of weights [ROWS, FOLDED]. `before_them`: those of other keys, or none."""
+    (
+        q_ptr, q_token, q_head, q_dim, kv_head, valid, position, token, head, of_first, scale, softcap,
+        window, recent, part_first, part_last,
+    ) = own  # fmt: skip
+    if LOWER:
+        oldest = lowest_key(of_first, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK)
     col = tl.arange(0, k.pad)
     q_mask = valid[:, None] & (col < k.dim)[None, :]
     q_col = col
@@ -90,14 +153,13 @@ def attend_kernel(
         room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
         if CHANNELS:
             score_offsets(
-                q, k, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
-                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                q, k, room_ptr, room_at, valid, table, begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
                 k.scales + kv_head.to(tl.int64) * k.scale_strides.head,
             )  # fmt: skip
         if k.mean_group > 0:
             score_means(
-                q, k, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
-                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), k.means + k_mean_at,
+                q, k, room_ptr, room_at, valid, table, begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                k.means + k_mean_at,
             )  # fmt: skip
     if CHANNELS:
         runs = channel_queries(q, k)
@@ -115,7 +177,8 @@ def attend_kernel(
     outs = (tl.zeros((ROWS, v.pad), tl.float32),)
     if v.read.words:
         outs = word_outputs(ROWS, v.kind, v.dim, v.read.run, v.read.width, v.read.pairs)
-    table = tables_ptr + sequence.to(tl.int64) * table_stride
+    if len(before_them) > 0:
+        outs, top, totals = (before_them[0],), before_them[1], before_them[2]
     row_scale = unit * scale
     if k.read.rounded or (k.read.words and k.kind < INT4):
         if k.static is not None:
@@ -141,7 +204,8 @@ def attend_kernel(
     ENLARGED: tl.constexpr = enlargement(v.kind, v.read.compute) if IS_RAISED else -exponent(SUMMED)
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
-    for at in range(begin, end, KEYS):
+    STAGES: tl.constexpr = 1 if len(before_them) > 0 else None  # few keys: no buffers
+    for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         inside = own_key < end - at
         if LOWER:
             inside = inside & (own_key >= oldest - at)
@@ -193,7 +257,4 @@ def attend_kernel(
             v, room_ptr, room_at + table_stride, top, table, begin, end, v.means + v_mean_at,
             ROWS, KEYS, BLOCK_SIZE,
         )  # fmt: skip
-    store_results(
-        out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,
-        kv_head, height, sink_ptr, ROWS, KV_HEADS, SHARE, v.dim, v.pad, v.rotated, SINKS,
-    )  # fmt: skip
+    return out, top - ENLARGED, totals

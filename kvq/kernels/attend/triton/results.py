@@ -63,9 +63,10 @@ def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
 def store_results(  # D123: inverses: units are powers of two
     out, top, total, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, kv_head, height, sink_ptr,
     ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    ROTATED: tl.constexpr, SINKS: tl.constexpr,
+    ROTATED: tl.constexpr, SINKS: tl.constexpr, is_plain=None,
 ):  # fmt: skip
     """Store an item's final results, or its partial results, which are merged with those of other items.
+    `is_plain`: whether they are not rotated, stored after each log-sum-exp; None if all are alike.
 
     Row positions are recomputed here, so the loop over keys needs no registers for them.
     """
@@ -80,19 +81,23 @@ def store_results(  # D123: inverses: units are powers of two
         )  # fmt: skip
     else:
         part_at = (part.to(tl.int64) * KV_HEADS + kv_head) * height + own
+        lse_at = part_at if is_plain is None else 2 * part_at
         store_rows(
-            out, top, total, parts_ptr, part_lses_ptr, part_at * PAD, part_at, sink_ptr, head, valid,
+            out, top, total, parts_ptr, part_lses_ptr, part_at * PAD, lse_at, sink_ptr, head, valid,
             ROWS, PAD, PAD, 1, False,
         )  # fmt: skip
+        if is_plain is not None:
+            tl.store(part_lses_ptr + (lse_at + 1), is_plain.to(tl.float32) + part_at * 0, mask=valid)
 
 
 @triton.jit(do_not_specialize=["height"])
 def merge_kernel(
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr, merged_ptr, sink_ptr, height,
     V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr, Q_HEADS: tl.constexpr,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS rows of a tile, AT_ONCE parts at a time, in order. Grid: (tiles, KV heads, rows)."""
+    """Merge ROWS rows of a tile, AT_ONCE parts at a time, in order. Grid: (tiles, KV heads, rows).
+    MIXED: only some parts are rotated, as numbers after their log-sum-exps say."""
     record = merged_ptr + tl.program_id(0) * MERGE_WORDS
     parts = tl.load(record)
     if parts == 0:
@@ -111,9 +116,11 @@ def merge_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, V_PAD), tl.float32)
+    plain = out
     for done in range(0, parts, AT_ONCE):
         there = (done + part < parts)[:, None] & valid[None, :]
-        lse = tl.load(part_lses_ptr + lse_at, mask=there, other=float("-inf")) * LOG2_E
+        lses = part_lses_ptr + lse_at * (2 if MIXED else 1)
+        lse = tl.load(lses, mask=there, other=float("-inf")) * LOG2_E
         x = tl.load(parts_ptr + at, mask=there[:, :, None], other=0.0)
         lse_at += AT_ONCE * step
         at += AT_ONCE * step * V_PAD
@@ -121,10 +128,16 @@ def merge_kernel(
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         decay, weight = tl.exp2(top - safe), tl.exp2(lse - safe[None, :])
         total = total * decay + tl.sum(weight, axis=0)
+        if MIXED:
+            of_plain = weight * tl.load(lses + 1, mask=there, other=0.0)
+            weight -= of_plain
+            plain = plain * decay[:, None] + tl.sum(x * of_plain[:, :, None], axis=0)
         out = out * decay[:, None] + tl.sum(x * weight[:, :, None], axis=0)
         top = higher
+    if MIXED:
+        out = rotated(out, ROWS, V_PAD, V_ROTATED) + plain
     out_at = token * Q_HEADS + head
     store_rows(
         out, top, total, out_ptr, lse_ptr, out_at * V_DIM, out_at, sink_ptr, head, valid,
-        ROWS, V_DIM, V_PAD, V_ROTATED, SINKS,
+        ROWS, V_DIM, V_PAD, 1 if MIXED else V_ROTATED, SINKS,
     )  # fmt: skip

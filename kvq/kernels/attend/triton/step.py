@@ -17,7 +17,7 @@ from kvq.kernels.attend.triton.results import merge_kernel
 from kvq.kernels.attend.triton.work import Cut, WorkList, part_numbers, work_list
 from kvq.kernels.gpu.launch import Bound, Rows
 from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split, pieces
-from kvq.kernels.paged import PagedKV, SequenceBatch
+from kvq.kernels.paged import PagedKV, SequenceBatch, StagedKV
 
 _MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
 _MERGED_ROWS = 1, 4  # of the result per program, for decode tiles and for extend tiles
@@ -25,10 +25,13 @@ _ATTENDED = (
     *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
     *("items_ptr", "tables_ptr", "sink_ptr"),
 )
-_ROOM = "room_ptr"  # of kernels that add means before and after their loop
+# Of kernels that add means before and after their loop, and that read blocks of several forms.
+_ROOM = "room_ptr", "recent_tables_ptr", "sinks_tables_ptr"
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
+_Result = tuple[Tensor, Tensor]
+_Shapes = tuple[TileShape, TileShape]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,18 +50,13 @@ class Plan:
     attend: tuple[Bound, Bound]
     room: int | None  # numbers per query row and block that means need; None: the kernel has no means
     merge: tuple[Bound, Bound]
+    lse_words: int  # numbers stored with each row of a part
 
     @classmethod
     def of(
-        cls,
-        kernel: Any,
-        fixed: Sequence[Mapping[str, Any]],
-        shapes: tuple[TileShape, TileShape],
-        options: AttentionOptions,
-        *,
-        most_decode: int,
-        may_gather: bool,
-    ) -> "Plan":
+        cls, kernel: Any, fixed: Sequence[Mapping[str, Any]], shapes: _Shapes, options: AttentionOptions,
+        *, most_decode: int, may_gather: bool,
+    ) -> "Plan":  # fmt: skip
         """Make a plan. `kernel`: starts with the arguments that all kernels have; `fixed`: other arguments of
         the kernel and the merge, without tile sizes, for decode and for extend."""
         attends = (
@@ -69,57 +67,48 @@ class Plan:
         v: Rows = fixed[0]["v"]
         merged = {"V_DIM": v.dim, "V_PAD": v.pad, "V_ROTATED": v.rotated}
         merged |= {x: fixed[0][x] for x in ("Q_HEADS", "SHARE", "SINKS")}
+        merged["MIXED"] = fixed[0].get("near") is not None and v.rotated > 1
         merges = (
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
         room = None
-        if _ROOM in kernel.arg_names:
+        tensors: tuple[str, ...] = _ATTENDED
+        numbers: tuple[str, ...] = _NUMBERS
+        if _ROOM[0] in kernel.arg_names:
             room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // shapes[0].keys
-        tensors = _ATTENDED if room is None else (*_ATTENDED, _ROOM)
-        decode, extend = (Bound(kernel, tensors, _NUMBERS, own) for own in attends)
+            tensors, numbers = (*_ATTENDED, *_ROOM), (*_NUMBERS, "recent_stride", "sinks_stride")
+        decode, extend = (Bound(kernel, tensors, numbers, own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
-        share, kv_heads = fixed[0]["SHARE"], fixed[0]["Q_HEADS"] // fixed[0]["SHARE"]
-        sizes = share, kv_heads, most_decode, may_gather, v.pad, *astuple(shapes[0]), *astuple(shapes[1])
+        share, words = fixed[0]["SHARE"], 1 + merged["MIXED"]
+        sizes = {"share": share, "kv_heads": fixed[0]["Q_HEADS"] // share, "v_pad": v.pad, "lse_words": words}
+        sizes |= {"most_decode": most_decode, "may_gather": may_gather}
+        seen = options.window, options.chunk, options.part
         return cls(
-            name=(options.window, options.chunk, options.part, *sizes),
-            shapes=shapes,
-            options=options.without_sinks(),
-            share=share,
-            kv_heads=kv_heads,
-            most_decode=most_decode,
-            may_gather=may_gather,
-            v_dim=v.dim,
-            v_pad=v.pad,
+            name=(*seen, *sizes.values(), *astuple(shapes[0]), *astuple(shapes[1])),
+            **{"shapes": shapes, "options": options.without_sinks(), "v_dim": v.dim, "room": room, **sizes},
             attend=(decode, extend),
-            room=room,
             merge=(one, more),
         )
 
 
 def _argument(value: Any) -> Any:
-    return value.argument(constant_slots=True) if isinstance(value, Rows) else value
+    if isinstance(value, Rows):
+        return value.argument(constant_slots=True)
+    return type(value)(*map(_argument, value)) if hasattr(value, "_fields") else value
 
 
 def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:
     """Return the kernel arguments that are determined by a layer's options and heads."""
-    return {
-        "Q_HEADS": q_heads,
-        "SHARE": q_heads // kv_heads,
-        "SINKS": options.sinks is not None,
-        "scale": options.scale,
-        "softcap": options.softcap or 1.0,
-        "window": options.window or 0,
-        "WINDOW": options.window is not None,
-        "CHUNK": options.chunk or 0,
-        "SOFTCAP": options.softcap is not None,
-        **part_numbers(options.part),
-    }
+    flags = {x.upper(): getattr(options, x) is not None for x in ("sinks", "window", "softcap")}
+    numbers = {"scale": options.scale, "softcap": options.softcap or 1.0, "window": options.window or 0}
+    heads = {"Q_HEADS": q_heads, "SHARE": q_heads // kv_heads, "CHUNK": options.chunk or 0}
+    return {**heads, **flags, **numbers, **part_numbers(options.part)}
 
 
-_Planned = Callable[[Tensor, PagedKV, AttentionOptions], Plan]
+_Planned = Callable[[Tensor, Any, AttentionOptions], Plan]
 
 
-def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
+def plan_of(planned: _Planned, q: Tensor, kv: PagedKV | StagedKV, options: AttentionOptions) -> Plan:
     """Return the plan that `planned` makes, computed once for a layer's blocks and cached with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
@@ -132,15 +121,16 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
 
 
 def launched(
-    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None
+    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None, near: Sequence[SequenceBatch] = ()
 ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`."""
+    """Launch the work of a step; return out, lse, and the sequences left to `attend_gathered`. `near`: as
+    recent blocks and sinks see the batch, if there are any."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     step = _step(batch, plan)
     for work in step.works:
-        _launch(plan, work, q, batch, (out, lse), sinks)
+        _launch(plan, work, q, (batch, *(near or (batch, batch))), (out, lse), sinks)
     return (out, lse), step.gathered
 
 
@@ -151,7 +141,7 @@ class _Work:
     items: WorkList
     is_extend: bool
     parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another and share it
-    lses: Tensor  # fp32 [parts, kv_heads, height]
+    lses: Tensor  # fp32 [parts, kv_heads, height, numbers]
     grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int] | None
 
@@ -166,52 +156,36 @@ class _Step:
 
 def _step(batch: SequenceBatch, plan: Plan) -> _Step:
     """Return a batch's tiles and gathered sequences, computed once for all layers with the same split."""
-    found: _Step | None = batch.kept.get(plan.name)
-    if found is None:
-        found = batch.kept[plan.name] = _shared_out(batch, plan)
+    if plan.name not in batch.kept:
+        seen = (x for x in (plan.options.window, plan.options.chunk) if x is not None)
+        heads = plan.share * plan.kv_heads
+        gathered = chosen(batch, heads, plan.share, min(seen, default=None)) if plan.may_gather else []
+        batch.kept[plan.name] = _Step(list(_works(batch.without(gathered), plan)), gathered)
+    found: _Step = batch.kept[plan.name]
     return found
-
-
-def _shared_out(batch: SequenceBatch, plan: Plan) -> _Step:
-    gathered: list[int] = []
-    if plan.may_gather:
-        seen = (plan.options.window, plan.options.chunk)
-        sees = min((x for x in seen if x is not None), default=None)
-        gathered = chosen(batch, plan.share * plan.kv_heads, plan.share, sees)
-    return _Step(list(_works(batch.without(gathered), plan)), gathered)
 
 
 def _works(batch: SequenceBatch, plan: Plan) -> Iterator[_Work]:
     limits = (1, plan.most_decode), (plan.most_decode + 1, _MANY)
     for is_extend, (shape, (fewest, most)) in enumerate(zip(plan.shapes, limits, strict=True)):
-        cut = Cut(
-            share=plan.share,
-            rows=shape.rows,
-            keys=shape.keys,
-            fewest=fewest,
-            most=most,
-            window=plan.options.window,
-            chunk=plan.options.chunk,
-            part=plan.options.part,
-            pieces=pieces(shape, plan.kv_heads, batch.tables.device),
-            least=least_split(shape),
-        )
+        count = pieces(shape, plan.kv_heads, batch.tables.device)
+        sizes = plan.share, shape.rows, shape.keys, fewest, most
+        seen = {x: getattr(plan.options, x) for x in ("window", "chunk", "part")}
+        cut = Cut(*sizes, **seen, pieces=count, least=least_split(shape))
         if (items := work_list(batch, cut)) is not None:
             yield _with_room(batch, items, plan, is_extend=bool(is_extend))
 
 
 def _with_room(batch: SequenceBatch, items: WorkList, plan: Plan, *, is_extend: bool) -> _Work:
     heads, height = plan.kv_heads, items.height
-    shape = items.parts, heads, height
-    name = _Work, shape, plan.v_pad
+    shape, rows = (items.parts, heads, height), (plan.v_pad, plan.lse_words)
+    name = _Work, shape, rows
     if name not in batch.kept:
         device = batch.tables.device
-        batch.kept[name] = [
-            torch.empty(*shape, *row, device=device, dtype=torch.float32) for row in ((plan.v_pad,), ())
-        ]
+        batch.kept[name] = [torch.empty(*shape, row, device=device, dtype=torch.float32) for row in rows]
     parts, lses = batch.kept[name]
-    rows = _MERGED_ROWS[is_extend]
-    merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
+    together = _MERGED_ROWS[is_extend]
+    merged = None if items.merged is None else (len(items.merged), heads, -(-height // together))
     return _Work(items, is_extend, parts, lses, (len(items.items) * heads, 1, 1), merged)
 
 
@@ -225,22 +199,21 @@ def _room(batch: SequenceBatch, numbers: int) -> Tensor:
     return room
 
 
+_Batches = Sequence[SequenceBatch]
+
+
 def _launch(
-    plan: Plan,
-    work: _Work,
-    q: Tensor,
-    batch: SequenceBatch,
-    results: tuple[Tensor, Tensor],
-    sinks: Tensor | None,
+    plan: Plan, work: _Work, q: Tensor, batches: _Batches, results: _Result, sinks: Tensor | None
 ) -> None:
-    (out, lse), tables = results, batch.tables
+    (out, lse), (tables, *near) = results, [batch.tables for batch in batches]
     parts, lses, items = work.parts, work.lses, work.items
     read = lse if sinks is None else sinks  # otherwise a pointer that is not read
     tensors: tuple[Tensor, ...] = q, out, lse, parts, lses, items.items, tables, read
+    numbers: tuple[int, ...] = *q.stride(), tables.stride(0), items.height
     if plan.room is not None:
-        room = _room(batch, lse.numel() * plan.room) if plan.room and not work.is_extend else lse
-        tensors = *tensors, room
-    plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
+        room = _room(batches[0], lse.numel() * plan.room) if plan.room and not work.is_extend else lse
+        tensors, numbers = (*tensors, room, *near), (*numbers, *(x.stride(0) for x in near))
+    plan.attend[work.is_extend](work.grid, tensors, numbers)
     if work.merge_grid is not None:
         assert items.merged is not None, "what is merged has a list"
         merged = parts, lses, out, lse, items.merged, read

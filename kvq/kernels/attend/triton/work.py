@@ -79,15 +79,9 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
         (lens, items, merged),
         (lens.stride(0), *counts, *limits, part["recent"], part["part_first"], part["part_last"]),
         {
-            "SHARE": cut.share,
-            "ROWS": cut.rows,
-            "KEYS": cut.keys,
-            "WINDOW": cut.window is not None,
-            "CHUNK": cut.chunk or 0,
-            "AGE": part["AGE"],
-            "AGE_BLOCK": part["AGE_BLOCK"],
-            "BLOCK": _FEW if slots <= _FEW else _BLOCK,
-            "num_warps": 4,
+            **{"SHARE": cut.share, "ROWS": cut.rows, "KEYS": cut.keys, "WINDOW": cut.window is not None},
+            **{"CHUNK": cut.chunk or 0, "AGE": part["AGE"], "AGE_BLOCK": part["AGE_BLOCK"]},
+            **{"BLOCK": _FEW if slots <= _FEW else _BLOCK, "num_warps": 4},
         },
     )
     height = min(cut.rows, max(height for height, _ in heights))
@@ -112,10 +106,6 @@ def part_numbers(part: Part | None) -> dict[str, int]:
     """Return the kernel arguments that describe a part of the keys."""
     if part is None:
         return {"AGE": 0, "AGE_BLOCK": 1, "recent": 0, "part_first": 0, "part_last": _NO_LAST}
-    return {
-        "AGE": int((YOUNG if part.is_young else OLD).value),
-        "AGE_BLOCK": part.block_size,
-        "recent": part.recent,
-        "part_first": part.first,
-        "part_last": _NO_LAST if part.last is None else part.last,
-    }
+    age, last = YOUNG if part.is_young else OLD, _NO_LAST if part.last is None else part.last
+    limits = {"recent": part.recent, "part_first": part.first, "part_last": last}
+    return {"AGE": int(age.value), "AGE_BLOCK": part.block_size, **limits}
