@@ -15,6 +15,7 @@ from kvq import fileio
 from kvq.kernels.gpu import shapes
 
 FILE = Path(__file__).parents[2] / "docs" / "instructions.md"
+_LOOPS = "attend decode", "attend staged decode", "attend extend"
 _NAMES = "instructions", "registers", "spilled bytes", "programs at once", "tiles under way"
 _HEAD = """# Instructions of every kernel
 
@@ -63,7 +64,7 @@ def rendered() -> str:
 def _tables(known: budgets.Budgets, device: str) -> Iterator[tuple[str, Table]]:
     """Loops over keys beside slots, those over latents, then all other kernels."""
     found = {name: own for name, own in _figures(known, device).items() if not name[0].endswith(" heads")}
-    loops = {name: own for name, own in found.items() if name[0] in ("attend decode", "attend extend")}
+    loops = {name: own for name, own in found.items() if name[0] in _LOOPS}
     cards = [card.name for card in CARDS if card.device == device]
     table = [["kernel", "format", "bytes a key", *(f"slots {name}" for name in cards), *_NAMES]]
     for (kernel, kv), own in loops.items():
