@@ -65,7 +65,8 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
     of keys that a query sees, including the one at its own position. `chunk`: number of tokens in a chunk; a
     query sees only keys in its own chunk, and chunks begin at multiples of `chunk`. `sinks`: [q_heads],
     logits that take part in the softmax but have no value. `part`: part of the keys that is read, if other
-    keys are stored elsewhere.
+    keys are stored elsewhere. `exact`: sum the keys of a query in an order that its position alone
+    determines, as kernels on CPUs always do; on GPUs, this costs speed.
 
     Raises:
         ConfigError: a window or chunk is shorter than one token, or a scale or softcap is not positive.
@@ -77,6 +78,7 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
     sinks: Tensor | None = None
     part: Part | None = None
     chunk: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not self.scale > 0:

@@ -13,6 +13,7 @@ from kvq.layout import KVLayout
 from kvq.models.loading.fused_layers import is_fused
 from kvq.models.loading.weights import LoadedWeights
 from kvq.models.run.session import Session
+from kvq.weights.linear import Packed
 
 _log = logging.getLogger("kvq")
 _LENGTHS = (75, 9, 40)  # tokens of the checked sequence, then of its neighbours
@@ -27,6 +28,12 @@ def check_exact(weights: LoadedWeights, layout: KVLayout) -> None:  # D394: trie
         ModelError: they differ; the message names the first module whose results do.
     """
     _log.info("checking that no batch or chunk changes a bit")
+    name = _torch_product(weights.model)
+    if name is not None and weights.prepared.dtype is not torch.float32:  # rounding hides most differences
+        raise ModelError(
+            f"{weights.geometry.model_type} can't be exact in 16 bits: {name} is multiplied by torch, whose "
+            f"sums may depend on the batch; give dtype=fp32 (--dtype fp32), or leave exact out"
+        )
     trial = _Trial(weights, layout)
     wanted = trial.logits((), is_alone=True)
     for cuts in _CUTS:
@@ -36,6 +43,20 @@ def check_exact(weights: LoadedWeights, layout: KVLayout) -> None:  # D394: trie
                     f"{weights.geometry.model_type} can't be exact here: {trial.explain(cuts, is_alone)}; "
                     f"leave exact out, or take another model"
                 )
+
+
+def _torch_product(model: nn.Module) -> str | None:
+    """Return the name of a weight that torch may multiply by, or None if kvq's kernels have all matrices."""
+    own = (Packed, nn.Embedding)
+    return next(
+        (
+            f"{name}.{part}"
+            for name, module in model.named_modules()
+            for part, weight in module.named_parameters(recurse=False)
+            if weight.dim() > 1 and not isinstance(module, own)
+        ),
+        None,
+    )
 
 
 class _Trial:

@@ -80,16 +80,20 @@ def _tiles(
 
 
 @triton.jit
-def _pieces(keys, before, total, pieces):
+def _pieces(keys, begin, before, total, pieces, FIXED: tl.constexpr):
     """Return the number of parts of each tile, 0 for a slot without one; the size class of its parts, largest
     first (bool [slots, _CLASSES]); and the number of parts in each class (int32 [slots, _CLASSES]).
 
     `pieces` are distributed over tiles by their share of all keys, `total`; tiles in earlier slots have
     `before` keys. Rounding remainders carry over to the next tile, so there are no more parts in total.
+    With FIXED, parts end at multiples of so many tiles of keys.
     """
     whole = tl.maximum(keys, 0)
-    upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
-    dealt = (upto * pieces + total // 2) // total - ((upto - whole) * pieces + total // 2) // total
+    if FIXED > 0:
+        dealt = (begin + whole - 1) // FIXED - begin // FIXED + 1
+    else:
+        upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
+        dealt = (upto * pieces + total // 2) // total - ((upto - whole) * pieces + total // 2) // total
     parts = tl.where(keys < 0, 0, tl.maximum(dealt, 1)).to(tl.int32)
     size = whole // tl.maximum(parts, 1)  # for a split tile, less than twice the average of a piece
     rank = tl.maximum(-(size * pieces * (_CLASSES // 2) // total) + (_CLASSES - 1), 0)
@@ -99,16 +103,23 @@ def _pieces(keys, before, total, pieces):
 
 @triton.jit
 def _store_items(
-    items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS: tl.constexpr
-):
-    """Store the items of several tiles, whose keys are divided evenly into parts of complete key tiles."""
+    items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys,
+    KEYS: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """Store the items of several tiles, whose keys are divided into parts of complete key tiles, evenly or at
+    multiples of FIXED."""
     for part in range(0, tl.max(parts, axis=0)):
         there = part < parts
         item = items + (at + part) * ITEM_WORDS
-        divisor = tl.maximum(parts, 1)
-        stop = tl.minimum((begin + keys * (part + 1) // divisor) * KEYS, end)
+        if FIXED > 0:
+            start = tl.maximum(begin, (begin // FIXED + part) * FIXED)
+            stop = (begin // FIXED + part + 1) * FIXED
+        else:
+            divisor = tl.maximum(parts, 1)
+            start, stop = begin + keys * part // divisor, begin + keys * (part + 1) // divisor
+        stop = tl.minimum(stop * KEYS, end)
         number = tl.where(parts > 1, first_part + part, -1)
-        words = (sequence, row, first, new, context, begin + keys * part // divisor, stop, number)
+        words = (sequence, row, first, new, context, start, stop, number)
         for i in tl.static_range(ITEM_WORDS):
             tl.store(item + i, words[i], mask=there)
 
@@ -133,11 +144,11 @@ def list_kernel(
     lens_ptr, items_ptr, merged_ptr, lens_row, sequences, search_bits, slots, num_items, num_merged,
     fewest, most, window, pieces, least, recent, part_first, part_last,
     SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Split the keys of all tiles into `pieces`, or into fewer pieces of at least `least` key tiles each; a
-    smaller tile is one piece. Grid: one program, as lists are short and each entry depends on earlier
-    ones."""
+    smaller tile is one piece. With FIXED, split them at multiples of so many tiles, whatever the batch. Grid:
+    one program, as lists are short and each entry depends on earlier ones."""
     step = (
         lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last
     )  # fmt: skip
@@ -151,8 +162,9 @@ def list_kernel(
     counts = tl.zeros((_CLASSES,), tl.int32)
     work = tl.zeros((1,), tl.int64)
     for done in range(0, slots, BLOCK):
-        keys = _tiles(done + tl.arange(0, BLOCK), step, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK)[7]
-        _, _, found = _pieces(keys, work, total, wanted)
+        tiles = _tiles(done + tl.arange(0, BLOCK), step, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK)
+        keys = tiles[7]
+        _, _, found = _pieces(keys, tiles[5], work, total, wanted, FIXED)
         counts += tl.sum(found, axis=0)
         work += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
 
@@ -163,14 +175,31 @@ def list_kernel(
         sequence, row, first, new, context, begin, end, keys = _tiles(
             done + tl.arange(0, BLOCK), step, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK
         )
-        parts, own, found = _pieces(keys, work, total, wanted)
+        if FIXED > 0:  # a tile has no rows of later tokens, even if its program has room for them
+            seen = tl.minimum((row + ROWS) // SHARE, new)
+            context += seen - new
+            new = seen
+        parts, own, found = _pieces(keys, begin, work, total, wanted, FIXED)
         before = starts[None, :] + tl.cumsum(found, axis=0) - found
         at = tl.sum(tl.where(own, before, 0), axis=1)
         is_split = (parts > 1).to(tl.int32)
         kept = parts * is_split
         first_part = num_parts + tl.cumsum(kept, axis=0) - kept
         _store_items(
-            items_ptr, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS
+            items_ptr,
+            at,
+            parts,
+            first_part,
+            sequence,
+            row,
+            first,
+            new,
+            context,
+            begin,
+            end,
+            keys,
+            KEYS,
+            FIXED,
         )
         merged = merged_ptr + (num_split + tl.cumsum(is_split, axis=0) - is_split) * MERGE_WORDS
         words = (parts, first_part, row, first, new)

@@ -29,6 +29,7 @@ _ATTENDED = (
 _ROOM = "room_ptr", "recent_tables_ptr", "sinks_tables_ptr"
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
+_FIXED_PIECE = 2048  # keys of a piece if pieces may not depend on the batch; a multiple of every tile's
 _MANY = (1 << 31) - 1  # query rows: no limit
 _Result = tuple[Tensor, Tensor]
 _Shapes = tuple[TileShape, TileShape]
@@ -81,8 +82,8 @@ class Plan:
         one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
         share, words = fixed[0]["SHARE"], 1 + merged["MIXED"]
         sizes = {"share": share, "kv_heads": fixed[0]["Q_HEADS"] // share, "v_pad": v.pad, "lse_words": words}
-        sizes |= {"most_decode": most_decode, "may_gather": may_gather}
-        seen = options.window, options.chunk, options.part
+        sizes |= {"most_decode": most_decode, "may_gather": may_gather and not options.exact}
+        seen = options.window, options.chunk, options.part, options.exact
         return cls(
             name=(*seen, *sizes.values(), *astuple(shapes[0]), *astuple(shapes[1])),
             **{"shapes": shapes, "options": options.without_sinks(), "v_dim": v.dim, "room": room, **sizes},
@@ -113,6 +114,7 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV | StagedKV, options: Atten
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
         *(options.scale, options.window, options.softcap, options.sinks is None, options.part, options.chunk),
+        options.exact,
     )
     found: Plan | None = kv.kept.get(name)
     if found is None:
@@ -166,12 +168,13 @@ def _step(batch: SequenceBatch, plan: Plan) -> _Step:
 
 
 def _works(batch: SequenceBatch, plan: Plan) -> Iterator[_Work]:
-    limits = (1, plan.most_decode), (plan.most_decode + 1, _MANY)
-    for is_extend, (shape, (fewest, most)) in enumerate(zip(plan.shapes, limits, strict=True)):
+    exact, most_decode = plan.options.exact, plan.most_decode
+    limits = [(1, _MANY)] if exact else [(1, most_decode), (most_decode + 1, _MANY)]
+    for is_extend, (shape, (fewest, most)) in enumerate(zip(plan.shapes, limits, strict=False)):
         count = pieces(shape, plan.kv_heads, batch.tables.device)
-        sizes = plan.share, shape.rows, shape.keys, fewest, most
+        sizes = plan.share, plan.share if exact else shape.rows, shape.keys, fewest, most
         seen = {x: getattr(plan.options, x) for x in ("window", "chunk", "part")}
-        cut = Cut(*sizes, **seen, pieces=count, least=least_split(shape))
+        cut = Cut(*sizes, **seen, pieces=count, least=least_split(shape), fixed=exact * _FIXED_PIECE)
         if (items := work_list(batch, cut)) is not None:
             yield _with_room(batch, items, plan, is_extend=bool(is_extend))
 

@@ -36,6 +36,7 @@ class Cut(NamedTuple):
     least: int  # keys of a piece on average, a multiple of a tile's
     part: Part | None = None  # of the keys
     chunk: int | None = None
+    fixed: int = 0  # keys of every piece but the first and last, at multiples of this; 0: by the load
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +65,9 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
         return None
     tiles = sum(count * -(-height // cut.rows) for height, count in heights)
     lens = batch.device_lens()
-    can_split = _longest(batch, cut) > cut.least
-    parts = cut.pieces if can_split else 0
+    longest = max(batch.context_lens) if cut.fixed else _longest(batch, cut)
+    can_split = longest > (cut.fixed or cut.least)
+    parts = (tiles * (_longest(batch, cut) // cut.fixed + 2) if cut.fixed else cut.pieces) if can_split else 0
     sizes = (tiles + parts, ITEM_WORDS.value), (max(min(tiles, parts // 2), 1), MERGE_WORDS.value)
     items, merged = (torch.empty(size, dtype=torch.int32, device=lens.device) for size in sizes)
     sequences = len(batch.query_lens)
@@ -81,6 +83,7 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
         {
             **{"SHARE": cut.share, "ROWS": cut.rows, "KEYS": cut.keys, "WINDOW": cut.window is not None},
             **{"CHUNK": cut.chunk or 0, "AGE": part["AGE"], "AGE_BLOCK": part["AGE_BLOCK"]},
+            "FIXED": cut.fixed // cut.keys,
             **{"BLOCK": _FEW if slots <= _FEW else _BLOCK, "num_warps": 4},
         },
     )
