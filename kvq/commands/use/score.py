@@ -12,7 +12,7 @@ import click
 
 from kvq.commands.shared.declare import SectionedCommand, gathered, option
 from kvq.commands.shared.options import ACCEPT, ModelOptions, kv_option, model_options
-from kvq.commands.shared.param_types import FILE, PATH, TokenCount
+from kvq.commands.shared.param_types import FILE, PATH
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
@@ -27,7 +27,6 @@ _FIELDS = ("prompt", "completion")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ScoreOptions:
     max_num_seqs: int = option(32, "Rollouts at a time.", type=click.IntRange(1, 1 << 16))
-    max_num_batched_tokens: int = option(2048, "Most new tokens of a step.", type=TokenCount(1, 1 << 24))
     accept_divergence: bool = option(False, ACCEPT)
 
 
@@ -55,11 +54,7 @@ def command(
         raise ConfigError(f"{source} has no lines; give one JSON object per completion")
     checked = check_for(replace(model_options, exact=True), kv)
     model = load_to_serve(checked, kv[0], accept_divergence=options.accept_divergence)
-    limits: dict[str, Any] = {
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-    }
-    with LLM(model, **limits) as llm, progress_bar("scoring") as progress:
+    with LLM(model, max_num_seqs=options.max_num_seqs) as llm, progress_bar("scoring") as progress:
         prompts, completions = ([row[name] for row in rows] for name in _FIELDS)
         found = llm.score(prompts, completions, progress=progress)
     lines = [_scored(row, output) for row, output in zip(rows, found, strict=True)]

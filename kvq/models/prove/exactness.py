@@ -47,16 +47,11 @@ def check_exact(weights: LoadedWeights, layout: KVLayout) -> None:  # D394: trie
 
 def _torch_product(model: nn.Module) -> str | None:
     """Return the name of a weight that torch may multiply by, or None if kvq's kernels have all matrices."""
-    own = (Packed, nn.Embedding)
-    return next(
-        (
-            f"{name}.{part}"
-            for name, module in model.named_modules()
-            for part, weight in module.named_parameters(recurse=False)
-            if weight.dim() > 1 and not isinstance(module, own)
-        ),
-        None,
-    )
+    for name, module in model.named_modules():
+        for part, weight in module.named_parameters(recurse=False):
+            if weight.dim() > 1 and not isinstance(module, (Packed, nn.Embedding)):
+                return f"{name}.{part}"
+    return None
 
 
 class _Trial:
