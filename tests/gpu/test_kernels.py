@@ -37,6 +37,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from kvq.kernels.attend import gathered
+from kvq.kernels.attend.triton import step
 from kvq.kernels.attend.triton.attend import attend
 from kvq.kernels.attend_latent.reference import attend_latent as reference_latent
 from kvq.kernels.attend_latent.triton import attend_latent
@@ -239,6 +240,22 @@ def test_windows_caps_sinks_and_splits(
         monkeypatch.setattr(shapes, "_LEAST_SPLIT", 64)
     cache, tables, _ = filled(kv, (64, 64))
     check_attention(cache, tables.batch(NEW, CONTEXTS), (64, 64), torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv", ["int4", "fp8", "int8", "bf16"])
+def test_exact_attention_has_the_same_bits_beside_any_others(
+    kv: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "_FIXED_PIECE", 64)
+    cache, tables, _ = filled(kv, (64, 64))
+    layer, options, known = layer_on_gpu(cache, 1), AttentionOptions(scale=0.2, exact=True), []
+    for new in ([1] * 5, NEW, MANY_NEW):
+        counts = zip(CONTEXTS, new, strict=True)
+        q = torch.cat([rows_like_kv(n, 6, 64, i)[n - count :] for i, (n, count) in enumerate(counts)])
+        out, _ = attend(q.to(GPU, dtype), layer, moved(tables.batch(new, CONTEXTS)), options)
+        known.append(torch.stack([rows[-1] for rows in out.split(new)]))
+    assert all(torch.equal(known[0], rows) for rows in known[1:])
 
 
 @pytest.mark.parametrize("kv", ["int4", "k8v4"])
