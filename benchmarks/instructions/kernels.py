@@ -103,7 +103,16 @@ def kernels(
     for kind, own in zip(("decode", "extend"), plans[0].merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
     counts = dict.fromkeys(list_kernel.arg_names[3 : list_kernel.arg_names.index("SHARE")], 100)
-    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "CHUNK": 0, "AGE": 0, "AGE_BLOCK": 1}
+    listed = {
+        "SHARE": 4,
+        "ROWS": 16,
+        "KEYS": 64,
+        "WINDOW": True,
+        "CHUNK": 0,
+        "AGE": 0,
+        "AGE_BLOCK": 1,
+        "FIXED": 0,
+    }
     found["list"] = (list_kernel, {**common, **counts, **listed, "BLOCK": 256}, {"num_warps": 4})
     if cache.layout.recipe.is_staged:
         with pretended(device):

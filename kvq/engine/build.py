@@ -11,6 +11,7 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
 from kvq.engine.device.memory import describe_pools, planned_pools, swap_slots
 from kvq.engine.device.runner import Runner
+from kvq.engine.exactness import engine_facts
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
@@ -165,7 +166,7 @@ def build_parts(
         block_size=layout.block_size,
         **(layout.holding | Holding(snapshot_every=config.snapshot_every)),
         host_slots=host_slots,
-        identity=model.identity if model.prepared.exact else b"",
+        identity=repr(engine_facts(model)).encode() if model.prepared.exact else b"",
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
     scheduler = Scheduler(

@@ -1,21 +1,21 @@
 """Exactness of an engine: what decides a request's bits, and digests of them for its receipt."""
 
-import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import transformers
 import xxhash
 
 from kvq.cache.backend import CacheBackend
 from kvq.cache.digests import layout_digest
 from kvq.cache.kv_digest import kv_digest
-from kvq.engine.params import SamplingParams
 from kvq.engine.requests.marking import Marking
 from kvq.engine.requests.outputs import ExactReceipt, Receipt, RequestOutput, TokenLogprobs
 from kvq.engine.requests.request_state import Job
+from kvq.errors import ModelError
 from kvq.geometry.support import rope_types
 from kvq.kernels.native.library import load
 from kvq.layout import KVLayout
@@ -27,30 +27,39 @@ from kvq.version import __version__
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "amx_int8")  # used in kernels of any variant if the CPU has them
 
 
-Signer = Callable[[SamplingParams, RequestOutput], Receipt]
+Signer = Callable[[Job, RequestOutput], Receipt]
 
 
-def make_signer(model: Model, marking: Marking | None) -> Signer:
-    """Return a function that adds digests to a receipt, given the request's parameters and its output.
+def engine_facts(model: Model, marking: Marking | None = None) -> dict[str, str]:
+    """Return digests of the model and the recipe, and the program in words, as in `ExactReceipt`.
 
-    The parameters contain the seed. `marking`: of texts, by a watermark. Waits for the digest of the model's
-    tensors.
+    `marking`: of texts, by a watermark. Waits for the digest of the model's tensors.
     """
     prepared, config = model.prepared, dict(model.prepared.config)
     depends = {"dynamic", "longrope"} & set(rope_types(config))  # angles depend on the maximum context
-    known = {
+    with suppress(ModelError):  # without a tokenizer, prompts are token ids
+        config["tokenizer"] = getattr(prepared.tokenizer, "backend_tokenizer", prepared.tokenizer).to_str()
+    return {
         "model": _digest(prepared.digest, config, prepared.max_context if depends else None),
         "recipe": _digest(model.recipe.digest(), layout_digest(model.layout)),
         "program": ", ".join(_program(model, marking)),
     }
 
-    def sign(params: SamplingParams, output: RequestOutput) -> Receipt:
-        request = _digest(output.prompt_token_ids, asdict(params))
+
+def make_signer(model: Model, marking: Marking | None) -> Signer:
+    """Return a function that adds digests to the receipt of a job's output."""
+    known = engine_facts(model, marking)
+
+    def sign(job: Job, output: RequestOutput) -> Receipt:
+        limit = job.max_tokens or 0  # known, also if the request leaves it open
+        params = replace(job.params, max_tokens=limit or None, most_tokens=None)
+        request = _digest(output.prompt_token_ids, params, sorted(job.end_ids))
         exact = ExactReceipt(
             digest=_digest(*known.values(), request),
             **known,
             request=request,
-            seed=params.seed or 0,
+            seed=job.seed,
+            max_tokens=limit,
             kv=[one.kv_digest for one in output.outputs],
             tokens=[_trace(one.token_ids, one.logprobs) for one in output.outputs],
             prompt=_trace(output.prompt_token_ids, output.prompt_logprobs or []),
@@ -72,9 +81,12 @@ def _program(model: Model, marking: Marking | None) -> Iterator[str]:
     """Yield what computes the results: versions, kernels and instructions, dtypes, formats of weights."""
     prepared, library, cpu = model.prepared, load(), torch.cpu.get_capabilities()
     yield f"kvq {__version__}"
+    for name in ("tokenizers", "llguidance"):
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
     yield f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     if not is_fused(model.weights.model):  # layers in transformers' code, with products of torch's libraries
-        yield f"transformers {transformers.__version__} on {cpu.get('cpu_name')}"
+        yield f"transformers {version('transformers')} on {cpu.get('cpu_name')}"
     variant = "none" if isinstance(library, str) else library.variant
     yield " ".join(["kernels", prepared.backend, variant, *(x for x in _INSTRUCTIONS if cpu.get(x))])
     yield str(prepared.dtype).removeprefix("torch.")
@@ -102,5 +114,5 @@ def _trace(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | Non
 
 
 def _digest(*parts: object) -> str:
-    """Return the xxh3-128 digest, in hex, of values of JSON's types."""
-    return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()
+    """Return the xxh3-128 digest, in hex, of values as Python writes them."""
+    return xxhash.xxh3_128(repr(parts).encode()).hexdigest()

@@ -170,4 +170,5 @@ def _scored(output: RequestOutput, length: int) -> RequestOutput:
     prompt, tokens = output.prompt_token_ids[:length], output.prompt_token_ids[length:]
     entries = [entry for entry in (output.prompt_logprobs or [])[length:] if entry is not None]
     result = CompletionOutput(index=0, text="", token_ids=tokens, finish_reason="length", logprobs=entries)
+    result.cumulative_logprob = sum(entry.logprob for entry in entries)
     return replace(output, prompt_token_ids=prompt, outputs=[result], prompt_logprobs=None)

@@ -79,11 +79,6 @@ class Model(NotCopyable):
         return self.prepared.layout(self.recipe)
 
     @property
-    def identity(self) -> bytes:
-        """Identity for a block manager: digests of the checkpoint's tensors and of the recipe."""
-        return (self.prepared.digest + self.recipe.digest()).encode()
-
-    @property
     def kv_bytes_per_token(self) -> float:
         """KV bytes per token over all layers, with scales and padding; as declared for registered formats."""
         if self.recipe.own:

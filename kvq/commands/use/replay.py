@@ -4,7 +4,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +19,22 @@ from kvq.extras import SERVER, require
 from kvq.printable import one_line
 
 if TYPE_CHECKING:
+    from kvq.engine.requests.outputs import ExactReceipt
     from kvq.server.admission.config import ServerConfig
 
 _SHOWN = 20  # maximum number of differing requests shown
 _DIGITS = 8  # of a token in a receipt's `tokens` and `prompt`
-_PARTS = {"model": "the model's weights or config differ", "recipe": "the KV formats differ"}
+_MAY_CHANGE = ("id", "exact_receipts", "prompt_tokens_details", "completion_tokens_details")
+_PARTS = {  # of a receipt
+    "model": "the model's weights, config or tokenizer differ",
+    "recipe": "the KV formats differ",
+    "program": "it was computed by {old.program}, and now by {new.program}",
+    "request": "the request differs; without a seed, several prompts of one request can't be replayed",
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """An answer of a batch file: its receipts and its choices, without what changes from run to run."""
-
-    receipts: list[dict[str, Any]]
-    choices: list[Any]
+# An answer of a batch file: its receipts, and the rest without what changes from run to run
+_Answer = tuple[list["ExactReceipt"], list[Any]]
 
 
 @click.command(name="replay", cls=SectionedCommand)
@@ -51,11 +53,14 @@ def command(service: Callable[[], dict[str, Any]], source: Path, target: Path) -
 
     given = service()
     given["engine"] |= {"exact": True}
-    known = dict(_answers(target))
+    every = _answers(target)
+    known = {name: answer for name, answer in every.items() if answer[0]}
     if not known:
         raise ConfigError(
             f"{target} has no receipts of exact answers; write some: kvq run-batch --exact IN.jsonl OUT.jsonl"
         )
+    if without := len(every) - len(known):
+        echo(f"note      {without:,} answers without a receipt are not replayed")
     found = _again(source, known, ServerConfig(**given))
     differing = {}
     for name, answer in known.items():
@@ -86,34 +91,41 @@ def _again(source: Path, known: dict[str, _Answer], serving: "ServerConfig") -> 
         )
         if not summary.is_complete:
             raise click.Abort
-        return dict(_answers(target))
+        return _answers(target)
 
 
-def _answers(path: Path) -> Iterator[tuple[str, _Answer]]:
-    """Yield the custom_ids and answers that have receipts."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-                body = (row.get("response") or {}).get("body") or {}
-                receipts = body.get("usage", {}).get("exact_receipts", [])
-                if receipts:
-                    yield (
-                        str(row["custom_id"]),
-                        _Answer(receipts=receipts, choices=_without_ids(body["choices"])),
-                    )
-            except (ValueError, AttributeError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"{path}, line {number} is no result of kvq run-batch: {error!r:.80}"
-                ) from error
+def _answers(path: Path) -> dict[str, _Answer]:
+    """Return the answers of a batch's results, by custom_id, those without receipts too.
+
+    Raises:
+        ConfigError: a line is damaged, or a second answer to the same request.
+    """
+    from kvq.engine.requests.outputs import ExactReceipt
+
+    found: dict[str, _Answer] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+            body = (row.get("response") or {}).get("body") or {}
+            if "choices" not in body:  # an empty line, or a request that failed
+                continue
+            receipts = [ExactReceipt(**receipt) for receipt in body["usage"].get("exact_receipts", [])]
+            own = receipts, _without_ids([body["choices"], body["usage"]])
+            name = str(row["custom_id"])
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            what = f"{path}, line {number} is no result of kvq run-batch"
+            raise ConfigError(f"{what}: {error!r:.80}") from error
+        if found.setdefault(name, own) is not own:
+            raise ConfigError(f"{path}, line {number}: {name!r:.80} was answered before")
+    return found
 
 
 def _without_ids(value: Any) -> Any:
-    """Return JSON without the ids of tool calls, which are drawn anew."""
+    """Return JSON without what may change: ids of tool calls, receipts, and how many tokens were cached."""
     if isinstance(value, list):
         return [_without_ids(item) for item in value]
     if isinstance(value, dict):
-        return {name: _without_ids(item) for name, item in value.items() if name != "id"}
+        return {name: _without_ids(item) for name, item in value.items() if name not in _MAY_CHANGE}
     return value
 
 
@@ -125,33 +137,30 @@ def _with_seeds(source: Path, known: dict[str, _Answer]) -> Iterator[str]:
         answer = known.get(line.custom_id or "")
         if answer is None:
             continue
-        body = line.body
-        if body.get("seed") is None and len(answer.receipts) == 1:  # several prompts have several seeds
-            body = body | {"seed": answer.receipts[0]["seed"]}
-        yield (
-            json.dumps({"custom_id": line.custom_id, "method": "POST", "url": line.url, "body": body}) + "\n"
-        )
+        first, several = answer[0][0], len(answer[0]) > 1  # several prompts have several seeds
+        limit = {} if "max_completion_tokens" in line.body else {"max_tokens": first.max_tokens}
+        limit |= {} if several else {"seed": first.seed}
+        body = limit | {name: value for name, value in line.body.items() if value is not None}
+        yield json.dumps({"custom_id": line.custom_id, "url": line.url, "body": body}) + "\n"
 
 
 def _difference(known: _Answer, found: _Answer | None) -> str:
     """Return what differs between an answer and its replay, or an empty text."""
     if found is None:
         return "no answer this time, or it is not in the input"
-    for old, new in zip(known.receipts, found.receipts, strict=False):
+    for old, new in zip(known[0], found[0], strict=False):
         for name, what in _PARTS.items():
-            if old[name] != new[name]:
-                return what
-        if old["program"] != new["program"]:
-            return f"it was computed by {old['program']}, and now by {new['program']}"
-        if old["request"] != new["request"]:
-            return "the request differs"
-        for i, (own, other) in enumerate(zip(old["tokens"], new["tokens"], strict=False)):
+            if getattr(old, name) != getattr(new, name):
+                return what.format(old=old, new=new)
+        for i, (own, other) in enumerate(zip(old.tokens, new.tokens, strict=False)):
             if (at := _first(own, other)) is not None:
                 return f"result {i} differs from token {at} on"
-        if (at := _first(old["prompt"], new["prompt"])) is not None:
+        if (at := _first(old.prompt, new.prompt)) is not None:
             return f"log-probabilities of the prompt differ from entry {at} on"
-        if old["kv"] != new["kv"]:
+        if old.kv != new.kv:
             return "the stored K and V differ, although all tokens are alike"
+    if known[0] != found[0]:
+        return "the receipt is another one"
     return "" if known == found else "texts or numbers of the answer differ"
 
 

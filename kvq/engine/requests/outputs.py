@@ -34,8 +34,9 @@ class ExactReceipt:
     model: str  # config and tensors of the checkpoint
     recipe: str  # how K and V are stored
     program: str  # versions, kernels and the dtype that compute, in words
-    request: str  # prompt and sampling parameters, with the seed
+    request: str  # prompt and sampling parameters, with the seed, the limit and the tokens that end a text
     seed: int
+    max_tokens: int  # the limit, also if the request leaves it to context and pool
     kv: list[str]  # by result
     tokens: list[str]  # by result
     prompt: str  # of prompt tokens with log-probabilities

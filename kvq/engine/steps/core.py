@@ -386,8 +386,8 @@ class EngineCore(NotCopyable):
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
-        if self._sign is not None and error is None:
-            output.receipt = self._sign(job.params, output)
+        if self._sign is not None and error is None and reason is None:
+            output.receipt = self._sign(job, output)
         try:
             job.deliver(output)
         except Exception:  # noqa: BLE001 - third-party code must not stop the steps of others

@@ -18,8 +18,9 @@ _SHARE = 1 << 14  # elements that one thread processes alone (gelu; others: twic
 _FUNCTIONS = {
     function
     for name in (
-        *("celu", "cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "hardswish", "log", "log1p"),
-        *("logsigmoid", "mish", "pow", "rsqrt", "selu", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh"),
+        *("__pow__", "__rpow__", "atanh", "celu", "cos", "cosh", "elu", "erf", "exp", "exp2", "expit"),
+        *("expm1", "gelu", "hardswish", "log", "log1p", "logsigmoid", "mish", "pow", "rsqrt", "selu"),
+        *("sigmoid", "silu", "sin", "sinh", "softplus", "sqrt", "tanh"),
     )
     for place in (functional, torch, torch.special, Tensor)
     if (function := getattr(place, name, None)) is not None
@@ -35,9 +36,11 @@ class _Invariant(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        if func not in _FUNCTIONS or given.get("inplace"):
+        given = dict(kwargs or {})
+        if func not in _FUNCTIONS or "out" in given:
             return func(*args, **given)
+        if given.pop("inplace", False):
+            return args[0].copy_(self.__torch_function__(func, types, args, given))
         x, *others = args
         is_one = isinstance(x, Tensor) and not any(isinstance(other, Tensor) for other in others)
         if not is_one or not x.is_floating_point():

@@ -1,12 +1,12 @@
 """Exactness check: whether a token's results depend on how tokens are divided into steps."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from kvq.errors import ModelError
 from kvq.layout import KVLayout
@@ -100,14 +100,16 @@ class _Trial:
 
     def _outputs(self, cuts: Sequence[int], *, is_alone: bool) -> dict[str, Tensor]:
         """Return the outputs of all modules for the sequence's tokens, in the order of the first step."""
+        names = {module: name for name, module in self._weights.model.named_modules()}
         found: dict[str, list[Tensor]] = {}
-        with _hooked(self._weights.model, lambda name, x: self._keep(found.setdefault(name, []), x)):
+        hook = register_module_forward_hook(
+            lambda module, args, output: self._keep(found.setdefault(names.get(module, ""), []), output)
+        )
+        try:
             self.logits(cuts, is_alone=is_alone)
-        return {
-            name: torch.cat(parts)
-            for name, parts in found.items()
-            if parts and len({part.shape[1:] for part in parts}) == 1
-        }
+        finally:
+            hook.remove()
+        return {x: torch.cat(rows) for x, rows in found.items() if len({row.shape[1:] for row in rows}) == 1}
 
     def _keep(self, parts: list[Tensor], output: object) -> None:
         """Append the output's rows of the checked sequence, whose tokens come first in each step."""
@@ -117,18 +119,3 @@ class _Trial:
             x = x[0] if x.shape[0] == 1 and x.dim() > 2 else x
             if len(x) == rows:
                 parts.append(x[:own].clone())
-
-
-@contextmanager
-def _hooked(model: nn.Module, keep: Callable[[str, object], None]) -> Iterator[None]:
-    """Call `keep` with the name and output of every module that runs."""
-
-    def hook_of(name: str) -> Callable[[nn.Module, object, object], None]:
-        return lambda module, args, output: keep(name, output)
-
-    hooks = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -58,7 +58,7 @@ class Calls:
         body = await self._body(line)
         for again in range(_TRIES - 1):
             try:
-                return await self._try(line, body, alone=again > 0)
+                return await self._try(line, body.model_copy(deep=True), alone=again > 0)  # calls change it
             except Problem as problem:
                 if problem.status not in (429, 503):
                     raise

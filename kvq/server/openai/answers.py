@@ -97,7 +97,7 @@ class Answer(Call):
                     self._scores[i] = message.prompt_logprobs or []
                     if message.receipt is not None:
                         self._receipts.append(message.receipt)
-                        if message.receipt.exact is not None:
+                        if message.receipt.exact:
                             self._exact[i] = message.receipt.exact
                 else:
                     yield first + message.index, message

@@ -1,15 +1,16 @@
 """kvq replay: answers that come out alike, and what is said of those that don't."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvq.commands.use.replay import _Answer, _difference, _without_ids
+from kvq.commands.use.replay import _difference, _without_ids
+from kvq.engine.requests.outputs import ExactReceipt
 from kvq.models.describe.resolve import EMBEDDED
 
 RECEIPT = {
+    "max_tokens": 9,
     **{
         "digest": "d",
         "model": "m",
@@ -21,17 +22,22 @@ RECEIPT = {
     },
     **{"kv": ["k"], "tokens": ["aaaaaaaabbbbbbbbcccccccc", "dddddddd"]},
 }
-ANSWER = _Answer(receipts=[RECEIPT], choices=[{"text": "one"}])
+ANSWER = [ExactReceipt(**RECEIPT)], [{"text": "one"}]
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({}, ""),
-        ({"model": "x", "kv": ["x"]}, "the model's weights or config differ"),
+        ({"model": "x", "kv": ["x"]}, "the model's weights, config or tokenizer differ"),
         ({"recipe": "x"}, "the KV formats differ"),
         ({"program": "x"}, "it was computed by p, and now by x"),
-        ({"request": "x"}, "the request differs"),
+        (
+            {"request": "x"},
+            "the request differs; without a seed, several prompts of one request can't be replayed",
+        ),
+        ({"digest": "x"}, "the receipt is another one"),
+        ({"seed": 4}, "the receipt is another one"),
         ({"tokens": ["aaaaaaaabbbbbbbbcccccccd", "dddddddd"]}, "result 0 differs from token 2 on"),
         ({"tokens": ["aaaaaaaa", "dddddddd"]}, "result 0 differs from token 1 on"),
         ({"tokens": ["aaaaaaaabbbbbbbbcccccccc", "dddddddx"]}, "result 1 differs from token 0 on"),
@@ -40,12 +46,12 @@ ANSWER = _Answer(receipts=[RECEIPT], choices=[{"text": "one"}])
     ],
 )
 def test_the_first_difference_is_named(change, said):
-    assert _difference(ANSWER, replace(ANSWER, receipts=[RECEIPT | change])) == said
+    assert _difference(ANSWER, ([ExactReceipt(**(RECEIPT | change))], ANSWER[1])) == said
 
 
 def test_missing_and_changed_answers_are_named():
     assert _difference(ANSWER, None).startswith("no answer this time")
-    assert _difference(ANSWER, replace(ANSWER, choices=[{"text": "two"}])).startswith("texts or numbers")
+    assert _difference(ANSWER, (ANSWER[0], [{"text": "two"}])).startswith("texts or numbers")
 
 
 def test_ids_of_tool_calls_may_differ():
@@ -74,7 +80,7 @@ def batch(tmp_path, kvq):
             "seed": 4,
             "n": 2,
         },
-        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "logprobs": True},
+        {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True},
     ]
     lines = [
         {
@@ -85,15 +91,15 @@ def batch(tmp_path, kvq):
         for i, body in enumerate(bodies)
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    status, _, err = kvq("run-batch", folder, "--kv", "int4", "--exact", source, target)
+    status, _, err = kvq("run-batch", folder, "--kv", "int4", "--exact", "--num-blocks", 16, source, target)
     assert not status, err
     return folder, source, target
 
 
 def test_answers_are_alike_in_another_process_and_a_flipped_bit_of_weights_is_found(batch, kvq):
     folder, source, target = batch
-    status, out, err = kvq("replay", folder, "--kv", "int4", source, target)
-    assert not status, err
+    status, out, err = kvq("replay", folder, "--kv", "int4", "--num-blocks", 44, source, target)
+    assert not status, err + out
     assert "replayed  4 answers: 4 alike, 0 differ" in out
 
     tensors = load_file(folder / "model.safetensors")
@@ -102,7 +108,7 @@ def test_answers_are_alike_in_another_process_and_a_flipped_bit_of_weights_is_fo
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     status, out, _ = kvq("replay", folder, "--kv", "int4", source, target)
     assert status == 1
-    assert out.count("the model's weights or config differ") == 4
+    assert out.count("the model's weights, config or tokenizer differ") == 4
 
 
 def test_a_damaged_receipt_is_named_with_its_token(batch, kvq):
@@ -127,7 +133,16 @@ def test_files_without_receipts_are_refused(tmp_path, kvq):
     status, _, err = kvq("replay", "tiny", "--kv", "int4", source, target)
     assert status
     assert "has no receipts of exact answers; write some: kvq run-batch --exact" in err
-    target.write_text("not JSON\n")
-    status, _, err = kvq("replay", "tiny", "--kv", "int4", source, target)
-    assert status
-    assert "line 1 is no result of kvq run-batch" in err
+    answer = {"choices": [], "usage": {"exact_receipts": [RECEIPT]}}
+    line = json.dumps({"custom_id": "a", "response": {"body": answer}}).encode()
+    for content, said in (
+        (b"not JSON", "line 1 is no result of kvq run-batch"),
+        (b"\xff\xfe", "line 1 is no result"),
+        (line.replace(b'"kv"', b'"vk"'), "line 1 is no result"),
+        (line.replace(b"[{", b'"abc", "x": [{'), "line 1 is no result"),
+        (line + b"\n" + line, "line 2: 'a' was answered before"),
+    ):
+        target.write_bytes(content + b"\n")
+        status, _, err = kvq("replay", "tiny", "--kv", "int4", source, target)
+        assert status
+        assert said in err, content
