@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from kvq.cache.prefix_file import load_prefix, save_prefix
@@ -13,7 +15,7 @@ from kvq.engine.steps import core
 from kvq.errors import ModelError, RequestError
 from kvq.kernels.native import library
 from kvq.models import load
-from tests.engine.kit import one_character_tokenizer
+from tests.engine.kit import one_character_tokenizer, submit
 from tests.helpers_hybrids import hybrid_folder
 from tests.helpers_models import random_tokens, save_model
 
@@ -198,3 +200,43 @@ def test_receipts_can_be_sent(model):
     one = exact_of(LLM(model, num_blocks=64), [5, 6, 7], SamplingParams(max_tokens=3, n=2, seed=1))
     assert json.loads(json.dumps(asdict(one)))["kv"] == one.kv
     assert len(one.kv) == len(one.tokens) == 2
+
+
+def test_a_prefix_file_of_another_program_is_not_read(model, tmp_path, monkeypatch):
+    prompt, path = random_tokens(80, seed=3), tmp_path / "prefix"
+    with LLM(model, num_blocks=64) as llm:
+        llm.generate([prompt], PARAMS)
+        manager = llm.core.scheduler.manager
+        save_prefix(path, llm.core.runner.cache, manager, manager.prompt(prompt))
+    for version, found in (("0.0.0", 0), (None, 80)):
+        with monkeypatch.context() as patched:
+            if version is not None:
+                patched.setattr("kvq.engine.exactness.__version__", version)
+            llm = LLM(model, num_blocks=64)
+        manager = llm.core.scheduler.manager
+        assert load_prefix(path, llm.core.runner.cache, manager, manager.prompt(prompt)) == found
+        llm.close()
+
+
+def test_an_open_limit_is_part_of_the_request(model):
+    params = replace(PARAMS, max_tokens=None, most_tokens=40)
+    found = [exact_of(LLM(model, num_blocks=64, max_context=n), [5, 6, 7], params) for n in (64, 32)]
+    assert [one.max_tokens for one in found] == [40, 29]
+    assert found[0].digest != found[1].digest
+    assert exact_of(LLM(model, num_blocks=64), [5, 6, 7], replace(PARAMS, max_tokens=40)) == found[0]
+
+
+def test_numbers_of_numpy_and_mappings_are_signed(model):
+    bias = MappingProxyType({np.int64(5): 3.0})
+    params = replace(PARAMS, logit_bias=bias, top_k=np.int32(5), stop_token_ids=(np.int64(9),))
+    assert exact_of(LLM(model, num_blocks=64), [5, 6, 7], params).digest
+
+
+def test_cancelled_requests_have_no_digest(model):
+    with LLM(model, num_blocks=64) as llm:
+        job, collector = submit(llm, [5, 6, 7], replace(PARAMS, max_tokens=30))
+        for _ in range(5):
+            llm.step()
+        llm.core.cancel(job)
+        assert collector.output.receipt.exact is None
+        assert collector.output.outputs[0].finish_reason == "cancelled"

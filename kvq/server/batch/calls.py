@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from copy import deepcopy
 from typing import Any
 
 from pydantic import ValidationError
@@ -58,7 +59,7 @@ class Calls:
         body = await self._body(line)
         for again in range(_TRIES - 1):
             try:
-                return await self._try(line, body.model_copy(deep=True), alone=again > 0)  # calls change it
+                return await self._try(line, deepcopy(body), alone=again > 0)  # calls change it
             except Problem as problem:
                 if problem.status not in (429, 503):
                     raise

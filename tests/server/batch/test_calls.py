@@ -10,6 +10,7 @@ from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import Line
 from kvq.server.engine.remote import State
 from kvq.server.http.problems import Problem
+from kvq.server.openai.sampling import _take_structured
 
 
 class Deaths(Calls):
@@ -59,6 +60,34 @@ def test_a_line_that_ends_the_engine_takes_no_others_with_it(calls):
     assert calls.num_deaths == 3
     assert isinstance(found.pop(7), Problem)
     assert found == [{"number": i} for i in range(20) if i != 7]
+
+
+def test_a_line_that_is_tried_again_still_has_its_schema(monkeypatch):
+    """Requests take schemas out of their bodies, whose copies would outlive them."""
+    seen = []
+
+    def taken(service, body, tenant):
+        seen.append(_take_structured(body))
+
+        async def answer():
+            if len(seen) < 3:
+                raise Problem(503, "busy", retry_after_s=0)
+            return {}
+
+        return SimpleNamespace(answer=answer)
+
+    async def checked(given, body):
+        return []
+
+    monkeypatch.setattr("kvq.server.batch.calls.Chat", taken)
+    remote = SimpleNamespace(state=State.READY)
+    calls = Calls(SimpleNamespace(remote=remote, check_fields=checked, is_strict=False))
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": wanted}
+    asyncio.run(calls.answer(Line(number=1, url="/v1/chat/completions", body=body)))
+    assert len(seen) == 3
+    assert seen[0] is not None
+    assert seen == [seen[0]] * 3
 
 
 def test_nothing_is_waited_for_when_there_will_be_no_engine():
