@@ -16,7 +16,7 @@ from kvq.commands.shared.param_types import FILE, PATH
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
-from kvq.fileio import write_text
+from kvq.fileio import check_writable, write_text
 
 if TYPE_CHECKING:
     from kvq.engine import RequestOutput
@@ -49,6 +49,7 @@ def command(
     from kvq.commands.shared.loading import check_for, load_to_serve
     from kvq.engine import LLM
 
+    check_writable(target)
     rows = list(_rows(source))
     if not rows:
         raise ConfigError(f"{source} has no lines; give one JSON object per completion")
@@ -88,26 +89,28 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
     """
     from kvq.strict_json import loads
 
-    with source.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            row: Any = None
-            with suppress(ValueError):
-                row = loads(line)
-            where = f"{source}, line {number}"
-            if not isinstance(row, dict) or not all(row.get(name) for name in _FIELDS):
-                raise ConfigError(
-                    f"{where}: give a JSON object with a prompt and a completion, each a text or token ids, "
-                    f"got {line.strip():.80}"
-                )
-            known, tokens = row.get("logprobs", ()), row["completion"]
-            if known and (not isinstance(tokens, list) or list(map(type, known)).count(float) < len(tokens)):
-                raise ConfigError(
-                    f"{where}: logprobs are a number for each token of a completion in token ids, got "
-                    f"{known!r:.80} for {tokens!r:.80}"
-                )
+    for number, line in enumerate(source.read_bytes().splitlines(), 1):
+        row: Any = None
+        with suppress(ValueError):
+            row = loads(line or b"null")
+        where = f"{source}, line {number}"
+        if line.strip() and (not isinstance(row, dict) or not all(row.get(name) for name in _FIELDS)):
+            raise ConfigError(
+                f"{where}: give a JSON object with a prompt and a completion, each a text or token ids, got "
+                f"{line.decode(errors='replace').strip():.80}"
+            )
+        if isinstance(row, dict):
+            _check_logprobs(row.get("logprobs"), row["completion"], where)
             yield row
+
+
+def _check_logprobs(given: Any, tokens: Any, where: str) -> None:
+    numbers = isinstance(given, list) and all(type(x) in (int, float) for x in given)
+    if given is not None and not (numbers and isinstance(tokens, list) and len(given) == len(tokens)):
+        raise ConfigError(
+            f"{where}: logprobs are a number for each token of a completion in token ids, got {given!r:.80} "
+            f"for {tokens!r:.80}"
+        )
 
 
 def _compared(given: list[float] | None, found: list[float]) -> dict[str, Any]:

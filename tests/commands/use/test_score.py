@@ -64,6 +64,9 @@ def test_texts_are_tokenized(tmp_path, kvq):
         ),
         ('{"prompt": "a", "completion": "b", "logprobs": [1]}\n', "in token ids, got [1] for 'b'"),
         ('{"prompt": "a", "completion": [5], "logprobs": ["x"]}\n', "logprobs are a number"),
+        ('{"prompt": "a", "completion": [5], "logprobs": 5}\n', "got 5 for [5]"),
+        ('{"prompt": "a", "completion": [5], "logprobs": []}\n', "got [] for [5]"),
+        ("\x00\n", "line 1: give a JSON object"),
         ('{"prompt": "a", "completion": [99999999]}\n', "outside the vocabulary"),
     ],
 )
@@ -74,3 +77,25 @@ def test_lines_that_can_not_be_scored_are_named(tmp_path, kvq, text, said):
     assert status
     assert said in err
     assert not target.exists()
+
+
+def test_numbers_far_from_the_models_and_whole_ones_are_compared(tmp_path, kvq):
+    rows = [
+        {"prompt": "a", "completion": [5, 6], "logprobs": [0, -2000]},
+        {"prompt": "a", "completion": [5], "logprobs": None},
+    ]
+    target = tmp_path / "out.jsonl"
+    status, _, err = kvq("score", "tiny", "--kv", "int8", written(tmp_path / "in.jsonl", rows), target)
+    assert not status, err
+    far, other = map(json.loads, target.read_text().splitlines())
+    assert far["first_difference"] == 0
+    assert far["ratio_error"] > 1e300
+    assert "first_difference" not in other
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path, kvq):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\xff\xfe\x80\n")
+    status, _, err = kvq("score", "tiny", "--kv", "int8", source, target)
+    assert status
+    assert "line 1: give a JSON object" in err
