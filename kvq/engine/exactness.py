@@ -38,7 +38,8 @@ def engine_facts(model: Model, marking: Marking | None = None) -> dict[str, str]
     prepared, config = model.prepared, dict(model.prepared.config)
     depends = {"dynamic", "longrope"} & set(rope_types(config))  # angles depend on the maximum context
     with suppress(ModelError):  # without a tokenizer, prompts are token ids
-        config["tokenizer"] = getattr(prepared.tokenizer, "backend_tokenizer", prepared.tokenizer).to_str()
+        own = getattr(prepared.tokenizer, "backend_tokenizer", None)
+        config["tokenizer"] = own.to_str() if own else sorted(prepared.tokenizer.get_vocab().items())
     return {
         "model": _digest(prepared.digest, config, prepared.max_context if depends else None),
         "recipe": _digest(model.recipe.digest(), layout_digest(model.layout)),

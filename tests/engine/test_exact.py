@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.engine import LLM, SamplingParams
-from kvq.engine.exactness import _trace
+from kvq.engine.exactness import _trace, engine_facts
 from kvq.engine.steps import core
 from kvq.errors import ModelError, RequestError
 from kvq.kernels.native import library
@@ -240,3 +240,15 @@ def test_cancelled_requests_have_no_digest(model):
         llm.core.cancel(job)
         assert collector.output.receipt.exact is None
         assert collector.output.outputs[0].finish_reason == "cancelled"
+
+
+def test_tokenizers_without_a_backend_count_by_their_vocabulary(tmp_path):
+    folder = save_model(tmp_path, "llama")
+    found = []
+    for words in ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0}):
+        model = load(folder, "int8", device="cpu", dtype="fp32", exact=True)
+        model.prepared.__dict__["tokenizer"] = SimpleNamespace(get_vocab=lambda words=words: words)
+        found.append(engine_facts(model)["model"])
+    assert found[0] == found[1] != found[2]
+    one_character_tokenizer().save_pretrained(folder)
+    assert engine_facts(load(folder, "int8", device="cpu", dtype="fp32", exact=True))["model"] not in found
