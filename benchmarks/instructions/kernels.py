@@ -17,7 +17,7 @@ from kvq.kernels.attend.triton.step import Plan
 from kvq.kernels.attend_latent import triton as latent
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
-from kvq.kernels.gpu.launch import dense_strides, kernel_rows, written_rows
+from kvq.kernels.gpu.launch import kernel_rows, written_rows
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.seal import triton as seal
 from kvq.kernels.write_kv.triton import _write_kernel
@@ -27,6 +27,11 @@ BLOCK_SIZE = 64
 Q_HEADS, KV_HEADS = 32, 8
 LATENT = (64, 512)  # elements of a token's rotary part and of its latent
 LATENT_HEADS = 128
+
+
+def dense_strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    """Return the strides of [tokens, heads, dim], in elements, keyed by argument name."""
+    return dict(zip((f"{name}_token", f"{name}_head", f"{name}_dim"), x.stride(), strict=True))
 
 
 def latent_kernels(kv: str, dtype: torch.dtype, device: str) -> dict[str, tuple[Any, dict[str, Any], Any]]:

@@ -247,11 +247,6 @@ def written_argument(part: Literal["k", "v"], kv: PagedKV) -> Rows:
     return kept
 
 
-def dense_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Return the strides of [tokens, heads, dim], in elements, keyed by argument name."""
-    return dict(zip((f"{name}_token", f"{name}_head", f"{name}_dim"), x.stride(), strict=True))
-
-
 def opened(value: Any) -> Any:
     """Return a kernel argument with plain constants, as the interpreter passes separate arguments."""
     return type(value)(*map(opened, value)) if isinstance(value, tuple) else plain(value)

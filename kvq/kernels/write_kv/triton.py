@@ -19,10 +19,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
         return bad
     rows = written_argument("k", kv), written_argument("v", kv)
     sizes = {"BLOCK_SIZE": kv.block_size, "HEADS": heads, "HEADS_PAD": triton.next_power_of_2(heads)}
-    options = {
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }  # rounding a product and a sum once would change codes
+    # Not fused: a product and a sum rounded once would change codes.
+    options = {"num_warps": 4, "enable_fp_fusion": False}
     _write_kernel[(tokens,)](
         k, v, slots, bad.view(torch.int8), *k.stride(), *v.stride(), *rows, **sizes, **options
     )
