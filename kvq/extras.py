@@ -24,6 +24,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that inst
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
     "ray": ("ray", "ray"),
+    "cryptography": ("cryptography", "encryption"),
 }
 INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that run kvq inside them; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
@@ -31,6 +32,7 @@ EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 RAY = ("ray",)
+ENCRYPTION = ("cryptography",)
 VLLM = ("vllm",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")  # D187: no auto-gptq, autoawq, gptqmodel, llmcompressor
 

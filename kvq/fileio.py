@@ -10,6 +10,8 @@ from kvq.errors import ConfigError
 
 NEW = 0o666  # requested permissions; the umask removes some
 PRIVATE = 0o600
+LEAST_SECRET = 16  # bytes
+_MOST_SECRET = 1 << 16  # bytes; a longer file is not a key
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -77,6 +79,38 @@ def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, a
     allowed = 0o740 if found.st_uid == 0 != os.geteuid() else 0o700
     if found.st_mode & 0o777 & ~allowed:
         raise ConfigError(f"{path} can be read by others; run chmod 600 {path}")
+
+
+def read_secret(path: str | Path, what: str, maker: str) -> bytes:
+    """Read a secret key from a file: at least 16 bytes, as hexadecimal digits or as any text.
+
+    White space around the key is left out. `what`, `maker`: for errors, the key's name and the command that
+    makes one.
+
+    Raises:
+        ConfigError: the file doesn't exist, others can read it (`check_secret`), or the secret is too short.
+    """
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(_MOST_SECRET + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
+    check_secret(path)
+    if len(secret) > _MOST_SECRET:
+        raise ConfigError(f"{path} is no {what}: a key has {_MOST_SECRET} bytes at most")
+    if (length := _secret_bytes(secret)) < LEAST_SECRET:
+        raise ConfigError(
+            f"{path} holds a {what} of {length} bytes; {LEAST_SECRET} are needed: make one with {maker}"
+        )
+    return secret
+
+
+def _secret_bytes(secret: bytes) -> int:
+    """Return the length of a secret in bytes. Two hexadecimal digits count as one byte."""
+    try:
+        return len(bytes.fromhex(secret.decode("ascii")))
+    except (ValueError, UnicodeDecodeError):
+        return len(secret)
 
 
 def check_writable(path: str | Path) -> Path:

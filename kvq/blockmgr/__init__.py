@@ -1,6 +1,18 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
-from kvq.blockmgr.events import Copy, Event, Evicted, Found, Order, Scrub, Stored, SwapIn, SwapOut
+from kvq.blockmgr.events import (
+    Copy,
+    Demote,
+    Event,
+    Evicted,
+    Fill,
+    Found,
+    Order,
+    Scrub,
+    Stored,
+    SwapIn,
+    SwapOut,
+)
 from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
@@ -14,8 +26,10 @@ __all__ = [
     "BlockPool",
     "BlockUse",
     "Copy",
+    "Demote",
     "Event",
     "Evicted",
+    "Fill",
     "Found",
     "HostSlot",
     "Match",

@@ -1,14 +1,18 @@
 """Memory of a block manager: the pools of all layer groups, the prefix index, orders and events."""
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
-from kvq.blockmgr.events import Copy, Events, Evicted, Order, SwapIn, SwapOut
+from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order, SwapIn, SwapOut
 from kvq.blockmgr.eviction import LeastRecent, Segmented
 from kvq.blockmgr.pool import BlockId, BlockPool, EvictionListener
-from kvq.blockmgr.prefix import PrefixIndex
+from kvq.blockmgr.prefix import Node, PrefixIndex
 from kvq.blockmgr.states import SNAPSHOT_EVERY, States
 from kvq.errors import ConfigError
 from kvq.layout import Holding
+from kvq.tiers.tiers import Tiers
 
 T = TypeVar("T")
 STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the previous token
@@ -51,6 +55,9 @@ class Blocks:
         self.index = PrefixIndex(block_size=block_size, num_groups=num_groups, identity=identity)
         self.events = Events()
         self.orders: list[Order] = []
+        self.tiers: Tiers | None = None
+        # Indexed blocks by group, to be written to a disk while they are in their pools.
+        self.unsaved: deque[tuple[int, BlockId, Node]] = deque(maxlen=sum(num_blocks))
 
     def _check(self, num_groups: int) -> None:
         """Raise ConfigError unless the options are within range and the lists have matching lengths."""
@@ -153,6 +160,15 @@ class Blocks:
         for pool, count in zip(self.pools, num_blocks, strict=True):
             pool.grow(count)
 
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Within this context, evicted blocks are lost, since their bytes can't be trusted."""
+        tiers, self.tiers = self.tiers, None
+        try:
+            yield
+        finally:
+            self.tiers = tiers
+
     def order(self, order: Copy | SwapOut | SwapIn) -> None:  # D53: one queue of orders, in strict order
         """Queue an order that moves bytes, and the corresponding event."""
         self.orders.append(order)
@@ -171,6 +187,10 @@ class Blocks:
             if self.events.active:
                 for block, node in zip(blocks, entries, strict=True):
                     self.events.add(Evicted(group=group, block=block, digest=node.digest))
+            if self.tiers is not None:
+                for block, node in zip(blocks, entries, strict=True):
+                    if self.tiers.wants(key := node.key(group)):
+                        self.orders.append(Demote(group=group, block=block, key=key))
             stranded = self.index.forget(entries, group)
             return stranded if self.windows[group] is None else []
 

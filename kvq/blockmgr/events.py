@@ -8,8 +8,10 @@ is kept. An order that moves a block's bytes is also an event. Events never carr
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvq.blockmgr.pool import BlockId, HostSlot
+from kvq.tiers.tiers import BlockKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,25 @@ class Scrub:
     block: BlockId
 
 
-Order = Copy | SwapOut | SwapIn | Scrub
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demote:
+    """Order: copy the bytes of a block that was evicted to the tiers below the pools."""
+
+    group: int
+    block: BlockId
+    key: BlockKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fill:
+    """Order: overwrite a block with bytes from the tiers."""
+
+    group: int
+    block: BlockId
+    content: Any  # a buffer
+
+
+Order = Copy | SwapOut | SwapIn | Scrub | Demote | Fill
 
 
 _log = logging.getLogger("kvq")

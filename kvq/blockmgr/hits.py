@@ -13,6 +13,7 @@ from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence, tables_of
 from kvq.errors import ConfigError
+from kvq.tiers.tiers import BlockKey, Tiers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,35 @@ def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[
     return starts, held
 
 
+def restorable(blocks: Blocks, tiers: Tiers, prompt: PrefixQuery, max_tokens: int) -> int:
+    """Return the number of leading tokens that would be a hit with the blocks in the tiers. Changes nothing.
+
+    The number is at most `max_tokens`, and a multiple of the block size.
+    """
+    most, size = max_tokens // blocks.block_size, blocks.block_size
+    nodes = blocks.index.walk(prompt, most)
+
+    def has(group: int, index: int) -> bool:
+        if index < len(nodes) and nodes[index].blocks[group] is not None:
+            return True
+        digest = blocks.index.digest_at(prompt, index)
+        return tiers.holds(BlockKey(prompt.root, digest, group))
+
+    depth = most
+    for group, window in enumerate(blocks.windows):
+        if window is None:
+            end = blocks.entries(group, depth * size)
+            depth = next((i for i in range(end) if not has(group, i)), depth)
+    while depth and not all(
+        has(group, i)
+        for group, window in enumerate(blocks.windows)
+        if window is not None
+        for i in range(blocks.first_seen(group, depth * size), depth)
+    ):
+        depth -= 1
+    return depth * size
+
+
 def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
     """Raise ConfigError if a prompt was prepared for another block size, since its digests can't match."""
     if prompt.block_size != blocks.block_size:
@@ -113,6 +143,11 @@ class Prefixes:
     def hit(self, prompt: PrefixQuery) -> Hit:
         """Return the longest hit that leaves at least one token to compute. Changes nothing."""
         return find(self._blocks, prompt, _most_reused(prompt))
+
+    def restorable(self, prompt: PrefixQuery) -> int:
+        """Return how many tokens of a prompt would be a hit with the blocks in the tiers. Changes nothing."""
+        tiers = self._blocks.tiers
+        return 0 if tiers is None else restorable(self._blocks, tiers, prompt, _most_reused(prompt))
 
     def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
         """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
@@ -286,6 +321,8 @@ class Prefixes:
         if known is None:
             pool.keep(mine, node)
             blocks.index.attach(node, group, mine)
+            if blocks.tiers is not None and blocks.tiers.disk is not None:
+                blocks.unsaved.append((group, mine, node))
             if blocks.events.active:
                 assert node.parent is not None, "a root has no blocks"
                 stored = Stored(group=group, block=mine, digest=node.digest, parent=node.parent.digest)

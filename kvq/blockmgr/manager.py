@@ -1,10 +1,10 @@
 """Block manager: the block memory of sequences, from the first token until they are freed."""
 
 from collections.abc import Callable, Iterable
-from typing import Unpack
+from typing import Any, Unpack
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Order, Subscriber, SwapIn
+from kvq.blockmgr.events import Fill, Order, Subscriber, SwapIn
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.pins import Pins
@@ -15,6 +15,7 @@ from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
 from kvq.layout import Holding
+from kvq.tiers.tiers import BlockKey, Tiers
 
 
 class BlockManager:  # D61: one class made of parts; forwarding methods stay, since callers name them
@@ -40,6 +41,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         identity: bytes = b"",
+        tiers: Tiers | None = None,
         **options: Unpack[Holding],
     ) -> None:
         """Create empty pools. Every list has one entry per layer group.
@@ -47,9 +49,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         `block_size` is in tokens. In every pool, `reserve_blocks` are withheld from new sequences, so that
         running sequences can grow. At most `max_pinned_blocks` of each pool may be pinned, by default half.
         `identity` names the model and the recipe; prefixes with another identity never match. `options`: see
-        `Holding`. Raises ConfigError if a number is out of range or a list has the wrong length.
+        `Holding`. `tiers`: take evicted blocks, for `restore`. Raises ConfigError if a number is out of range or a list has the wrong length.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
+        self.blocks.tiers = tiers
         if not 0 <= reserve_blocks < min(num_blocks):
             raise ConfigError(
                 f"reserve_blocks must be at least 0 and less than every pool's {num_blocks} blocks, got "
@@ -85,6 +88,8 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """
         ids, index = token_array(tokens), self.blocks.index
         root = index.root_digest(tenant, shared_salt, cache_salt)
+        if self.blocks.tiers is not None:
+            self.blocks.tiers.learn(root, f"t{tenant}" if shared_salt is None else f"s{shared_salt}")
         return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
 
     def lookup(self, prompt: PrefixQuery) -> Match:  # D75: `max_reuse=0` disables reuse
@@ -139,9 +144,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return self._tables.utilization(self.sequences())
 
     def drop_cached(self) -> None:
-        """Evict every cached block. Live and pinned blocks stay."""
-        for pool in self.pools:
-            pool.drop_cached()
+        """Evict every cached block; the tiers don't get them. Live and pinned blocks stay."""
+        with self.blocks.discarding():
+            for pool in self.pools:
+                pool.drop_cached()
         self.blocks.events.deliver()
 
     def grow(self, num_blocks: list[int]) -> None:
@@ -199,6 +205,30 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.prefixes.announce(sequence, prompt)
         self.blocks.events.deliver()
         return sequence
+
+    def restorable(self, prompt: PrefixQuery) -> int:
+        """Return how many tokens of a prompt would be a hit after `restore`; 0 without tiers."""
+        return self.prefixes.restorable(prompt)
+
+    def restore(self, prompt: PrefixQuery, length: int) -> tuple[Sequence, list[tuple[BlockId, BlockKey]]]:
+        """Start a sequence whose first `length` tokens are indexed or will be filled in from the tiers.
+
+        Returns the sequence, and the blocks to fill with the identity of their content. Fill all of them, then
+        call `commit`; as after `adopt`, `free` without `commit` leaves nothing of them cached.
+
+        Raises:
+            OutOfBlocks: there are too few blocks; nothing was changed.
+        """
+        starts, tables, missing = self._tables.take_missing(prompt, length)
+        sequence = self._begin(prompt)
+        sequence.adopt(length, starts, tables, self.blocks.block_bytes)
+        self.prefixes.announce(sequence, prompt)
+        self.blocks.events.deliver()
+        return sequence, missing
+
+    def fill(self, block: BlockId, key: BlockKey, content: Any) -> None:
+        """Queue the overwriting of a block of a sequence that is being restored."""
+        self.blocks.orders.append(Fill(group=key.group, block=block, content=content))
 
     def can_append(self, work: Work) -> bool:
         """Return True if the pools have enough blocks for `append(work)`. Changes nothing."""
@@ -317,7 +347,8 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
         self.pins.release_own(sequence)
-        self.prefixes.unpublish(sequence)
+        with self.blocks.discarding():
+            self.prefixes.unpublish(sequence)
         self._tables.scrub(sequence)
         self.blocks.events.deliver()
 

@@ -13,6 +13,7 @@ from hashlib import sha256
 
 from kvq.blockmgr.pool import BlockId
 from kvq.errors import RequestError
+from kvq.tiers.tiers import BlockKey
 
 TOKEN_BYTES = 4
 _MOST_SIBLINGS = 32  # children examined on either side for a partial block to copy
@@ -55,6 +56,10 @@ class Node:
         self.keys: list[bytes] | tuple[()] = ()  # tokens of the children, sorted; most nodes have none
         self.children: list[Node] | tuple[()] = ()  # in the order of `keys`
         self.alive = True  # False after it has left the index
+
+    def key(self, group: int) -> BlockKey:
+        """Return the identity of the node's block in a layer group, for the tiers below the pools."""
+        return BlockKey(self.root, self.digest, group)
 
 
 def _remove_child(parent: Node, child: Node) -> None:

@@ -6,10 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.events import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.events import Copy, Demote, Fill, Order, Scrub, SwapIn, SwapOut
 from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks
+from kvq.tiers.tiers import Tiers
 
 
 class _SwapStore(Protocol):
@@ -33,6 +34,7 @@ class BlockCache:
     """
 
     states: StateSlots | None = None  # recurrent states
+    tiers: Tiers | None = None  # take evicted blocks
 
     def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
@@ -92,6 +94,12 @@ class BlockCache:
                         failed.append(order)
                 case Scrub(group=group, block=block):
                     self.scrub(group, [block])
+                case Demote(group=group, block=block, key=key):
+                    assert self.tiers is not None, "the block manager has them"
+                    self.tiers.put(key, self.read_block(group, block).numpy())
+                case Fill(group=group, block=block, content=content):
+                    writable = bytearray(content) if memoryview(content).readonly else content
+                    self.write_block(group, block, torch.frombuffer(writable, dtype=torch.uint8))
         return failed
 
     def read_block(self, group: int, block: int) -> Tensor:

@@ -11,10 +11,10 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
 from kvq.engine.device.memory import describe_pools, planned_pools, swap_slots
 from kvq.engine.device.runner import Runner
-from kvq.engine.exactness import engine_facts
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
+from kvq.engine.tiering import build_tiers, engine_identity
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import Holding, KVLayout
@@ -160,13 +160,16 @@ def build_parts(
     host_slots = swap_slots(layout, config, num_blocks)
     _log_pools(pools, config, layout, max_context)
     swap = None if host_slots is None else (host_slots, config.swap_folder)
+    tiers = build_tiers(config, model)
     runner = Runner(model, pools, max_context, swap=swap, keeps_hidden=isinstance(helper, MtpHead))
+    runner.cache.tiers = tiers
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
         **(layout.holding | Holding(snapshot_every=config.snapshot_every)),
         host_slots=host_slots,
-        identity=repr(engine_facts(model)).encode() if model.prepared.exact else b"",
+        identity=engine_identity(model) if model.prepared.exact or config.kv_dir is not None else b"",
+        tiers=tiers,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
     scheduler = Scheduler(

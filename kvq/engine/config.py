@@ -20,7 +20,9 @@ class EngineConfig:
 
     The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
     the device's free memory after activations. `swap_memory`: host memory (or space in `swap_folder`) for
-    preempted requests. `max_context`: context limit in tokens, if below the model's own. `async_scheduling`:
+    preempted requests. `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that
+    leave the pool, with names and contents encrypted by a key in `kv_key_file`; `kv_max_age_s`: time after
+    which unused ones are dropped; `kv_tenant_share`: largest share of one tenant. `max_context`: context limit in tokens, if below the model's own. `async_scheduling`:
     plan and launch a step while the previous one runs or is processed; by default, enabled on GPUs, where
     launching takes time, and on CPUs if steps are short.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
@@ -37,6 +39,12 @@ class EngineConfig:
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
     swap_memory: int | str = 0
     swap_folder: str | Path | None = None
+    kv_host: int | str = 0
+    kv_disk: int | str = 0
+    kv_dir: str | Path | None = None
+    kv_key_file: str | Path | None = None
+    kv_max_age_s: float | None = None
+    kv_tenant_share: float = 1.0
     prefix_caching: bool = True
     snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
@@ -83,6 +91,7 @@ class EngineConfig:
             raise ConfigError(f"reserve_fraction must be 0 to below 1, got {self.reserve_fraction}")
         if not self.step_deadline_s > 0:
             raise ConfigError(f"step_deadline_s must be above 0 seconds, got {self.step_deadline_s}")
+        _check_tiers(self)
         check_marking(self.watermark, self.watermark_scheme, self.watermark_key_file)
 
 
@@ -94,3 +103,22 @@ def _check(name: str, value: object, low: int, high: int) -> None:
 def _check_number(name: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
         raise ConfigError(f"{name} must be a finite number, got {value!r}")
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    """Raise ConfigError unless the options of tiers are within range and fit together."""
+    host, disk = parse_bytes(config.kv_host, "kv_host"), parse_bytes(config.kv_disk, "kv_disk")
+    if bool(disk) != (config.kv_dir is not None):
+        raise ConfigError(
+            f"kv_disk (--kv-disk) and kv_dir (--kv-dir) belong together, a size such as '100GiB' and a folder; "
+            f"got {config.kv_disk!r} and {config.kv_dir!r}"
+        )
+    if (host or disk) and not config.prefix_caching:
+        raise ConfigError("kv_host and kv_disk keep prefixes, so they need prefix_caching")
+    if config.kv_key_file is not None and not disk:
+        raise ConfigError("kv_key_file (--kv-key-file) encrypts kv_dir (--kv-dir); give both, or no key")
+    age, share = config.kv_max_age_s, config.kv_tenant_share
+    if age is not None and not (isinstance(age, int | float) and isfinite(age) and age > 0):
+        raise ConfigError(f"kv_max_age_s (--kv-max-age) must be above 0 seconds, got {age!r}")
+    if not (isinstance(share, int | float) and 0 < share <= 1):
+        raise ConfigError(f"kv_tenant_share (--kv-tenant-share) must be above 0 and at most 1, got {share!r}")

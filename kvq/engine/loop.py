@@ -90,6 +90,8 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
     def obey(self, *, timeout_s: float | None = None) -> bool:
         """Run queued commands; if idle, wait up to `timeout_s` for one. Return False to end the loop."""
         block = not self.core.has_work
+        while block and self._commands.empty() and self.core.tidy():
+            pass
         while True:
             try:
                 command = self._commands.get(block=block, timeout=timeout_s)

@@ -94,6 +94,9 @@ class Request:
     admitted_s: float | None = None
     usage: BlockUse = field(default_factory=BlockUse)  # of all its branches
     cached_tokens: int = 0  # prompt tokens found in the prefix index
+    host_tokens: int = 0  # tokens that came back from host memory for it
+    disk_tokens: int = 0  # tokens that came back from the disk for it
+    num_loads: int = 0
     preemptions: int = 0
     error: KVQError | None = None  # the reason if the request was given up
 

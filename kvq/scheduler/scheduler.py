@@ -7,6 +7,7 @@ from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
+from kvq.scheduler.loading import Loading
 from kvq.scheduler.fit import PoolShape, Reach, resolve_max_tokens
 from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, swappable
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
@@ -39,6 +40,7 @@ class Scheduler:
             reaches=[Reach(*rule, group == manager.blocks.state_group) for group, rule in enumerate(rules)],
             block_size=manager.block_size,
         )
+        self.loading = Loading(manager, costs)
         self._admission = Admission(manager, config, costs, self.running, self.shape)
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that also had decodes
         self._failed: list[Request] = []
@@ -107,6 +109,8 @@ class Scheduler:
         may be called earlier.
         """
         self.nobody_fits = False
+        if self.loading:
+            self.loading.advance(now, self.running.num_sequences)
         step = Step(now)
         self._decode(step)
         some_wait = len(self.waiting) > 0
@@ -333,7 +337,7 @@ class Scheduler:
                 self._holds_up = False
                 continue
             self._holds_up = self.running.has_rows(request) and not self.waiting.num_parked
-            if not self.running.requests and not self.waiting.num_parked:
+            if not self.running.requests and not self.waiting.num_parked and not self.loading:
                 if self.manager.release_pin():
                     continue
                 what = f"request {request.id!r} does not fit although nothing else runs"
@@ -343,7 +347,7 @@ class Scheduler:
             elif request.is_preempted and self.waiting.rank(request, step.now) is Priority.BATCH:
                 below = Priority.BATCH  # a more urgent request may still fit
             else:
-                self.nobody_fits = not self.waiting.num_parked
+                self.nobody_fits = not self.waiting.num_parked and not self.loading
                 break
 
     def _start(self, step: Step, request: Request) -> bool:
@@ -359,13 +363,16 @@ class Scheduler:
             return True
         prompt = self.running.prompt(request)
         match = self.manager.lookup(prompt) if self.config.prefix_caching else Match(0, None)
-        if match.waits_for is not None:
+        owner = match.waits_for
+        if owner is None:
+            if not admission.can_start(step, request, prompt, match.length):
+                return False
+            owner = self.loading.begin(request, prompt, match.length, step.now)
+        if owner is not None:
             if is_back or self.waiting.num_parked >= self.config.max_num_seqs:
                 return False
-            self.waiting.park(request, match.waits_for)
+            self.waiting.park(request, owner)
             return True
-        if not admission.can_start(step, request, prompt, match.length):
-            return False
         self.waiting.remove(request)
         if is_back:
             step.forget(request)

@@ -18,11 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvq.errors import ConfigError
-from kvq.fileio import PRIVATE, check_secret
+from kvq.fileio import PRIVATE, read_secret
 from kvq.watermark.schemes import Green
 
-LEAST_BYTES = 16
-_MOST_BYTES = 1 << 16  # a longer file is not a key
 _NEW_BYTES = 32
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 GREEN_BITS = 32  # the highest bits of a word; they decide whether a token is green
@@ -57,20 +55,7 @@ def read_key(path: str | Path) -> Key:
     Raises:
         ConfigError: the file doesn't exist, others can read it (`check_secret`), or the secret is too short.
     """
-    try:
-        with open(path, "rb") as file:
-            secret = file.read(_MOST_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
-    check_secret(path)
-    if len(secret) > _MOST_BYTES:
-        raise ConfigError(f"{path} is no watermark key: a key has {_MOST_BYTES} bytes at most")
-    if (length := _secret_bytes(secret)) < LEAST_BYTES:
-        raise ConfigError(
-            f"{path} holds a watermark key of {length} bytes; {LEAST_BYTES} are needed: "
-            f"make one with kvq detect-watermark --new-key FILE"
-        )
-    return key_from(secret)
+    return key_from(read_secret(path, "watermark key", "kvq detect-watermark --new-key FILE"))
 
 
 def make_key(path: str | Path) -> None:
@@ -90,14 +75,6 @@ def make_key(path: str | Path) -> None:
         ) from error
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
-
-
-def _secret_bytes(secret: bytes) -> int:
-    """Return the length of a secret in bytes. Two hexadecimal digits count as one byte."""
-    try:
-        return len(bytes.fromhex(secret.decode("ascii")))
-    except (ValueError, UnicodeDecodeError):
-        return len(secret)
 
 
 def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:  # D264

@@ -20,6 +20,7 @@ from kvq.commands.shared.options import (
     model_options,
 )
 from kvq.commands.shared.param_types import (
+    PATH,
     POSITIVE,
     SHARE,
     SIZE,
@@ -56,6 +57,21 @@ class _EngineOptions:
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
     swap_memory: str = option("0", "Host memory for preempted requests.", type=SIZE)
+    kv_host: str = option("0", "Host memory for KV that leaves the pool, such as 8GiB.", type=SIZE)
+    kv_disk: str = option("0", "Space in --kv-dir for KV that outlives the process.", type=SIZE)
+    kv_dir: str | None = path_option(
+        "--kv-dir", "Folder for KV; engines of one machine may share it.", type=PATH
+    )
+    kv_key_file: str | None = path_option(
+        "--kv-key-file", "Secret key that encrypts --kv-dir, readable by its owner only.", type=TO_READ
+    )
+    kv_max_age_s: float | None = option(
+        None,
+        "Seconds after which unused KV in --kv-host and --kv-dir is dropped.",
+        names="--kv-max-age",
+        type=POSITIVE,
+    )
+    kv_tenant_share: float = option(1.0, "Most of --kv-host and --kv-disk for one API key.", type=SHARE)
     speculation: str | None = option(None, SPECULATION, type=TEXT_OR_MAPPING)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,

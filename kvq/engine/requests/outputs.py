@@ -48,6 +48,8 @@ class Receipt:
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in the prefix index
+    host_tokens: int  # of these, brought back from host memory for this request
+    disk_tokens: int  # of these, brought back from the disk for this request
     pinned_tokens: int  # prompt tokens pinned there for a time
     generated_tokens: int  # in all results
     recomputed_tokens: int  # computed again after a preemption

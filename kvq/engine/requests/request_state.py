@@ -267,6 +267,8 @@ class Job(Request):
         return Receipt(
             prompt_tokens=self.prompt_length,
             cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
+            disk_tokens=self.disk_tokens,
             pinned_tokens=self.pinned_tokens,
             generated_tokens=sum(len(output.token_ids) for output in generated),
             recomputed_tokens=usage.recomputed,

@@ -24,6 +24,7 @@ from kvq.engine.steps.grammars import PendingGrammars
 from kvq.engine.steps.launch import Launcher
 from kvq.engine.steps.publisher import Publisher, StepSubscriber
 from kvq.engine.steps.reconcile import reconcile
+from kvq.engine.tiering import Saver
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.support import current
 from kvq.models import Model
@@ -86,6 +87,7 @@ class EngineCore(NotCopyable):
         self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
         self._grammars = PendingGrammars(model)
+        self._saver = Saver(self.scheduler.manager, self.runner.cache, clock)
         self._publisher = Publisher(model, self.scheduler)
         self._is_stepping = False
         self._flight: Flight | None = None  # the current step, or, between steps, the one launched ahead
@@ -129,6 +131,10 @@ class EngineCore(NotCopyable):
     def has_work(self) -> bool:
         """True while any job has not ended yet."""
         return bool(self._jobs) or len(self._grammars) > 0
+
+    def tidy(self) -> bool:
+        """Do work for later, for a short time. Call this while idle. Return False once nothing is left."""
+        return self._saver.when_idle()
 
     def can_submit(self, job: Job) -> bool:
         """Return False if `submit` might refuse a job because too many grammars wait to be compiled."""
@@ -219,6 +225,7 @@ class EngineCore(NotCopyable):
                 seconds=watch.seconds - watch["drafting"] - watch["settling"],
             )
         self._publisher.publish(flight, finished=self._finished)
+        self._saver.after_step(watch.seconds)
 
     def close(self, error: KVQError | None = None) -> None:
         """End every job, with `error` or as cancelled, and release resources that are not on the device."""
@@ -236,6 +243,7 @@ class EngineCore(NotCopyable):
                 _log.exception("request %s could not be ended in order", job.id)
                 self._complete(job, error, reason)
         self._publisher.close()
+        self._saver.close()
         self.runner.close()
 
     def _abandon(self) -> None:

@@ -1,0 +1,211 @@
+"""Tiers: blocks that left the pools, found by the digests of the prefix index, in host memory and on disk.
+
+Under pressure, host memory passes its least recently used blocks on to the disk. A block that is also in a
+pool is the first to leave host memory, and comes back to it when the pool evicts it.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvq.tiers.disk import DiskTier
+from kvq.tiers.quota import Quota
+from kvq.tiers.sealing import Sealing
+from kvq.tiers.segment import content_digest
+
+_MOST_OWNERS = 100_000  # roots whose owners are remembered
+
+
+class BlockKey(NamedTuple):
+    """Identity of a block's content."""
+
+    root: bytes  # digest of the model, recipe and salt
+    digest: bytes  # of its tokens and all before them, from the prefix index
+    group: int  # layer group
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Block in host memory."""
+
+    owner: str
+    content: Any  # a buffer
+    nbytes: int
+    digest: bytes
+    used_s: float
+
+
+class Fetch:
+    """Blocks on their way back to the pools."""
+
+    def __init__(self, tiers: "Tiers", keys: list[BlockKey]) -> None:
+        """Begin to read the blocks that are not in host memory."""
+        self._tiers, self._keys = tiers, keys
+        self._held = [tiers.in_host(key) for key in keys]
+        below = [key for key, held in zip(keys, self._held, strict=True) if held is None]
+        self._coming = tiers.read(below) if below else None
+        self._read: dict[BlockKey, Any] | None = None if below else {}
+
+    @property
+    def is_done(self) -> bool:
+        """True once no block is still being read."""
+        return self._coming is None or self._coming.done()
+
+    def is_from_disk(self, index: int) -> bool:
+        """Return True if a block was not in host memory."""
+        return self._held[index] is None
+
+    def take(self, index: int) -> Any:
+        """Return a block's bytes as a buffer, or None if it is lost. Call this once `is_done` is True."""
+        key, held = self._keys[index], self._held[index]
+        if held is not None:
+            return held.content if self._tiers.is_intact(key, held) else None
+        if self._read is None:
+            assert self._coming is not None, "something is read"
+            below = [key for key, one in zip(self._keys, self._held, strict=True) if one is None]
+            self._read = dict(zip(below, self._coming.result(), strict=True))
+        return self._read[key]
+
+
+class Tiers:
+    """Host memory and a disk. All methods are called by the engine's thread and return at once."""
+
+    def __init__(
+        self,
+        host_bytes: int,
+        disk: DiskTier | None,
+        sealing: Sealing,
+        *,
+        max_age_s: float | None = None,
+        tenant_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create empty host memory. `tenant_share`: most of it for one tenant. `max_age_s`: since last use."""
+        self.host_bytes = host_bytes
+        self.disk = disk
+        self._sealing, self._clock = sealing, clock
+        self._max_age_s = max_age_s
+        self._host: OrderedDict[BlockKey, Held] = OrderedDict()  # least recently used first
+        self._quota: Quota[BlockKey] = Quota(int(tenant_share * host_bytes))
+        self._owners: OrderedDict[bytes, str] = OrderedDict()  # by root
+        self.num_damaged = self.num_aged = self.num_dropped = 0  # in host memory, since the start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return self._quota.nbytes
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def learn(self, root: bytes, owner: str) -> None:
+        """Remember whose prompts have this root."""
+        self._owners[root] = owner
+        self._owners.move_to_end(root)
+        if len(self._owners) > _MOST_OWNERS:
+            self._owners.popitem(last=False)
+
+    def holds(self, key: BlockKey) -> bool:
+        """Return True if a block is in host memory or on disk."""
+        if key in self._host:
+            return True
+        return self.disk is not None and self.disk.holds(self._name(key))
+
+    def wants(self, key: BlockKey) -> bool:
+        """Return True if a block that leaves its pool should be put here; False if it is here already."""
+        held = self._host.get(key)
+        if held is not None:
+            self._use(key, held)
+            return False
+        return bool(self.host_bytes) or (self.disk is not None and not self.disk.holds(self._name(key)))
+
+    def put(self, key: BlockKey, content: Any) -> None:
+        """Take the bytes of a block that left its pool. `content`: a buffer that nobody changes any more."""
+        nbytes = memoryview(content).nbytes
+        if nbytes > self._quota.limit:
+            self.save(key, content)
+            return
+        if key in self._host:
+            return
+        self.expire()
+        while self._quota.nbytes + nbytes > self.host_bytes:
+            self._pass_on(next(iter(self._host)))
+        digest = content_digest(key.digest, key.group, content)
+        owner = self._owners.get(key.root, "")
+        self._host[key] = Held(owner, content, nbytes, digest, self._clock())
+        for other in self._quota.add(owner, key, nbytes):
+            self._pass_on(other)
+
+    def save(self, key: BlockKey, content: Any) -> None:
+        """Write a block to the disk soon, if there is a disk."""
+        if self.disk is not None:
+            self.disk.write((self._owners.get(key.root, ""), self._name(key), key.group), content)
+        else:
+            self.num_dropped += 1
+
+    def is_saved(self, key: BlockKey) -> bool:
+        """Return True if a block is on disk, or there is no disk."""
+        return self.disk is None or self.disk.holds(self._name(key))
+
+    def fetch(self, keys: list[BlockKey]) -> Fetch:
+        """Begin to bring blocks back. Afterwards, they are the first to leave host memory."""
+        return Fetch(self, keys)
+
+    def in_host(self, key: BlockKey) -> "Held | None":
+        """Return a block in host memory that is about to be in a pool again, or None if it isn't there."""
+        held = self._host.get(key)
+        if held is not None:
+            self._host.move_to_end(key, last=False)
+        return held
+
+    def is_intact(self, key: BlockKey, held: "Held") -> bool:
+        """Return True if a block's bytes are those that were put. Otherwise, drop the block."""
+        if content_digest(key.digest, key.group, held.content) == held.digest:
+            return True
+        self.num_damaged += 1
+        if self._host.get(key) is held:
+            self._drop(key)
+        return False
+
+    def read(self, keys: list[BlockKey]) -> "Future[list[Any]]":
+        """Begin to read blocks from the disk."""
+        assert self.disk is not None, "it holds the blocks"
+        return self.disk.read([(self._owners.get(key.root, ""), self._name(key), key.group) for key in keys])
+
+    def expire(self) -> None:
+        """Drop blocks that were not used for too long, and look for news on the disk."""
+        if self.disk is not None:
+            self.disk.refresh()
+        if self._max_age_s is not None:
+            since = self._clock() - self._max_age_s
+            while self._host and (oldest := next(iter(self._host.items())))[1].used_s < since:
+                self._drop(oldest[0])
+                self.num_aged += 1
+
+    def close(self) -> None:
+        """Write everything that is not on disk yet, and close the files. Waits."""
+        for key in list(self._host):
+            self._pass_on(key)
+        if self.disk is not None:
+            self.disk.close()
+
+    def _use(self, key: BlockKey, held: Held) -> None:
+        held.used_s = self._clock()
+        self._host.move_to_end(key)
+        self._quota.touch(held.owner, key)
+
+    def _pass_on(self, key: BlockKey) -> None:
+        """Remove a block from host memory, and write it to the disk if it is not there."""
+        content = self._host[key].content
+        self._drop(key)
+        if not (self.disk is not None and self.is_saved(key)):
+            self.save(key, content)
+
+    def _drop(self, key: BlockKey) -> None:
+        self._quota.remove(self._host.pop(key).owner, key)
+
+    def _name(self, key: BlockKey) -> bytes:
+        return self._sealing.name(self._owners.get(key.root, ""), key.digest, key.group)
