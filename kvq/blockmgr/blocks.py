@@ -1,6 +1,5 @@
 """Memory of a block manager: the pools of all layer groups, the prefix index, orders and events."""
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
@@ -56,8 +55,8 @@ class Blocks:
         self.events = Events()
         self.orders: list[Order] = []
         self.tiers: Tiers | None = None
-        # Indexed blocks by group, to be written to a disk while they are in their pools.
-        self.unsaved: deque[tuple[int, BlockId, Node]] = deque(maxlen=sum(num_blocks))
+        # Indexed blocks by (group, block), to be written to a disk while they are in their pools.
+        self.unsaved: dict[tuple[int, BlockId], Node] = {}
 
     def _check(self, num_groups: int) -> None:
         """Raise ConfigError unless the options are within range and the lists have matching lengths."""

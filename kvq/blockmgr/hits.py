@@ -322,7 +322,7 @@ class Prefixes:
             pool.keep(mine, node)
             blocks.index.attach(node, group, mine)
             if blocks.tiers is not None and blocks.tiers.disk is not None:
-                blocks.unsaved.append((group, mine, node))
+                blocks.unsaved[group, mine] = node
             if blocks.events.active:
                 assert node.parent is not None, "a root has no blocks"
                 stored = Stored(group=group, block=mine, digest=node.digest, parent=node.parent.digest)

@@ -49,7 +49,9 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         `block_size` is in tokens. In every pool, `reserve_blocks` are withheld from new sequences, so that
         running sequences can grow. At most `max_pinned_blocks` of each pool may be pinned, by default half.
         `identity` names the model and the recipe; prefixes with another identity never match. `options`: see
-        `Holding`. `tiers`: take evicted blocks, for `restore`. Raises ConfigError if a number is out of range or a list has the wrong length.
+        `Holding`. `tiers`: take evicted blocks, for `restore`.
+
+        Raises ConfigError if a number is out of range or a list has the wrong length.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
         self.blocks.tiers = tiers
@@ -211,10 +213,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return self.prefixes.restorable(prompt)
 
     def restore(self, prompt: PrefixQuery, length: int) -> tuple[Sequence, list[tuple[BlockId, BlockKey]]]:
-        """Start a sequence whose first `length` tokens are indexed or will be filled in from the tiers.
+        """Start a sequence whose first `length` tokens are indexed or are filled in from the tiers.
 
-        Returns the sequence, and the blocks to fill with the identity of their content. Fill all of them, then
-        call `commit`; as after `adopt`, `free` without `commit` leaves nothing of them cached.
+        Returns the sequence, and the blocks to fill with the identity of their content. Fill all of them,
+        then call `commit`; as after `adopt`, `free` without `commit` leaves nothing of them cached.
 
         Raises:
             OutOfBlocks: there are too few blocks; nothing was changed.

@@ -20,11 +20,12 @@ class EngineConfig:
 
     The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
     the device's free memory after activations. `swap_memory`: host memory (or space in `swap_folder`) for
-    preempted requests. `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that
-    leave the pool, with names and contents encrypted by a key in `kv_key_file`; `kv_max_age_s`: time after
-    which unused ones are dropped; `kv_tenant_share`: largest share of one tenant. `max_context`: context limit in tokens, if below the model's own. `async_scheduling`:
+    preempted requests. `max_context`: context limit in tokens, if below the model's own. `async_scheduling`:
     plan and launch a step while the previous one runs or is processed; by default, enabled on GPUs, where
     launching takes time, and on CPUs if steps are short.
+    `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool;
+    `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused blocks are
+    dropped there. `kv_tenant_share`: largest share of one tenant.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none
@@ -110,8 +111,8 @@ def _check_tiers(config: EngineConfig) -> None:
     host, disk = parse_bytes(config.kv_host, "kv_host"), parse_bytes(config.kv_disk, "kv_disk")
     if bool(disk) != (config.kv_dir is not None):
         raise ConfigError(
-            f"kv_disk (--kv-disk) and kv_dir (--kv-dir) belong together, a size such as '100GiB' and a folder; "
-            f"got {config.kv_disk!r} and {config.kv_dir!r}"
+            f"kv_disk (--kv-disk) and kv_dir (--kv-dir) belong together, a size such as '100GiB' and a "
+            f"folder; got {config.kv_disk!r} and {config.kv_dir!r}"
         )
     if (host or disk) and not config.prefix_caching:
         raise ConfigError("kv_host and kv_disk keep prefixes, so they need prefix_caching")

@@ -106,7 +106,8 @@ class Saver:
         assert tiers is not None, "only tiers with a disk have unsaved blocks"
         taken = 0.0
         while unsaved and taken < seconds and tiers.disk is not None and tiers.disk.has_room:
-            group, block, node = unsaved.popleft()
+            group, block = at = next(iter(unsaved))
+            node = unsaved.pop(at)
             key = node.key(group)
             if node.blocks[group] == block and not tiers.is_saved(key):
                 tiers.save(key, self._cache.read_block(group, block).numpy())

@@ -7,8 +7,8 @@ from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
-from kvq.scheduler.loading import Loading
 from kvq.scheduler.fit import PoolShape, Reach, resolve_max_tokens
+from kvq.scheduler.loading import Loading
 from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, swappable
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.running import Running, held

@@ -42,8 +42,8 @@ class Folder:
         self.segment_bytes = max(least, min(_MOST_BYTES, budget // _PER_BUDGET))
         if budget < 2 * least:
             raise ConfigError(
-                f"kv_disk (--kv-disk) must be at least {binary(2 * least)} for blocks of {binary(block_bytes)}, "
-                f"got {binary(budget)}"
+                f"kv_disk (--kv-disk) must be at least {binary(2 * least)} for blocks of "
+                f"{binary(block_bytes)}, got {binary(budget)}"
             )
         self._touched: dict[Path, float] = {}
         try:
@@ -51,8 +51,8 @@ class Folder:
             os.listdir(path)
         except OSError as error:
             raise ConfigError(
-                f"can't keep KV in {path}: {error.strerror or error}; name a folder as kv_dir (--kv-dir) that "
-                f"can be read and written"
+                f"can't keep KV in {path}: {error.strerror or error}; name a folder as kv_dir (--kv-dir) "
+                f"that can be read and written"
             ) from error
 
     def segments(self) -> dict[Path, os.stat_result]:

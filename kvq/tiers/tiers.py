@@ -83,7 +83,11 @@ class Tiers:
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create empty host memory. `tenant_share`: most of it for one tenant. `max_age_s`: since last use."""
+        """Create empty host memory of `host_bytes`.
+
+        `tenant_share`: largest share of one tenant. `max_age_s`: time since the last use after which a block
+        is dropped.
+        """
         self.host_bytes = host_bytes
         self.disk = disk
         self._sealing, self._clock = sealing, clock
