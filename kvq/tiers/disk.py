@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class DiskTier:
         self._segments: dict[Path, _Segment] = {}
         self._unusable: set[Path] = set()
         self._where: dict[bytes, _Segment] = {}  # by name
-        self._quota = Quota(int(tenant_share * folder.budget))
+        self._quota: Quota[bytes] = Quota(int(tenant_share * folder.budget))
         self._queued: dict[bytes, tuple[str, int, Any]] = {}  # by name: owner, layer group, content
         self._queued_bytes = 0
         self._written: list[Record] = []  # in this engine's segment
@@ -206,7 +206,7 @@ class DiskTier:
         assert self._open is not None, "just begun"
         segment, file = self._open
         _write_all(file, [record.pack(), stored], segment.end)
-        record = Record(*_fields(record), segment.end + RECORD_BYTES)
+        record = replace(record, offset=segment.end + RECORD_BYTES)
         self._written.append(record)
         self._add(segment, record)
         self.counts.written += 1
@@ -323,13 +323,6 @@ class DiskTier:
         if segment is not None:
             del segment.names[name]
             self._quota.remove(owner, name)
-
-
-def _fields(record: Record) -> tuple[Any, ...]:
-    return (
-        *(record.name, record.group, record.owner, record.written_s),
-        *(record.nbytes, record.digest, record.is_encrypted),
-    )
 
 
 def _write_all(file: int, parts: list[Any], offset: int) -> None:

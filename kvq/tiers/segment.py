@@ -145,7 +145,8 @@ def _tail_start(file: int, size: int) -> int:
     raw = os.pread(file, _END_BYTES, max(0, size - _END_BYTES))
     if len(raw) < _END_BYTES or raw[_END.size :] != _check(raw[: _END.size]) or not raw.startswith(_END_MARK):
         return size
-    return max(HEADER_BYTES, size - _END_BYTES - _END.unpack_from(raw)[1] * RECORD_BYTES)
+    _, count = _END.unpack_from(raw)
+    return max(HEADER_BYTES, size - _END_BYTES - int(count) * RECORD_BYTES)
 
 
 def _parse(raw: bytes, offset: int) -> Record | None:
