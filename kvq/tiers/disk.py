@@ -73,7 +73,7 @@ class DiskTier:
         self.counts = DiskCounts()
         self._folder, self._sealing, self._facts, self._clock = folder, sealing, facts, clock
         self._max_age_s = max_age_s
-        self._lock = threading.Lock()
+        self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._segments: dict[Path, _Segment] = {}
         self._unusable: set[Path] = set()
         self._where: dict[bytes, _Segment] = {}  # by name
@@ -84,6 +84,7 @@ class DiskTier:
         self._open: tuple[_Segment, int] | None = None  # this engine's segment and its file
         self._failed_s = 0.0  # when writing failed
         self._refreshed_s = 0.0
+        self._is_closed = False
         self._reader = ThreadPoolExecutor(1, "kvq-disk-reader")
         self._writer = ThreadPoolExecutor(1, "kvq-disk-writer")
         self._refresh()
@@ -136,7 +137,10 @@ class DiskTier:
         return self._queued_bytes < _QUEUED_BYTES // 2 and self._may_write()
 
     def close(self) -> None:
-        """Write what is queued, and complete this engine's segment. Waits."""
+        """Write what is queued, and complete this engine's segment. Waits. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._reader.shutdown(cancel_futures=True)
         self._writer.submit(self._complete)
         self._writer.shutdown()
@@ -251,6 +255,11 @@ class DiskTier:
 
     def _refresh(self) -> None:
         """Index new blocks of all engines, and forget deleted segments and old ones."""
+        with self._refreshing:
+            self._compare(list(self._segments))
+
+    def _compare(self, known: list[Path]) -> None:
+        """Compare the folder with the index. `known`: segments that were indexed before."""
         now, found = self._clock(), self._folder.segments()
         for path, stat in found.items():
             segment = self._segments.get(path)
@@ -266,8 +275,9 @@ class DiskTier:
             elif stat.st_size != segment.size and not is_own:
                 segment.size = stat.st_size
                 self._scan(segment)
-        for path in [path for path in self._segments if path not in found]:
-            self._forget(self._segments[path])
+        for path in known:
+            if path not in found and path in self._segments:
+                self._forget(self._segments[path])
 
     def _is_usable(self, path: Path) -> bool:
         """Return True if a segment's header is valid. Warn once about any that is not."""

@@ -21,6 +21,8 @@ from hashlib import sha256
 
 from kvq.blockmgr import BlockManager
 from kvq.blockmgr.prefix import sha256_digest
+from kvq.tiers.sealing import Sealing
+from kvq.tiers.tiers import Tiers
 from tests.blockmgr.client import Client
 from tests.blockmgr.simulation import Simulation
 
@@ -33,7 +35,7 @@ PATHS = [
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "pinned",
     "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
-    "sealed", "snapshots", "states stayed",
+    "sealed", "snapshots", "states stayed", "demoted", "restored", "restore lost", "refused restore",
 ]  # fmt: skip
 
 
@@ -66,6 +68,9 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         more = {"state_group": len(windows), "snapshot_every": rng.randint(1, 9)}
         windows, limits = [*windows, 2], [*limits, None]
     digest = tiny_digest(rng.randint(2, 5)) if rng.random() < 0.25 else sha256_digest
+    tiers = None
+    if digest is sha256_digest and rng.random() < 0.5:  # the tiers have nothing but digests to go by
+        tiers = Tiers(rng.choice([8 * size * 20, 1 << 20]), None, Sealing())
     manager = BlockManager(
         num_blocks=[rng.randint(4, 12) for _ in windows],
         block_size=size,
@@ -74,6 +79,7 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         lag=lag,
         host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
+        tiers=tiers,
         **more,
     )
     manager.blocks.index._digest = digest
@@ -113,6 +119,8 @@ def random_step(sim: Simulation, rng: random.Random, *, grows: bool = True) -> N
 def _arrive(sim: Simulation, rng: random.Random) -> None:
     tokens = random_prompt(sim, rng)
     roll = rng.random()
+    if sim.manager.blocks.tiers is not None and rng.random() < 0.8:
+        sim.restore(rng.choice(TENANTS), tokens, rng.randint(0, 6))
     if roll < 0.05:
         sim.adopt(rng.choice(TENANTS), tokens, rng.randint(0, len(tokens) // sim.size))
     else:

@@ -5,10 +5,22 @@ tokens up to here). Orders and writes are carried out on these chains as the cac
 out on bytes. After any operation, `check` reads every position that any sequence can see.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 
-from kvq.blockmgr import BlockManager, Copy, Match, PrefixQuery, Scrub, Sequence, SwapIn, SwapOut
+from kvq.blockmgr import (
+    BlockManager,
+    Copy,
+    Demote,
+    Fill,
+    Match,
+    PrefixQuery,
+    Scrub,
+    Sequence,
+    SwapIn,
+    SwapOut,
+)
 from kvq.errors import ConfigError, OutOfBlocks
 from tests.blockmgr.client import Client
 from tests.blockmgr.mirror import Mirror
@@ -85,6 +97,40 @@ class Simulation:
             for i in range(start, len(table)):
                 keys = client.keys[i * self.size : (i + 1) * self.size]
                 self.kv[group][table[i]] = keys[-1:] * self.size if group == self.states else keys
+
+    def restore(self, tenant: str, tokens: list[int], lost: int) -> None:
+        """What the tiers hold of a prompt comes back, unless block number `lost` of them is damaged."""
+        prompt = self.manager.prompt(tokens, tenant=tenant)
+        length, found = self.manager.restorable(prompt), self.manager.lookup(prompt).length
+        assert length % self.size == 0
+        if length <= found:
+            assert self.manager.blocks.tiers is not None or not length
+            return
+        try:
+            sequence, missing = self.manager.restore(prompt, length)
+        except OutOfBlocks:
+            self.seen["refused restore"] += 1
+            return
+        assert missing, "it was no hit before"
+        tiers = self.manager.blocks.tiers
+        assert tiers is not None
+        fetch = tiers.fetch([key for _, key in missing])
+        if is_lost := lost < len(missing):
+            held = fetch._held[lost]
+            assert held is not None
+            held.digest = b"damaged"
+        for i, (block, key) in enumerate(missing):
+            content = fetch.take(i)
+            assert (content is None) == (is_lost and i == lost)
+            if content is not None:
+                self.manager.fill(block, key, content)
+        if not is_lost:
+            self.manager.commit(sequence)
+        self.manager.free(sequence)
+        self.carry_out()
+        again = self.manager.lookup(self.manager.prompt(tokens, tenant=tenant)).length
+        assert again >= length or is_lost or not sequence.indexing
+        self.seen["restore lost" if is_lost else "restored"] += 1
 
     def _welcome(
         self, sequence: Sequence, prompt: PrefixQuery, tokens: list[int], shared: str | None
@@ -333,6 +379,12 @@ class Simulation:
                 self.seen["copies"] += 1
                 assert order.source != order.target
                 kv[order.target] = kv[order.source][:]
+            elif isinstance(order, Demote):
+                assert self.manager.blocks.tiers is not None
+                self.manager.blocks.tiers.put(order.key, array("q", kv[order.block]).tobytes())
+                self.seen["demoted"] += 1
+            elif isinstance(order, Fill):
+                kv[order.block] = array("q", order.content).tolist()
             elif isinstance(order, SwapOut):
                 self.host[order.group][order.slot] = kv[order.block][:]
             elif isinstance(order, Scrub) or order in failed:

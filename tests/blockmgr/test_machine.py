@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 )
 
 from kvq.blockmgr import BlockManager
+from kvq.tiers.sealing import Sealing
+from kvq.tiers.tiers import Tiers
 from tests.blockmgr.client import Client
 from tests.blockmgr.drive import PATHS
 from tests.blockmgr.simulation import Simulation
@@ -56,6 +58,7 @@ class Machine(RuleBasedStateMachine):
         sinks=st.integers(1, 3),
         bits=st.sampled_from([8, 2]),
         every=st.sampled_from([None, None, None, 2, 5]),
+        tiers=st.booleans(),
     )
     def begin(
         self,
@@ -65,6 +68,7 @@ class Machine(RuleBasedStateMachine):
         sinks: int,
         bits: int,
         every: int | None,
+        tiers: bool,
     ) -> None:
         """A manager of some shape; with two bits, digests collide all the time."""
         groups = len(blocks)
@@ -78,6 +82,7 @@ class Machine(RuleBasedStateMachine):
             state_group=groups if states else None,
             snapshot_every=every or 1,
             host_slots=[5] * (groups + states),
+            tiers=Tiers(1 << 20, None, Sealing()) if tiers and bits == 8 else None,
         )
         if bits == 2:
             manager.blocks.index._digest = lambda data: bytes([sha256(data).digest()[0] & 3])
@@ -115,6 +120,12 @@ class Machine(RuleBasedStateMachine):
     def adopt(self, tokens: list[int]) -> None:
         """A request arrives with the KV of its whole blocks."""
         self.sim.adopt("b", tokens, len(tokens) // self.sim.size)
+
+    @precondition(lambda self: self.sim.manager.blocks.tiers is not None)
+    @rule(tenant=st.sampled_from("ab"), known=SMALL, more=TOKENS, lost=st.integers(0, 12))
+    def restore(self, tenant: str, known: int, more: list[int], lost: int) -> None:
+        """What left the pools of a prompt comes back."""
+        self.sim.restore(tenant, BASE[:known] + more, lost)
 
     @precondition(lambda self: any(map(is_idle, self.sim.clients)))
     @rule(number=SMALL, count=st.integers(1, 9), drafts=st.lists(st.integers(0, 1), max_size=3))

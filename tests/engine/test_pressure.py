@@ -193,17 +193,20 @@ def test_sliding_windows_under_pressure_leak_nothing():
     assert_balanced(llm)
 
 
-def check_limits(seed: int) -> None:
+def check_limits(seed: int, **options) -> None:
     """A random engine with a pool of a few blocks: whatever it accepts finishes, and nothing leaks."""
     rng = random.Random(seed)
     model, _ = pair(rng.choice(["llama", "gemma3_text", "gpt_oss"]))
     llm = engine(
         model,
-        num_blocks=rng.randint(2, 9),
-        max_num_batched_tokens=rng.choice([6, 16, 33, 300]),
-        max_num_seqs=rng.choice([4, 6]),
-        prefix_caching=rng.random() < 0.7,
-        swap_memory=rng.choice([0, "16KiB", "1MiB"]),
+        **{
+            "num_blocks": rng.randint(2, 9),
+            "max_num_batched_tokens": rng.choice([6, 16, 33, 300]),
+            "max_num_seqs": rng.choice([4, 6]),
+            "prefix_caching": rng.random() < 0.7,
+            "swap_memory": rng.choice([0, "16KiB", "1MiB"]),
+            **options,
+        },
     )
     accepted: list[tuple] = []
     refusals: list[str] = []

@@ -1,0 +1,219 @@
+"""Blocks that leave the pools and come back: the same tokens, sooner, and nothing leaks."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq.engine import LLM, SamplingParams
+from kvq.errors import ConfigError
+from kvq.tiers.segment import HEADER_BYTES, SUFFIX
+from tests.engine.kit import BLOCK, assert_balanced, drive, engine, mixed_prompts, pair, submit, tokens_of
+from tests.engine.test_pressure import check_limits, check_random_life
+from tests.helpers_hybrids import QUICK, hybrid
+from tests.helpers_models import random_tokens
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+MIB = 1 << 20
+FORMATS = ["auto", "int8", "fp8", "int4", "int4_mean", "int3_mean+sinks=4+recent=16"]
+
+
+def prompts(count: int = 10, length: int = 70) -> list[list[int]]:
+    """More than the pool of these tests holds."""
+    return [random_tokens(length, seed=500 + i) for i in range(count)]
+
+
+def pressed(model: Any, kv: str = "auto", **options: Any) -> LLM:
+    return engine(model, kv, num_blocks=14, max_num_seqs=4, **options)
+
+
+def two_rounds(llm: LLM) -> tuple[list[list[int]], list[Any]]:
+    """Each prompt alone, twice; the receipts of the second round."""
+    first = [tokens_of(llm.generate([prompt], GREEDY))[0] for prompt in prompts()]
+    second = [llm.generate([prompt], GREEDY)[0] for prompt in prompts()]
+    assert tokens_of(second) == first
+    assert_balanced(llm)
+    return first, [output.receipt for output in second]
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+def test_prompts_come_back_from_host_memory_with_the_same_tokens(kv: str) -> None:
+    model = pair("llama")[0]
+    plain, receipts = two_rounds(pressed(model, kv))
+    assert sum(receipt.cached_tokens for receipt in receipts) < 5 * BLOCK * len(receipts) / 4
+    llm = pressed(model, kv, kv_host=MIB)
+    kept, receipts = two_rounds(llm)
+    assert kept == plain
+    lag = 16 if "recent" in kv or kv.startswith("int4") else 0
+    whole = (70 - 1 - lag) // BLOCK * BLOCK
+    assert all(receipt.cached_tokens >= whole - BLOCK for receipt in receipts)
+    assert sum(receipt.host_tokens for receipt in receipts) >= (whole - BLOCK) * (len(receipts) - 2)
+    assert not any(receipt.disk_tokens for receipt in receipts)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", *QUICK])
+def test_windows_and_states_come_back(family: str) -> None:
+    model = hybrid(family)[0] if family in QUICK else pair(family)[0]
+    options = {"snapshot_every": BLOCK} if family in QUICK else {}
+    plain, _ = two_rounds(engine(model, num_blocks=256, max_num_seqs=4, **options))
+    llm = engine(model, num_blocks=16, max_num_seqs=4, kv_host=64 * MIB, **options)
+    kept, receipts = two_rounds(llm)
+    assert kept == plain
+    assert sum(receipt.host_tokens for receipt in receipts) > 0
+    assert llm.core.scheduler.loading.num_failed == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_host": "256KiB"}, {"key": True}])
+def test_prompts_come_back_after_a_restart(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = pair("llama")[0]
+    given: dict[str, Any] = {"kv_disk": 16 * MIB, "kv_dir": tmp_path / "kv"}
+    if options.pop("key", False):
+        given["kv_key_file"] = tmp_path / "key"
+        given["kv_key_file"].write_text("0123456789abcdef" * 2)
+        given["kv_key_file"].chmod(0o600)
+    plain, _ = two_rounds(pressed(model))
+    llm = pressed(model, **given, **options)
+    assert two_rounds(llm)[0] == plain
+    llm.close()
+    again = pressed(model, **given, **options)
+    outputs = [again.generate([prompt], GREEDY)[0] for prompt in prompts()]
+    assert tokens_of(outputs) == plain
+    assert [output.receipt.disk_tokens for output in outputs] == [64] * len(outputs)
+    assert_balanced(again)
+
+
+def test_a_killed_engine_leaves_what_it_had_saved(tmp_path: Path) -> None:
+    model = pair("llama")[0]
+    llm = pressed(model, kv_disk=16 * MIB, kv_dir=tmp_path)
+    llm.generate(prompts()[:2], GREEDY)
+    while llm.core.tidy():  # what an idle server does
+        pass
+    disk = llm.core.scheduler.manager.blocks.tiers.disk
+    disk._writer.submit(lambda: None).result(10)
+    again = pressed(model, kv_disk=16 * MIB, kv_dir=tmp_path)  # the first one is still open
+    receipts = [output.receipt for output in again.generate(prompts()[:2], GREEDY)]
+    assert [receipt.disk_tokens for receipt in receipts] == [64, 64]
+
+
+def test_other_models_recipes_tenants_and_salts_find_nothing(tmp_path: Path) -> None:
+    given = {"kv_disk": 16 * MIB, "kv_dir": tmp_path, "num_blocks": 64}
+    prompt = prompts()[0]
+    llm = engine(pair("llama")[0], **given)
+    llm.generate([prompt], GREEDY, tenant="a")
+    llm.close()
+    others = [
+        (engine(pair("llama", seed=1)[0], **given), "a", None),
+        (engine(pair("llama")[0], "int8", **given), "a", None),
+        (engine(pair("llama")[0], **given), "b", None),
+        (engine(pair("llama")[0], **given), "a", "salt"),
+    ]
+    for other, tenant, salt in others:
+        found = other.generate([prompt], GREEDY, tenant=tenant, cache_salt=salt)[0].receipt
+        assert (found.cached_tokens, found.disk_tokens) == (0, 0)
+    same = engine(pair("llama")[0], **given)
+    assert same.generate([prompt], GREEDY, tenant="a")[0].receipt.disk_tokens == 64
+
+
+def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
+    model, rng = pair("llama")[0], random.Random(4)
+    given = {"kv_disk": 16 * MIB, "kv_dir": tmp_path}
+    llm = pressed(model, **given)
+    plain = tokens_of(llm.generate(prompts(), GREEDY))
+    llm.close()
+    for path in tmp_path.glob("*" + SUFFIX):
+        whole = bytearray(path.read_bytes())
+        for _ in range(12):
+            whole[rng.randrange(HEADER_BYTES, len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(whole)
+    again = pressed(model, **given)
+    outputs = again.generate(prompts(), GREEDY)
+    assert tokens_of(outputs) == plain
+    assert again.core.scheduler.manager.blocks.tiers.disk.counts.damaged > 0
+    assert_balanced(again)
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvq.scheduler.loading._MOST_SECONDS", 0.2)
+    model = pair("llama")[0]
+    given = {"kv_disk": 16 * MIB, "kv_dir": tmp_path}
+    llm = pressed(model, **given)
+    plain = tokens_of(llm.generate(prompts()[:2], GREEDY))
+    llm.close()
+    again = pressed(model, **given)
+    disk = again.core.scheduler.manager.blocks.tiers.disk
+    disk._reader.submit(time.sleep, 3.0)
+    first, second = (submit(again, prompt, GREEDY) for prompt in (prompts()[0], prompts()[3]))
+    drive(again, [first, second], most_steps=1 << 20)
+    assert first[1].output.outputs[0].token_ids == plain[0]
+    assert first[1].output.receipt.disk_tokens == 0
+    assert again.core.scheduler.loading.num_failed >= 1
+    assert_balanced(again)
+
+
+def test_a_preempted_request_gets_its_blocks_back_instead_of_computing_them() -> None:
+    model = pair("llama")[0]
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    wanted = tokens_of(engine(model, num_blocks=256).generate(prompts(4), long))
+    plain, kept = engine(model, num_blocks=22), engine(model, num_blocks=22, kv_host=4 * MIB)
+    for llm in (plain, kept):
+        assert tokens_of(llm.generate(prompts(4), long)) == wanted
+        assert llm.core.scheduler.counters.recomputes > 0
+        assert_balanced(llm)
+    lost = [llm.core.scheduler.manager for llm in (plain, kept)]
+    assert lost[1].blocks.tiers is not None
+    assert kept.core.scheduler.loading.loaded_tokens > 0
+
+
+def test_a_cancelled_request_leaves_its_load_to_others() -> None:
+    llm = pressed(pair("llama")[0], kv_host=MIB)
+    plain = tokens_of([llm.generate([prompt], GREEDY)[0] for prompt in prompts()])
+    llm.core.scheduler.costs._swap_block_s = 10.0  # two blocks a step
+    runs = submit(llm, prompts()[5], SamplingParams(max_tokens=40, ignore_eos=True))
+    llm.step()
+    first, second = (submit(llm, prompts()[0], GREEDY) for _ in range(2))
+    llm.step()
+    assert len(llm.core.scheduler.loading) == 1
+    llm.core.cancel(first[0])
+    drive(llm, [runs, second])
+    assert second[1].output.outputs[0].token_ids == plain[0]
+    assert_balanced(llm)
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"kv": "int4"}])
+def test_500_requests_of_all_kinds_with_tiers_leak_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = pair("llama")[0].with_kv(options.pop("kv", "fp32"))
+    check_random_life(model, 500, seed=17, kv_host="256KiB", kv_disk=32 * MIB, kv_dir=tmp_path, **options)
+
+
+def test_whatever_is_accepted_finishes_with_tiers() -> None:
+    for seed in range(30, 42):
+        check_limits(seed, kv_host="64KiB", prefix_caching=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_disk": "1GiB"}, "kv_dir"),
+        ({"kv_dir": "x"}, "kv_disk"),
+        ({"kv_host": "1GiB", "prefix_caching": False}, "prefix_caching"),
+        ({"kv_host": "much"}, "size such as"),
+        ({"kv_host": "1GiB", "kv_key_file": "x"}, "kv_key_file"),
+        ({"kv_host": "1GiB", "kv_max_age_s": 0}, "above 0 seconds"),
+        ({"kv_host": "1GiB", "kv_tenant_share": 2}, "at most 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(pair("llama")[0], **options)
+
+
+def test_mixed_prompts_in_batches_have_the_tokens_of_a_large_pool() -> None:
+    model = pair("llama")[0]
+    some = mixed_prompts(24, seed=11)
+    wanted = tokens_of(engine(model).generate(some, GREEDY))
+    llm = engine(model, num_blocks=20, kv_host=MIB)
+    for _ in range(3):
+        assert tokens_of(llm.generate(some, GREEDY)) == wanted
+    assert_balanced(llm)

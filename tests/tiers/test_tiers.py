@@ -1,0 +1,123 @@
+"""Host memory and what is below it: budgets, quotas, ages, and the order in which blocks leave."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq.tiers.disk import DiskTier
+from kvq.tiers.folder import Folder
+from kvq.tiers.sealing import Sealing
+from kvq.tiers.tiers import BlockKey, Tiers
+
+SIZE = 1000
+
+
+def key(number: int, root: bytes = b"r") -> BlockKey:
+    return BlockKey(root, number.to_bytes(32, "big"), 0)
+
+
+def content(number: int) -> bytes:
+    return number.to_bytes(4, "big") * (SIZE // 4)
+
+
+def tiers(blocks: int, disk: DiskTier | None = None, **options: Any) -> Tiers:
+    return Tiers(blocks * SIZE, disk, Sealing(), **options)
+
+
+def put(some: Tiers, *numbers: int, root: bytes = b"r") -> None:
+    for number in numbers:
+        if some.wants(key(number, root)):
+            some.put(key(number, root), content(number))
+
+
+def held(some: Tiers, *numbers: int) -> list[int]:
+    return [number for number in numbers if some.holds(key(number))]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskTier]:
+    made = DiskTier(Folder(tmp_path, 8 << 20, SIZE), Sealing(), {})
+    yield made
+    made.close()
+
+
+def test_the_least_recently_used_blocks_leave() -> None:
+    some = tiers(4)
+    put(some, 1, 2, 3, 4, 1, 5, 6)
+    assert held(some, *range(8)) == [1, 4, 5, 6]
+    assert some.nbytes == 4 * SIZE
+    assert some.num_dropped == 2
+
+
+def test_blocks_that_went_back_to_a_pool_leave_first_and_their_depth_decides() -> None:
+    some = tiers(4)
+    put(some, 4, 3, 2, 1)  # a pool evicts the deepest block first
+    fetch = some.fetch([key(1), key(2)])
+    assert fetch.is_done
+    assert [fetch.take(i) for i in range(2)] == [content(1), content(2)]
+    put(some, 5)
+    assert held(some, 1, 2, 3, 4, 5) == [1, 3, 4, 5]
+    put(some, 1, 6)
+    assert held(some, 1, 2, 3, 4, 5, 6) == [1, 3, 5, 6]
+
+
+def test_a_tenant_keeps_to_its_share() -> None:
+    some = tiers(10, tenant_share=0.4)
+    some.learn(b"r", "a")
+    some.learn(b"other", "b")
+    put(some, 100, 101, root=b"other")
+    put(some, *range(9))
+    assert held(some, *range(9)) == [5, 6, 7, 8]
+    assert some.holds(key(100, b"other"))
+
+
+def test_unused_blocks_are_dropped_by_age() -> None:
+    now = [0.0]
+    some = tiers(4, max_age_s=10.0, clock=lambda: now[0])
+    put(some, 1, 2)
+    now[0] = 9.0
+    put(some, 1)
+    now[0] = 12.0
+    some.expire()
+    assert held(some, 1, 2) == [1]
+    assert some.num_aged == 1
+
+
+def test_a_flipped_bit_in_host_memory_is_a_miss() -> None:
+    some, changed = tiers(4), bytearray(content(1))
+    some.put(key(1), changed)
+    changed[17] ^= 4
+    fetch = some.fetch([key(1)])
+    assert fetch.take(0) is None
+    assert not some.holds(key(1))
+    assert some.num_damaged == 1
+
+
+def test_what_leaves_host_memory_goes_to_the_disk_and_comes_back(disk: DiskTier) -> None:
+    some = tiers(2, disk)
+    put(some, 1, 2, 3, 4)
+    assert held(some, *range(6)) == [1, 2, 3, 4]
+    fetch = some.fetch([key(1), key(4), key(9)])
+    while not fetch.is_done:
+        pass
+    assert [fetch.take(i) for i in range(3)] == [content(1), content(4), None]
+    assert [fetch.is_from_disk(i) for i in range(3)] == [True, False, True]
+    some.close()
+    assert disk.counts.written == 4, "what host memory still had is written in the end"
+
+
+def test_a_disk_without_host_memory_takes_each_block_once(disk: DiskTier) -> None:
+    some = tiers(0, disk)
+    put(some, 1, 2, 1)
+    assert not some.wants(key(1))
+    assert len(disk) == 2
+    assert some.nbytes == 0
+
+
+def test_without_a_disk_everything_is_saved_as_far_as_it_can_be() -> None:
+    some = tiers(1)
+    assert some.is_saved(key(1))
+    put(some, 1, 2)
+    assert held(some, 1, 2) == [2]
