@@ -80,6 +80,7 @@ class Holding(TypedDict, total=False):
     limits: list[int | None]  # number of first tokens with blocks, a multiple of the block size; None: all
     block_bytes: list[int]  # bytes of one block, for receipts; by default 1
     lag: int  # tokens to commit after a block before it is indexed; by default 0
+    rungs: dict[int, list[int]]  # by layer group, bytes of a block in each colder format of a ladder
     state_group: int | None  # group whose blocks store recurrent states; its window is 2
     snapshot_every: int  # tokens between states that the index keeps, besides those at the ends of prompts
 

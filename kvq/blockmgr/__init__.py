@@ -14,6 +14,7 @@ from kvq.blockmgr.events import (
     SwapOut,
 )
 from kvq.blockmgr.hits import Match
+from kvq.blockmgr.ladder import Pack
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
@@ -34,6 +35,7 @@ __all__ = [
     "HostSlot",
     "Match",
     "Order",
+    "Pack",
     "PoolUsage",
     "PrefixQuery",
     "Scrub",

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
 from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order, SwapIn, SwapOut
 from kvq.blockmgr.eviction import LeastRecent, Segmented
-from kvq.blockmgr.pool import BlockId, BlockPool, EvictionListener
+from kvq.blockmgr.ladder import Extent, Ladder
+from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import Node, PrefixIndex
 from kvq.blockmgr.states import SNAPSHOT_EVERY, States
 from kvq.errors import ConfigError
 from kvq.layout import Holding
-from kvq.tiers.tiers import Tiers
+from kvq.tiers.tiers import OWN_FORM, Form, Tiers
 
 T = TypeVar("T")
+WINDOWS_EVERY = 512  # tokens between positions whose windows the tiers keep
 STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the previous token
 
 
@@ -39,12 +42,16 @@ class Blocks:
         self.limits = _per_group(options.get("limits"), None, num_groups)
         self.block_bytes = _per_group(options.get("block_bytes"), 1, num_groups)
         self.lag = options.get("lag", 0)
+        rungs = options.get("rungs", {})
         self._check(num_groups)
         self.ends = [None if limit is None else limit // block_size for limit in self.limits]  # in blocks
         self.pools = [
             # D65: every token passes through the small pools of windows and states, so hits count for more
             BlockPool(
-                count, on_evict=self._listener(group), policy=LeastRecent if window is None else Segmented
+                count,
+                on_evict=partial(self._evicted, group),
+                relieve=partial(self._relieve, group) if group in rungs else None,
+                policy=LeastRecent if window is None else Segmented,
             )
             for group, (count, window) in enumerate(zip(num_blocks, self.windows, strict=True))
         ]
@@ -55,6 +62,8 @@ class Blocks:
         self.events = Events()
         self.orders: list[Order] = []
         self.tiers: Tiers | None = None
+        self.ladder = Ladder(self.pools, {group: [self.block_bytes[group], *rungs[group]] for group in rungs})
+        self._is_packing = False
         # Indexed blocks by (group, block), to be written to a disk while they are in their pools.
         self.unsaved: dict[tuple[int, BlockId], Node] = {}
 
@@ -179,18 +188,54 @@ class Blocks:
         orders, self.orders = self.orders, []
         return orders
 
-    def _listener(self, group: int) -> EvictionListener:
-        """Return the function that a group's pool calls whenever it evicts blocks."""
+    def _relieve(self, group: int, count: int) -> None:
+        """Make up to `count` blocks of a pool free by packing cached ones."""
+        self._is_packing = True
+        try:
+            self.orders.extend(self.ladder.relieve(group, count))
+        finally:
+            self._is_packing = False
 
-        def evicted(blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
-            if self.events.active:
-                for block, node in zip(blocks, entries, strict=True):
-                    self.events.add(Evicted(group=group, block=block, digest=node.digest))
-            if self.tiers is not None:
-                for block, node in zip(blocks, entries, strict=True):
-                    if self.tiers.wants(key := node.key(group)):
-                        self.orders.append(Demote(group=group, block=block, key=key))
-            stranded = self.index.forget(entries, group)
-            return stranded if self.windows[group] is None else []
+    def _evicted(self, group: int, blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
+        """Forget blocks that a group's pool evicts or packs. Return others that can't be found any more."""
+        nodes, stranded = entries, []
+        if any(isinstance(entry, Extent) for entry in entries):
+            nodes = [entry for entry in entries if isinstance(entry, Node)]
+            for extent in {entry for entry in entries if isinstance(entry, Extent)}:
+                stranded += self._evict_extent(group, extent)
+        if self.events.active or self.tiers is not None:
+            for block, node in zip(blocks, entries, strict=True):
+                if isinstance(node, Node):
+                    self._note_evicted(group, block, node)
+        after = self.index.forget(nodes, group)
+        return stranded + after if self.windows[group] is None else stranded
 
-        return evicted
+    def _note_evicted(self, group: int, block: BlockId, node: Node) -> None:
+        if self.events.active:
+            self.events.add(Evicted(group=group, block=block, digest=node.digest))
+        if self.tiers is None or self._is_packing or not self.outlasts(group, node):
+            return
+        if self.tiers.wants(key := node.key(group)):
+            form = OWN_FORM if not node.coldest else Form(0, node.coldest)
+            self.orders.append(Demote(group=group, source=block, key=key, form=form))
+
+    def outlasts(self, group: int, node: Node) -> bool:  # D399
+        """Return True if the tiers should keep a block. Of a window, most blocks are of no use later.
+
+        A prompt goes on where another one or its answer ended, or leaves it anywhere; for that case, the
+        windows before some positions are kept.
+        """
+        if self.windows[group] is None or group == self.state_group or node.is_end:
+            return True
+        every = max(WINDOWS_EVERY, self.block_size)
+        end = -(-node.depth * self.block_size // every) * every
+        return node.depth > self.first_seen(group, end)
+
+    def _evict_extent(self, group: int, extent: Extent) -> list[BlockId]:
+        """Pass on what an extent holds to the tiers, unless it is rewritten. Return its other blocks."""
+        if self._is_packing:
+            return []
+        for packed, key in self.ladder.evicted(extent, group):
+            if self.tiers is not None and self.tiers.wants(key):
+                self.orders.append(Demote(group=group, source=packed, key=key, form=packed.form))
+        return [block for block in extent.blocks if self.pools[group].entry(block) is extent]

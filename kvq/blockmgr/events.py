@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvq.blockmgr.ladder import Pack, Packed
 from kvq.blockmgr.pool import BlockId, HostSlot
-from kvq.tiers.tiers import BlockKey
+from kvq.tiers.tiers import BlockKey, Form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,20 +55,26 @@ class Demote:
     """Order: copy the bytes of a block that was evicted to the tiers below the pools."""
 
     group: int
-    block: BlockId
+    source: BlockId | Packed
     key: BlockKey
+    form: Form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fill:
-    """Order: overwrite a block with bytes from the tiers."""
+    """Order: overwrite a block with bytes from the tiers, or with a packed block."""
 
     group: int
     block: BlockId
-    content: Any  # a buffer
+    content: Any  # a buffer, or a Packed
+    rung: int  # the format of the bytes
+
+    def is_like(self, other: "Fill") -> bool:
+        """Return True if both can be carried out together."""
+        return (self.group, self.rung) == (other.group, other.rung)
 
 
-Order = Copy | SwapOut | SwapIn | Scrub | Demote | Fill
+Order = Copy | SwapOut | SwapIn | Scrub | Demote | Fill | Pack
 
 
 _log = logging.getLogger("kvq")

@@ -6,7 +6,7 @@ the deepest blocks are evicted first (`Blocks.release`).
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NewType
 
 BlockId = NewType("BlockId", int)  # index of a block in the pool of its layer group
@@ -43,6 +43,9 @@ class EvictionPolicy(ABC):
     def order(self) -> list[BlockId]:
         """Return all cached blocks in eviction order. Changes nothing."""
 
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self.order())
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is cached twice."""
         assert len(set(self.order())) == len(self), "a block is cached twice"
@@ -68,6 +71,9 @@ class LeastRecent(EvictionPolicy):
 
     def order(self) -> list[BlockId]:
         return list(self._blocks)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self._blocks)
 
 
 class Segmented(EvictionPolicy):

@@ -13,7 +13,7 @@ from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence, tables_of
 from kvq.errors import ConfigError
-from kvq.tiers.tiers import BlockKey, Tiers
+from kvq.tiers.tiers import BlockKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,19 +70,24 @@ def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[
     return starts, held
 
 
-def restorable(blocks: Blocks, tiers: Tiers, prompt: PrefixQuery, max_tokens: int) -> int:
-    """Return the number of leading tokens that would be a hit with the blocks in the tiers. Changes nothing.
+def restorable(blocks: Blocks, prompt: PrefixQuery, max_tokens: int, max_cold: int) -> int:
+    """Return the number of leading tokens that would be a hit after `BlockManager.restore`. Changes nothing.
 
-    The number is at most `max_tokens`, and a multiple of the block size.
+    The number is at most `max_tokens`, and a multiple of the block size. `max_cold`: most blocks that were
+    stored in fewer bits.
     """
-    most, size = max_tokens // blocks.block_size, blocks.block_size
-    nodes = blocks.index.walk(prompt, most)
+    most, size, tiers = max_tokens // blocks.block_size, blocks.block_size, blocks.tiers
+    nodes, num_cold = blocks.index.walk(prompt, most), 0
 
     def has(group: int, index: int) -> bool:
+        nonlocal num_cold
         if index < len(nodes) and nodes[index].blocks[group] is not None:
             return True
-        digest = blocks.index.digest_at(prompt, index)
-        return tiers.holds(BlockKey(prompt.root, digest, group))
+        key = BlockKey(prompt.root, blocks.index.digest_at(prompt, index), group)
+        packed = blocks.ladder.find(key)
+        form = packed.form if packed is not None else None if tiers is None else tiers.find(key)
+        num_cold += form is not None and form.coldest > 0
+        return form is not None and num_cold <= max_cold
 
     depth = most
     for group, window in enumerate(blocks.windows):
@@ -144,10 +149,12 @@ class Prefixes:
         """Return the longest hit that leaves at least one token to compute. Changes nothing."""
         return find(self._blocks, prompt, _most_reused(prompt))
 
-    def restorable(self, prompt: PrefixQuery) -> int:
-        """Return how many tokens of a prompt would be a hit with the blocks in the tiers. Changes nothing."""
-        tiers = self._blocks.tiers
-        return 0 if tiers is None else restorable(self._blocks, tiers, prompt, _most_reused(prompt))
+    def restorable(self, prompt: PrefixQuery, cold_share: float) -> int:
+        """Return how many tokens of a prompt would be a hit after `BlockManager.restore`. Changes nothing."""
+        blocks, most = self._blocks, _most_reused(prompt)
+        if blocks.tiers is None and not len(blocks.ladder):
+            return 0
+        return restorable(blocks, prompt, most, int(cold_share * most / blocks.block_size))
 
     def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
         """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
@@ -255,9 +262,20 @@ class Prefixes:
                     self._settle(sequence, group, i, node)
             sequence.node = node
             sequence.depth += 1
+            if i == sequence.tail:
+                self.mark_end(sequence)
         index.prune(sequence.node)
         sequence.indexing = sequence.depth == full
         self.withdraw(sequence, sequence.depth if sequence.indexing else None)
+
+    def mark_end(self, sequence: Sequence) -> None:
+        """Mark the indexed blocks in the windows at a sequence's current end, for `Blocks.outlasts`."""
+        blocks, length = self._blocks, sequence.depth * self._blocks.block_size
+        windows = [group for group, window in enumerate(blocks.windows) if window is not None]
+        first = min((blocks.first_seen(group, length) for group in windows), default=sequence.depth)
+        node = sequence.node
+        while node.depth > first and node.parent is not None:
+            node.is_end, node = True, node.parent
 
     def unpublish(self, sequence: Sequence) -> None:
         """Remove from the index, deepest first, the blocks that only this sequence computed and uses.
@@ -321,6 +339,8 @@ class Prefixes:
         if known is None:
             pool.keep(mine, node)
             blocks.index.attach(node, group, mine)
+            if len(blocks.ladder):
+                blocks.ladder.forget(node.key(group))
             if blocks.tiers is not None and blocks.tiers.disk is not None:
                 blocks.unsaved[group, mine] = node
             if blocks.events.active:

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import pairwise
 
 from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.ladder import Extent, Ladder
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node
@@ -21,7 +22,8 @@ def check_integrity(
     """Raise AssertionError, with the reason, unless all invariants hold."""
     for group, pool in enumerate(blocks.pools):
         pool.check_integrity()
-        _check_references(group, pool, sequences, pins)
+        _check_references(group, pool, sequences, pins, blocks.ladder)
+        blocks.ladder.check_integrity(group)
         _check_order(group, pool, blocks.windows[group])
         _check_slots(group, sequences, swap)
     _check_index(blocks)
@@ -30,13 +32,17 @@ def check_integrity(
     _check_announcements(sequences, computing)
 
 
-def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pins: Pins) -> None:
-    """Check that every reference belongs to exactly one entry of a table or a pin."""
+def _check_references(
+    group: int, pool: BlockPool, sequences: list[Sequence], pins: Pins, ladder: Ladder
+) -> None:
+    """Check that every reference belongs to exactly one entry of a table, a pin or a load."""
     counted: Counter[BlockId] = Counter()
     for sequence in sequences:
         counted.update(sequence.held_in(group))
     for pin in pins.all():
         counted.update(pin.blocks[group])
+    for extent in ladder.extents(group):
+        counted.update(extent.blocks if extent.holds else ())
     have = pool.held()
     if have != counted:
         block = min(b for b in have.keys() | counted.keys() if have.get(b, 0) != counted[b])
@@ -56,6 +62,8 @@ def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
     rank = {block: i for i, block in enumerate(pool.cached_blocks())}
     for block, i in rank.items():
         node = pool.entry(block)
+        if isinstance(node, Extent):
+            continue
         assert isinstance(node, Node), f"group {group}, block {block} is cached for no node"
         assert node.parent is not None, f"group {group}, block {block} is a root's"
         if node.parent.parent is None:
@@ -107,7 +115,8 @@ def _check_index(blocks: Blocks) -> None:
         num_children += _check_children(blocks, root)
     assert num_children == len(blocks.index), "a node's parent doesn't know it"
     for group, pool in enumerate(blocks.pools):
-        assert marks[group] == pool.num_indexed(), f"group {group}: a block is marked for no node"
+        packed = sum(len(extent.blocks) for extent in blocks.ladder.extents(group))
+        assert marks[group] + packed == pool.num_indexed(), f"group {group}: a block is marked for no node"
 
 
 def _check_children(blocks: Blocks, node: Node) -> int:

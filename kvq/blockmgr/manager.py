@@ -1,12 +1,14 @@
 """Block manager: the block memory of sequences, from the first token until they are freed."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Fill, Order, Subscriber, SwapIn
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
+from kvq.blockmgr.ladder import Packed
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery, token_array
@@ -15,7 +17,17 @@ from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
 from kvq.layout import Holding
-from kvq.tiers.tiers import BlockKey, Tiers
+from kvq.tiers.tiers import OWN_FORM, BlockKey, Form, Tiers
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """Sequence whose missing blocks are being filled in; see `BlockManager.restore`."""
+
+    sequence: Sequence
+    missing: list[tuple[BlockId, BlockKey]]
+    packed: dict[BlockKey, Packed]  # those that a ladder packed
+    coldest: dict[bytes, int] = field(default_factory=dict)  # by digest, rungs above 0
 
 
 class BlockManager:  # D61: one class made of parts; forwarding methods stay, since callers name them
@@ -208,15 +220,17 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
         return sequence
 
-    def restorable(self, prompt: PrefixQuery) -> int:
-        """Return how many tokens of a prompt would be a hit after `restore`; 0 without tiers."""
-        return self.prefixes.restorable(prompt)
+    def restorable(self, prompt: PrefixQuery, *, cold_share: float = 1.0) -> int:
+        """Return how many tokens of a prompt would be a hit after `restore`; 0 without tiers or a ladder.
 
-    def restore(self, prompt: PrefixQuery, length: int) -> tuple[Sequence, list[tuple[BlockId, BlockKey]]]:
-        """Start a sequence whose first `length` tokens are indexed or are filled in from the tiers.
+        `cold_share`: largest share of the prompt that may have been stored in fewer bits.
+        """
+        return self.prefixes.restorable(prompt, cold_share)
 
-        Returns the sequence, and the blocks to fill with the identity of their content. Fill all of them,
-        then call `commit`; as after `adopt`, `free` without `commit` leaves nothing of them cached.
+    def restore(self, prompt: PrefixQuery, length: int) -> "Restore":
+        """Start a sequence whose first `length` tokens are indexed or are filled in.
+
+        Call `fill` for every missing block and then `end_restore`.
 
         Raises:
             OutOfBlocks: there are too few blocks; nothing was changed.
@@ -226,11 +240,34 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         sequence.adopt(length, starts, tables, self.blocks.block_bytes)
         self.prefixes.announce(sequence, prompt)
         self.blocks.events.deliver()
-        return sequence, missing
+        packed = {key: place for _, key in missing if (place := self.blocks.ladder.find(key)) is not None}
+        return Restore(sequence, missing, packed)
 
-    def fill(self, block: BlockId, key: BlockKey, content: Any) -> None:
-        """Queue the overwriting of a block of a sequence that is being restored."""
-        self.blocks.orders.append(Fill(group=key.group, block=block, content=content))
+    def fill(self, restore: "Restore", index: int, content: Any = None, form: Form = OWN_FORM) -> None:
+        """Queue the filling of missing block number `index`, from `content` or, by default, its extent."""
+        block, key = restore.missing[index]
+        if (packed := restore.packed.get(key)) is not None:
+            content, form = packed, packed.form
+        self.blocks.orders.append(Fill(group=key.group, block=block, content=content, rung=form.rung))
+        if form.coldest:
+            restore.coldest[key.digest] = max(form.coldest, restore.coldest.get(key.digest, 0))
+
+    def cold_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence's indexed prefix were ever stored in fewer bits."""
+        node, count = sequence.node, 0
+        while node.parent is not None:
+            count, node = count + (node.coldest > 0), node.parent
+        return count * self.block_size
+
+    def end_restore(self, restore: "Restore", *, is_complete: bool) -> None:
+        """Index the restored blocks, or, unless all of them were filled, give them up; end the sequence."""
+        if is_complete:
+            self.commit(restore.sequence)
+            for digest, rung in restore.coldest.items():
+                if (node := self.blocks.index.get(digest)) is not None:
+                    node.coldest = max(node.coldest, rung)
+        self.blocks.ladder.drop(restore.packed, read=is_complete)
+        self.free(restore.sequence)
 
     def can_append(self, work: Work) -> bool:
         """Return True if the pools have enough blocks for `append(work)`. Changes nothing."""
@@ -364,6 +401,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """End a sequence and release its blocks, deepest first. Indexed blocks stay cached."""
         self._live.check_live(sequence)
         self.prefixes.withdraw(sequence)
+        self.prefixes.mark_end(sequence)
         if sequence.is_swapped:
             self.swap.discard(sequence)
         self.blocks.release(sequence.held)

@@ -1,7 +1,7 @@
 """Block pool: records which blocks of a layer group are free, cached or live."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NewType
 
@@ -31,6 +31,7 @@ class BlockPool:
 
     A block with references is live. Without references, it is cached if `keep` marked it with an index
     entry, and free otherwise. Every state change is O(1) per block. `policy` orders the cached blocks.
+    `relieve(count)` may make up to `count` blocks free before cached blocks are evicted.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BlockPool:
         num_blocks: int,
         *,
         on_evict: EvictionListener | None = None,
+        relieve: Callable[[int], object] | None = None,
         policy: type[EvictionPolicy] = LeastRecent,
     ) -> None:
         if num_blocks < 1:
@@ -48,7 +50,7 @@ class BlockPool:
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
         self._cached = policy(num_blocks)
         self._hits = self._cached.hits
-        self._on_evict = on_evict
+        self._on_evict, self._relieve = on_evict, relieve
 
     @property
     def num_free(self) -> int:
@@ -96,7 +98,10 @@ class BlockPool:
         free, refs = self._free, self._refs
         if count > len(free):
             self.check_room(count)
-            self._evict(self._cached.pop(count - len(free)))
+            if self._relieve is not None:
+                self._relieve(count)
+            if count > len(free):
+                self._evict(self._cached.pop(count - len(free)))
         take = free.popleft
         taken = [take() for _ in range(count)]
         for block in taken:
@@ -178,6 +183,34 @@ class BlockPool:
             self._evict([block])
             return
         self._evict(self._unmark([block]))
+
+    def take_out(self, blocks: list[BlockId]) -> None:
+        """Remove cached blocks from the cache and the index without freeing them; `put_back` must follow."""
+        for block in blocks:
+            self._cached.remove(block)
+        self._evict(self._unmark(blocks))
+
+    def put_back(self, kept: list[BlockId], entry: object, free: list[BlockId]) -> None:
+        """Return blocks after `take_out`: the first ones as cached blocks of `entry`, the others as free."""
+        for block in kept:
+            self._entries[block] = entry
+            self._cached.add(block)
+        self._free.extend(free)
+
+    def free_cached(self, block: BlockId) -> None:
+        """Free a cached block whose entry is in no index."""
+        self._cached.remove(block)
+        self._entries[block] = None
+        self._free.append(block)
+
+    def coldest(self) -> Iterator[BlockId]:
+        """Iterate over the cached blocks in eviction order. The pool may not change meanwhile."""
+        return iter(self._cached)
+
+    def refresh(self, block: BlockId) -> None:
+        """Make a cached block the last to be evicted."""
+        self._cached.remove(block)
+        self._cached.add(block)
 
     def drop_cached(self) -> None:
         """Evict every cached block."""

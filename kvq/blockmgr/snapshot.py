@@ -49,9 +49,8 @@ def _look(pool: BlockPool, of_root: dict[bytes, int], held: dict[int, int], stri
     add = cells.append
     for block, references, entry in pool.every(stride):
         if entry is not None:
-            assert isinstance(entry, Node), "blocks are indexed by nodes"
-            state = min(1 + references, 3)
-            add(of_root.get(entry.root, 0) | state)
+            root = entry.root if isinstance(entry, Node) else b""  # an extent has blocks of several prefixes
+            add(of_root.get(root, 0) | min(1 + references, 3))
         elif references:
             add(held.get(block, 0) | min(1 + references, 3))
         else:

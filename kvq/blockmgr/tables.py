@@ -99,24 +99,27 @@ class Tables:
             [nodes[i].blocks[group] if i < len(nodes) else None for i in range(start, end)]
             for group, (start, end) in enumerate(zip(starts, ends, strict=True))
         ]
+        keys = [
+            [BlockKey(prompt.root, blocks.index.digest_at(prompt, i), group) for i in range(start, end)]
+            for group, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+        lacks = [key for own in map(zip, held, keys) for block, key in own if block is None]
+        packed = [key for key in lacks if blocks.ladder.find(key) is not None]
         shared = [[block for block in own if block is not None] for own in held]
         blocks.share(shared)
+        blocks.ladder.hold(packed)
         try:
             taken = blocks.take([own.count(None) for own in held])
         except OutOfBlocks:
+            blocks.ladder.drop(packed, read=False)
             blocks.release(shared)
             raise
-        tables, missing = [], []
-        for group, (start, own) in enumerate(zip(starts, held, strict=True)):
-            fresh, table = iter(taken[group]), []
-            for i, block in enumerate(own, start):
-                if block is None:
-                    block = next(fresh)
-                    key = BlockKey(prompt.root, blocks.index.digest_at(prompt, i), group)
-                    missing.append((block, key))
-                table.append(block)
-            tables.append(table)
-        return starts, tables, missing
+        fresh = [iter(own) for own in taken]
+        tables = [
+            [next(new) if block is None else block for block in own]
+            for new, own in zip(fresh, held, strict=True)
+        ]
+        return starts, tables, list(zip([block for own in taken for block in own], lacks, strict=True))
 
     def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
         """Return the sequences that need blocks for `work`, by layer group. Changes nothing.

@@ -1,12 +1,13 @@
 """Block operations of all caches, independent of the blocks' content: copy, swap, read and write."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvq.blockmgr.events import Copy, Demote, Fill, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.ladder import Pack, Packed
 from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks
@@ -26,6 +27,18 @@ class _SwapStore(Protocol):
     def close(self) -> None: ...
 
 
+class Codec(Protocol):
+    """Codec of a ladder; `kvq.cache.cold.ColdCodec`."""
+
+    def block_bytes(self, rung: int, group: int) -> int: ...
+
+    def encode(self, group: int, blocks: Sequence[int], rung: int) -> list[Tensor]: ...
+
+    def decode(self, group: int, contents: Sequence[Tensor], rung: int, blocks: Sequence[int]) -> None: ...
+
+    def recode(self, group: int, contents: Sequence[Tensor], rung: int, colder: int) -> list[Tensor]: ...
+
+
 class BlockCache:
     """Base class of cache backends: the part of `CacheBackend` that moves whole blocks.
 
@@ -35,6 +48,7 @@ class BlockCache:
 
     states: StateSlots | None = None  # recurrent states
     tiers: Tiers | None = None  # take evicted blocks
+    codec: "Codec | None" = None  # of a ladder
 
     def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
@@ -78,15 +92,21 @@ class BlockCache:
         if not orders:
             return []
         failed: list[SwapIn] = []
+        fills: list[Fill] = []  # consecutive ones of the same group and rung
         copies: dict[int, list[tuple[int, int]]] = {}  # by group: groups share no blocks
         for order in [*orders, None]:  # None flushes the remaining copies
             if isinstance(order, Copy):
                 copies.setdefault(order.group, []).append((order.source, order.target))
                 continue
+            if fills and not (isinstance(order, Fill) and fills[0].is_like(order)):
+                self._fill(fills)
+                fills.clear()
             for group, pairs in copies.items():
                 self.copy(group, pairs)
             copies.clear()
             match order:
+                case Fill():
+                    fills.append(order)
                 case SwapOut(group=group, block=block, slot=slot):
                     self.swap_out(group, block, slot)
                 case SwapIn(group=group, slot=slot, block=block):
@@ -94,17 +114,61 @@ class BlockCache:
                         failed.append(order)
                 case Scrub(group=group, block=block):
                     self.scrub(group, [block])
-                case Demote(group=group, block=block, key=key):
+                case Demote(group=group, source=source, key=key, form=form):
                     assert self.tiers is not None, "the block manager has them"
-                    self.tiers.put(key, self.read_block(group, block).numpy())
-                case Fill(group=group, block=block, content=content):
-                    writable = bytearray(content) if memoryview(content).readonly else content
-                    self.write_block(group, block, torch.frombuffer(writable, dtype=torch.uint8))
+                    self.tiers.put(key, self._content(group, source).cpu().numpy(), form)
+                case Pack(group=group):
+                    self._pack(order)
         return failed
 
     def read_block(self, group: int, block: int) -> Tensor:
         self._check_blocks(group, [block])
-        return torch.cat([part[block] for part in self._parts[group]]).cpu()
+        return self.block_content(group, block).cpu()
+
+    def block_content(self, group: int, block: int) -> Tensor:
+        """Return a copy of a block's bytes on the device, uint8 [bytes of a block]."""
+        return torch.cat([part[block] for part in self._parts[group]])
+
+    def _content(self, group: int, source: int | Packed) -> Tensor:
+        """Return a copy of the bytes of a block or a packed block on the device."""
+        if not isinstance(source, Packed):
+            return self.block_content(group, source)
+        assert self.codec is not None, "it packed them"
+        size, total = self.codec.block_bytes(source.form.rung, group), self.codec.block_bytes(0, group)
+        start = source.slot * size
+        first, last = start // total, (start + size - 1) // total
+        around = torch.cat([self.block_content(group, block) for block in source.blocks[first : last + 1]])
+        return around[start - first * total :][:size].clone()
+
+    def _pack(self, order: Pack) -> None:
+        """Rewrite blocks, or packed blocks, in the format of a rung."""
+        assert self.codec is not None, "the block manager has a ladder"
+        group, source = order.group, order.sources[0]
+        if isinstance(source, Packed):
+            contents = [self._content(group, one) for one in order.sources]
+            packed = self.codec.recode(group, contents, source.form.rung, order.rung)
+        else:
+            blocks = [one for one in order.sources if not isinstance(one, Packed)]
+            packed = self.codec.encode(group, blocks, order.rung)
+        flat = torch.cat(packed)
+        room = flat.new_zeros(len(order.targets), self.codec.block_bytes(0, group))
+        room.flatten()[: flat.numel()] = flat
+        for block, content in zip(order.targets, room, strict=True):
+            self.write_block(group, block, content)
+
+    def _fill(self, fills: Sequence[Fill]) -> None:
+        """Overwrite blocks of one group with contents of one rung."""
+        group, rung = fills[0].group, fills[0].rung
+        contents = [
+            self._content(group, fill.content) if isinstance(fill.content, Packed) else _tensor(fill.content)
+            for fill in fills
+        ]
+        if rung:
+            assert self.codec is not None, "only a ladder has rungs"
+            self.codec.decode(group, contents, rung, [fill.block for fill in fills])
+            return
+        for fill, content in zip(fills, contents, strict=True):
+            self.write_block(group, fill.block, content)
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
         self._check_blocks(group, [block])
@@ -137,3 +201,9 @@ class BlockCache:
                 "manager's host_slots"
             )
         return self._host
+
+
+def _tensor(content: Any) -> Tensor:
+    """Return the bytes of a buffer, uint8, without a copy if it is writable."""
+    writable = bytearray(content) if memoryview(content).readonly else content
+    return torch.frombuffer(writable, dtype=torch.uint8)

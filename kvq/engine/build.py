@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.blockmgr import BlockManager
+from kvq.cache.cold import ColdCodec
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
@@ -14,7 +15,7 @@ from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
-from kvq.engine.tiering import build_tiers, engine_identity
+from kvq.engine.tiering import build_tiers, engine_identity, rung_bytes, rungs_of
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import Holding, KVLayout
@@ -160,15 +161,18 @@ def build_parts(
     host_slots = swap_slots(layout, config, num_blocks)
     _log_pools(pools, config, layout, max_context)
     swap = None if host_slots is None else (host_slots, config.swap_folder)
-    tiers = build_tiers(config, model)
+    rungs = rungs_of(config, model)
+    tiers = build_tiers(config, model, rungs, bytes_of(layout, num_blocks))
     runner = Runner(model, pools, max_context, swap=swap, keeps_hidden=isinstance(helper, MtpHead))
     runner.cache.tiers = tiers
+    if rungs:
+        runner.cache.codec = ColdCodec(runner.cache, rungs[0], rungs[1:], model.prepared.backend)
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        **(layout.holding | Holding(snapshot_every=config.snapshot_every)),
+        **(layout.holding | Holding(snapshot_every=config.snapshot_every, rungs=rung_bytes(rungs))),
         host_slots=host_slots,
-        identity=engine_identity(model) if model.prepared.exact or config.kv_dir is not None else b"",
+        identity=engine_identity(model, rungs) if model.prepared.exact or config.kv_dir is not None else b"",
         tiers=tiers,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
@@ -181,6 +185,7 @@ def build_parts(
             **{name: getattr(config, name) for name in _GOALS},
         ),
         costs,
+        cold_share=config.kv_cold_share,
     )
     return scheduler, runner
 

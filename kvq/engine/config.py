@@ -1,6 +1,6 @@
 """Engine configuration: limits and goals, fixed when an engine is built."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -26,6 +26,8 @@ class EngineConfig:
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool;
     `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused blocks are
     dropped there. `kv_tenant_share`: largest share of one tenant.
+    `kv_ladder`: formats of fewer bits, such as ("int4", "int3"), in which blocks that nobody reads stay in
+    the pool before they leave it. `kv_cold_share`: largest share of a prompt that may have been in them.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none
@@ -46,6 +48,8 @@ class EngineConfig:
     kv_key_file: str | Path | None = None
     kv_max_age_s: float | None = None
     kv_tenant_share: float = 1.0
+    kv_ladder: Sequence[str] | str = ()
+    kv_cold_share: float = 1.0
     prefix_caching: bool = True
     snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
@@ -118,6 +122,11 @@ def _check_tiers(config: EngineConfig) -> None:
         raise ConfigError("kv_host and kv_disk keep prefixes, so they need prefix_caching")
     if config.kv_key_file is not None and not disk:
         raise ConfigError("kv_key_file (--kv-key-file) encrypts kv_dir (--kv-dir); give both, or no key")
+    if config.kv_ladder and not config.prefix_caching:
+        raise ConfigError("kv_ladder (--kv-ladder) keeps prefixes, so it needs prefix_caching")
+    cold = config.kv_cold_share
+    if not (isinstance(cold, int | float) and 0 <= cold <= 1):
+        raise ConfigError(f"kv_cold_share (--kv-cold-share) must be 0 to 1, got {cold!r}")
     age, share = config.kv_max_age_s, config.kv_tenant_share
     if age is not None and not (isinstance(age, int | float) and isfinite(age) and age > 0):
         raise ConfigError(f"kv_max_age_s (--kv-max-age) must be above 0 seconds, got {age!r}")

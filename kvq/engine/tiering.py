@@ -3,44 +3,61 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvq.blockmgr import BlockManager
 from kvq.cache.backend import CacheBackend
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import engine_facts
-from kvq.layout import KVLayout
+from kvq.errors import ConfigError
+from kvq.layout import KVLayout, plan_layout
 from kvq.models import Model
 from kvq.sizes import binary, parse_bytes
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
 from kvq.tiers.sealing import KeyedSealing, Sealing
-from kvq.tiers.tiers import Tiers
+from kvq.tiers.tiers import Form, Tiers
 
 _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
 _PIECE_S = 0.02  # when idle: a new request waits this long at most
+_BESIDE = 8  # a ladder alone uses host memory of this part of the pools
 _FULL_S = 0.005  # until the queue of a slow disk is looked at again
 
 
-def engine_identity(model: Model) -> bytes:
+def engine_identity(model: Model, rungs: list[KVLayout]) -> bytes:
     """Return the digest's input that tells an engine's prefixes from those of other models and recipes.
 
-    Engines that promise exactness also tell programs apart.
+    Engines that promise exactness also tell programs apart. `rungs`: of the ladder.
     """
     facts = engine_facts(model)
+    if rungs:
+        facts["ladder"] = " ".join(rung.recipe.digest() for rung in rungs)
     if not model.prepared.exact:
         del facts["program"]
     return repr(facts).encode()
 
 
-def build_tiers(config: EngineConfig, model: Model) -> Tiers | None:
+def _size_of(layout: KVLayout, rungs: list[KVLayout], group: int, rung: int) -> int:
+    """Return the bytes of a stored block, or -1 if there is no such rung."""
+    if not rung:
+        return layout.groups[group].block_bytes
+    return rungs[rung].groups[group].block_bytes if rung < len(rungs) else -1
+
+
+def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_bytes: int) -> Tiers | None:
     """Return the tiers that an engine's options ask for, or None.
+
+    A ladder alone gets some host memory for the layer groups without rungs: recent tokens, windows, states.
 
     Raises:
         ConfigError: the folder or the key can't be used, or a budget is too small.
     """
     host, disk = parse_bytes(config.kv_host, "kv_host"), parse_bytes(config.kv_disk, "kv_disk")
+    groups = None
+    if rungs and not host and not disk:  # what has no rungs would be lost, and with it the use of the rest
+        host, groups = pool_bytes // _BESIDE, {*range(len(model.layout.groups))} - rung_bytes(rungs).keys()
     if not host and not disk:
         return None
     sealing = Sealing() if config.kv_key_file is None else KeyedSealing(config.kv_key_file)
@@ -51,16 +68,52 @@ def build_tiers(config: EngineConfig, model: Model) -> Tiers | None:
             "kv": model.recipe.name[:64],
             "recipe": model.recipe.digest(),
         }
-        folder = Folder(Path(config.kv_dir), disk, _largest(model.layout))
+        folder = Folder(Path(config.kv_dir), disk, max(g.block_bytes for g in model.layout.groups))
         files = DiskTier(
-            folder, sealing, facts, max_age_s=config.kv_max_age_s, tenant_share=config.kv_tenant_share
+            *(folder, sealing, facts),
+            sizes=partial(_size_of, model.layout, rungs),
+            max_age_s=config.kv_max_age_s,
+            tenant_share=config.kv_tenant_share,
         )
         _log.info("KV on disk: %d blocks, %s in %s", len(files), binary(files.nbytes), folder.path)
-    return Tiers(host, files, sealing, max_age_s=config.kv_max_age_s, tenant_share=config.kv_tenant_share)
+    age, share = config.kv_max_age_s, config.kv_tenant_share
+    return Tiers(host, files, sealing, groups=groups, max_age_s=age, tenant_share=share)
 
 
-def _largest(layout: KVLayout) -> int:
-    return max(group.block_bytes for group in layout.groups)
+def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
+    """Return the layouts of a ladder, from the model's own format on; empty without a ladder.
+
+    Raises:
+        ConfigError: a format is unknown, doesn't fit or isn't smaller than the one before it, or the engine
+            promises exactness, which no ladder can keep.
+    """
+    names = config.kv_ladder.split(",") if isinstance(config.kv_ladder, str) else list(config.kv_ladder)
+    if not names or names == [""]:
+        return []
+    if model.prepared.exact:
+        raise ConfigError("exact and kv_ladder exclude each other: a ladder changes blocks; leave one out")
+    plan = partial(plan_layout, model.geometry, order=model.prepared.order, staging=False)
+    plan = partial(plan, block_size=model.layout.block_size)
+    layouts = [plan(model.recipe), *(plan(model.prepared.recipe(name.strip())) for name in names)]
+    sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
+    for at, name in enumerate(names):
+        if sizes[at + 1] >= sizes[at]:
+            raise ConfigError(
+                f"kv_ladder (--kv-ladder) must name ever smaller formats, but {name.strip()} takes "
+                f"{binary(sizes[at + 1])} a block, after {binary(sizes[at])}; leave it out"
+            )
+    return layouts
+
+
+def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
+    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs."""
+    if not rungs:
+        return {}
+    return {
+        number: [rung.groups[number].block_bytes for rung in rungs[1:]]
+        for number, group in enumerate(rungs[0].sealed)
+        if group.group.window is None
+    }
 
 
 class Saver:
@@ -109,7 +162,9 @@ class Saver:
             group, block = at = next(iter(unsaved))
             node = unsaved.pop(at)
             key = node.key(group)
-            if node.blocks[group] == block and not tiers.is_saved(key):
-                tiers.save(key, self._cache.read_block(group, block).numpy())
+            if node.blocks[group] != block or not self._blocks.outlasts(group, node):
+                continue
+            if not tiers.is_saved(key):
+                tiers.save(key, self._cache.read_block(group, block).numpy(), Form(0, node.coldest))
             taken = self._clock() - began
         return taken

@@ -7,11 +7,11 @@ that need these blocks wait for the sequence as they wait for one that computes 
 from dataclasses import dataclass
 
 from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
-from kvq.blockmgr.pool import BlockId
+from kvq.blockmgr.manager import Restore
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.request import Request
-from kvq.tiers.tiers import BlockKey, Fetch
+from kvq.tiers.tiers import Fetch
 
 _SHARE = 0.1  # of a step's time for filling blocks in while others run
 _LEAST_FILLED = 2  # blocks in a step
@@ -21,21 +21,22 @@ _MOST_LOADS = 3  # of one request; its blocks may have been evicted again before
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Sequence that is being filled."""
+    """Prompt that is being restored."""
 
-    sequence: Sequence
+    restore: Restore
     request: Request  # for which it was begun
-    missing: list[tuple[BlockId, BlockKey]]
-    fetch: Fetch
+    fetch: Fetch | None  # of the blocks that the tiers have; the others are packed in their pools
     began_s: float
     num_filled: int = 0
+    num_fetched: int = 0
 
 
 class Loading:
     """Loads in progress, oldest first."""
 
-    def __init__(self, manager: BlockManager, costs: CostModel) -> None:
-        self._manager, self._costs = manager, costs
+    def __init__(self, manager: BlockManager, costs: CostModel, *, cold_share: float = 1.0) -> None:
+        """`cold_share`: largest share of a prompt that may have been stored in fewer bits."""
+        self._manager, self._costs, self._cold_share = manager, costs, cold_share
         self._loads: dict[bytes, _Load] = {}  # by digest of the last block
         self.loaded_tokens = 0  # since the start
         self.num_failed = 0  # loads
@@ -44,62 +45,72 @@ class Loading:
         return len(self._loads)
 
     def begin(self, request: Request, prompt: PrefixQuery, found: int, now: float) -> Sequence | None:
-        """Load what the tiers hold of a prompt beyond the first `found` tokens, if that is anything.
+        """Load what is kept of a prompt beyond the first `found` tokens, if that is anything.
 
-        Returns the sequence to wait for, or None if the request should start with what the pools have.
+        Returns the sequence to wait for, or None if the request should start with what the index has.
         """
         manager = self._manager
-        length = manager.restorable(prompt)
-        if length - length % manager.block_size <= found or request.num_loads >= _MOST_LOADS:
+        length = manager.restorable(prompt, cold_share=self._cold_share)
+        if length <= found or request.num_loads >= _MOST_LOADS:
             return None
         last = manager.blocks.index.digest_at(prompt, length // manager.block_size - 1)
         if (known := self._loads.get(last)) is not None:
-            return known.sequence
+            return known.restore.sequence
         try:
-            sequence, missing = manager.restore(prompt, length)
+            restore = manager.restore(prompt, length)
         except OutOfBlocks:
             return None
-        assert manager.blocks.tiers is not None, "they hold blocks"
         request.num_loads += 1
-        fetch = manager.blocks.tiers.fetch([key for _, key in missing])
-        self._loads[last] = _Load(sequence, request, missing, fetch, now)
-        return sequence
+        below = [key for _, key in restore.missing if key not in restore.packed]
+        tiers = manager.blocks.tiers
+        fetch = tiers.fetch(below) if tiers is not None and below else None
+        self._loads[last] = _Load(restore, request, fetch, now)
+        return restore.sequence
 
     def advance(self, now: float, num_running: int) -> None:
         """Fill in blocks that have arrived: all of them, or some if sequences run beside."""
         left = self._most_filled(num_running)
         for last, load in list(self._loads.items()):
-            if not load.fetch.is_done:
+            if load.fetch is not None and not load.fetch.is_done:
                 if now - load.began_s > _MOST_SECONDS:
                     self._end(last, is_complete=False)
                 continue
-            while left > 0 and load.num_filled < len(load.missing):
-                block, key = load.missing[load.num_filled]
-                content = load.fetch.take(load.num_filled)
-                if content is None:
+            while left > 0 and load.num_filled < len(load.restore.missing):
+                if not self._fill_next(load):
+                    self._end(last, is_complete=False)
                     break
-                self._manager.fill(block, key, content)
-                load.num_filled += 1
                 left -= 1
-            else:
-                if load.num_filled == len(load.missing):
-                    self._end(last, is_complete=True)
-                continue
-            self._end(last, is_complete=False)
+            if last in self._loads and load.num_filled == len(load.restore.missing):
+                self._end(last, is_complete=True)
+
+    def _fill_next(self, load: _Load) -> bool:
+        """Fill the next block. Return False if its content is lost."""
+        _, key = load.restore.missing[load.num_filled]
+        if key in load.restore.packed:
+            self._manager.fill(load.restore, load.num_filled)
+        else:
+            found = None if load.fetch is None else load.fetch.take(load.num_fetched)
+            if found is None:
+                return False
+            self._manager.fill(load.restore, load.num_filled, *found)
+            load.num_fetched += 1
+        load.num_filled += 1
+        return True
 
     def _end(self, last: bytes, *, is_complete: bool) -> None:
-        """Index a filled sequence's blocks, or drop those of one that lacks a block, and wake all waiting."""
+        """Index a load's blocks, or drop those of one that lacks a block, and wake all who wait for it."""
         load = self._loads.pop(last)
-        size, request = self._manager.block_size, load.request
-        if is_complete:
-            self._manager.commit(load.sequence)
-            fetched = {key.digest: load.fetch.is_from_disk(i) for i, (_, key) in enumerate(load.missing)}
-            request.disk_tokens += size * sum(fetched.values())
-            request.host_tokens += size * (len(fetched) - sum(fetched.values()))
-            self.loaded_tokens += size * len(fetched)
-        else:
+        self._manager.end_restore(load.restore, is_complete=is_complete)
+        if not is_complete:
             self.num_failed += 1
-        self._manager.free(load.sequence)
+            return
+        fetched = {}
+        if load.fetch is not None:
+            fetched = {key.digest: load.fetch.is_from_disk(i) for i, key in enumerate(load.fetch.keys)}
+        size, on_disk = self._manager.block_size, sum(fetched.values())
+        load.request.disk_tokens += size * on_disk
+        load.request.host_tokens += size * (len(fetched) - on_disk)
+        self.loaded_tokens += size * len({key.digest for _, key in load.restore.missing})
 
     def _most_filled(self, num_running: int) -> int:
         if not num_running:

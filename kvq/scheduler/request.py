@@ -96,6 +96,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens found in the prefix index
     host_tokens: int = 0  # tokens that came back from host memory for it
     disk_tokens: int = 0  # tokens that came back from the disk for it
+    cold_tokens: int = 0  # prompt tokens found there that were stored in fewer bits meanwhile
     num_loads: int = 0
     preemptions: int = 0
     error: KVQError | None = None  # the reason if the request was given up

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
+from kvq.blockmgr import Sequence as BlockSequence
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
@@ -27,7 +28,10 @@ class Scheduler:
     scheduler.commit(plan, tokens)                # then `finish`, `branch_out` or continue
     """
 
-    def __init__(self, manager: BlockManager, config: SchedulerConfig, costs: CostModel) -> None:
+    def __init__(
+        self, manager: BlockManager, config: SchedulerConfig, costs: CostModel, *, cold_share: float = 1.0
+    ) -> None:
+        """`cold_share`: largest share of a prompt that may have been stored in fewer bits."""
         self.manager = manager
         self.config = config
         self.costs = costs
@@ -40,7 +44,7 @@ class Scheduler:
             reaches=[Reach(*rule, group == manager.blocks.state_group) for group, rule in enumerate(rules)],
             block_size=manager.block_size,
         )
-        self.loading = Loading(manager, costs)
+        self.loading = Loading(manager, costs, cold_share=cold_share)
         self._admission = Admission(manager, config, costs, self.running, self.shape)
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that also had decodes
         self._failed: list[Request] = []
@@ -109,6 +113,9 @@ class Scheduler:
         may be called earlier.
         """
         self.nobody_fits = False
+        if (ladder := self.manager.blocks.ladder).has_rungs:
+            computing_s = self.manager.block_size * self.costs.prefill_token_s(0)
+            ladder.is_worth = self.costs.swap_s(1) < computing_s
         if self.loading:
             self.loading.advance(now, self.running.num_sequences)
         step = Step(now)
@@ -378,15 +385,17 @@ class Scheduler:
             step.forget(request)
         branch = self.running.start(request, prompt)
         if request.admitted_s is None:
-            self._count_admission(request, held(branch).length, step.now)
+            self._count_admission(request, held(branch), step.now)
         self._prefill(step, branch)
         if branch.sequence is not None:  # otherwise the request was given up
             left = admission.taken(branch.sequence.length, len(prompt.tokens))
             step.promised = added(step.promised, left)
         return True
 
-    def _count_admission(self, request: Request, reused: int, now: float) -> None:
-        request.admitted_s = now
+    def _count_admission(self, request: Request, sequence: BlockSequence, now: float) -> None:
+        request.admitted_s, reused = now, sequence.length
+        if self.manager.blocks.ladder.has_rungs:
+            request.cold_tokens = self.manager.cold_tokens(sequence)
         request.cached_tokens = reused
         self.counters.prompt_tokens += request.prompt_length
         self.counters.cached_tokens += reused

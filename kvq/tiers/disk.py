@@ -65,20 +65,25 @@ class DiskTier:
         sealing: Sealing,
         facts: dict[str, str],
         *,
+        sizes: Callable[[int, int], int] | None = None,
         max_age_s: float | None = None,
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Index the blocks in the folder. `facts`: about the engine, for the headers of its segments."""
+        """Index the blocks in the folder.
+
+        `facts`: about the engine, for the headers of its segments. `sizes(group, rung)`: bytes that a block
+        has to have.
+        """
         self.counts = DiskCounts()
         self._folder, self._sealing, self._facts, self._clock = folder, sealing, facts, clock
-        self._max_age_s = max_age_s
+        self._max_age_s, self._sizes = max_age_s, sizes
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._segments: dict[Path, _Segment] = {}
         self._unusable: set[Path] = set()
         self._where: dict[bytes, _Segment] = {}  # by name
         self._quota: Quota[bytes] = Quota(int(tenant_share * folder.budget))
-        self._queued: dict[bytes, tuple[str, int, Any]] = {}  # by name: owner, layer group, content
+        self._queued: dict[bytes, tuple[Block, Any, tuple[int, int]]] = {}  # by name: content and its form
         self._queued_bytes = 0
         self._written: list[Record] = []  # in this engine's segment
         self._open: tuple[_Segment, int] | None = None  # this engine's segment and its file
@@ -97,13 +102,21 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._where) + len(self._queued)
 
+    def find(self, name: bytes) -> tuple[int, int] | None:
+        """Return the form of a block that is stored or about to be, or None."""
+        if (queued := self._queued.get(name)) is not None:
+            return queued[2]
+        segment = self._where.get(name)
+        record = None if segment is None else segment.names.get(name)
+        return None if record is None else record.form
+
     def holds(self, name: bytes) -> bool:
         """Return True if a block is stored or about to be."""
         return name in self._where or name in self._queued
 
-    def write(self, block: Block, content: Any) -> None:
+    def write(self, block: Block, content: Any, form: tuple[int, int] = (0, 0)) -> None:
         """Queue a block for writing, unless it is stored or the queue is full. `content`: any buffer."""
-        owner, name, group = block
+        name = block[1]
         nbytes = memoryview(content).nbytes
         with self._lock:
             if self.holds(name):
@@ -111,12 +124,12 @@ class DiskTier:
             if self._queued_bytes + nbytes > _QUEUED_BYTES or not self._may_write():
                 self.counts.dropped += 1
                 return
-            self._queued[name] = owner, group, content
+            self._queued[name] = block, content, form
             self._queued_bytes += nbytes
         self._writer.submit(self._write, name)
 
-    def read(self, blocks: list[Block]) -> "Future[list[Any]]":
-        """Read blocks. The result has their bytes as buffers, or None for each that can't be had."""
+    def read(self, blocks: list[Block]) -> "Future[list[tuple[Any, tuple[int, int]] | None]]":
+        """Read blocks. The result has their bytes, as buffers, and forms, or None for each that is lost."""
         return self._reader.submit(lambda: [self._read(*block) for block in blocks])
 
     def refresh(self) -> None:
@@ -148,10 +161,10 @@ class DiskTier:
     def _may_write(self) -> bool:
         return not self._failed_s or self._clock() - self._failed_s >= _RETRY_S
 
-    def _read(self, owner: str, name: bytes, group: int) -> Any:
+    def _read(self, owner: str, name: bytes, group: int) -> tuple[Any, tuple[int, int]] | None:
         with self._lock:
             if (queued := self._queued.get(name)) is not None:
-                return queued[2]
+                return queued[1:]
             segment = self._where.get(name)
             record = None if segment is None else segment.names.get(name)
         if segment is None or record is None:
@@ -165,22 +178,22 @@ class DiskTier:
         if content_digest(name, group, stored) == record.digest:
             with suppress(DamagedData):
                 content = self._sealing.open(owner, name, stored)
-                self.counts.read += 1
-                self._folder.touch(segment.path)
-                return content
+                if self._sizes is None or memoryview(content).nbytes == self._sizes(group, record.form[0]):
+                    self.counts.read += 1
+                    self._folder.touch(segment.path)
+                    return content, record.form
         _log.warning("a block in %s is damaged; its tokens are computed again", segment.path.name)
         self.counts.damaged += 1
         self._lose(segment, name)
         return None
 
     def _write(self, name: bytes) -> None:
-        owner, group, content = self._queued[name]
+        block, content, form = self._queued[name]
         try:
             if not self._may_write():
                 self.counts.dropped += 1
                 return
-            stored = self._sealing.close(owner, name, content)
-            self._append(owner, name, group, stored)
+            self._append(block, self._sealing.close(block[0], name, content), form)
         except OSError as error:
             _log.warning("can't write KV to %s: %s", self._folder.path, error.strerror or error)
             self._failed_s = self._clock()
@@ -191,13 +204,14 @@ class DiskTier:
                 del self._queued[name]
                 self._queued_bytes -= memoryview(content).nbytes
 
-    def _append(self, owner: str, name: bytes, group: int, stored: Any) -> None:
+    def _append(self, block: Block, stored: Any, form: tuple[int, int]) -> None:
         """Append a block to this engine's segment, or to a new one."""
+        owner, name, group = block
         nbytes = memoryview(stored).nbytes
         sealing, written_s = self._sealing, self._clock()
         record = Record(
             *(name, group, sealing.owner_tag(owner), written_s, nbytes),
-            *(content_digest(name, group, stored), sealing.is_encrypted),
+            *(content_digest(name, group, stored), sealing.is_encrypted, form),
         )
         tail_bytes = (len(self._written) + 2) * RECORD_BYTES
         if self._open is not None:

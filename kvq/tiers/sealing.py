@@ -80,7 +80,7 @@ class KeyedSealing(Sealing):  # D398
         stored = memoryview(content)
         try:
             return self._keys(owner)[1].decrypt(bytes(stored[:_NONCE_BYTES]), stored[_NONCE_BYTES:], name)
-        except InvalidTag as error:
+        except (InvalidTag, ValueError) as error:
             raise DamagedData("it was not encrypted with this key") from error
 
     def _make_keys(self, owner: str) -> tuple[bytes, _Cipher]:

@@ -23,8 +23,8 @@ VERSION = 1
 HEADER_BYTES = 512
 _FILE = struct.Struct("<8sI")  # magic, bytes of JSON
 _MAGIC = b"kvqseg01"
-# magic, layer group, whether it is encrypted, bytes, name, owner, time of writing, digest of the bytes
-_RECORD = struct.Struct("<4sHHI32s16sd16s")
+# magic, layer group, whether it is encrypted, two numbers of the form, bytes, name, owner, time, digest
+_RECORD = struct.Struct("<4sHBBBxI32s16sd16s")
 _CHECK_BYTES = 8
 RECORD_BYTES = _RECORD.size + _CHECK_BYTES
 _MARK = b"kvqB"
@@ -45,6 +45,7 @@ class Record:
     nbytes: int  # as stored
     digest: bytes  # 16 bytes
     is_encrypted: bool
+    form: tuple[int, int] = (0, 0)  # see `kvq.tiers.tiers.Form`
     offset: int = 0  # of the block's bytes in the file
 
     @property
@@ -55,7 +56,7 @@ class Record:
     def pack(self) -> bytes:
         """Return the header as stored, with its check value."""
         fields = _RECORD.pack(
-            *(_MARK, self.group, self.is_encrypted, self.nbytes),
+            *(_MARK, self.group, self.is_encrypted, *self.form, self.nbytes),
             *(self.name, self.owner, self.written_s, self.digest),
         )
         return fields + _check(fields)
@@ -153,10 +154,12 @@ def _parse(raw: bytes, offset: int) -> Record | None:
     fields = raw[: _RECORD.size]
     if len(raw) < RECORD_BYTES or raw[_RECORD.size :] != _check(fields):
         return None
-    mark, group, encrypted, nbytes, name, owner, written_s, digest = _RECORD.unpack(fields)
+    mark, group, encrypted, *form, nbytes, name, owner, written_s, digest = _RECORD.unpack(fields)
     if mark != _MARK:
         return None
-    return Record(name, group, owner, written_s, nbytes, digest, bool(encrypted), offset)
+    return Record(
+        *(name, group, owner, written_s, nbytes, digest, bool(encrypted)), (form[0], form[1]), offset
+    )
 
 
 def _next_mark(file: int, at: int, size: int) -> int:

@@ -11,12 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvq.tiers.disk import DiskTier
+from kvq.tiers.disk import Block, DiskTier
 from kvq.tiers.quota import Quota
 from kvq.tiers.sealing import Sealing
 from kvq.tiers.segment import content_digest
 
 _MOST_OWNERS = 100_000  # roots whose owners are remembered
+_FULL_S = 0.005  # until the queue of a slow disk is looked at again
 
 
 class BlockKey(NamedTuple):
@@ -27,13 +28,26 @@ class BlockKey(NamedTuple):
     group: int  # layer group
 
 
+class Form(NamedTuple):
+    """Format of a block's bytes, and of the fewest bits in which its values were ever stored, as rungs.
+
+    Rung 0 is the format of the pools.
+    """
+
+    rung: int = 0
+    coldest: int = 0
+
+
+OWN_FORM = Form()
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """Block in host memory."""
 
     owner: str
     content: Any  # a buffer
-    nbytes: int
+    form: Form
     digest: bytes
     used_s: float
 
@@ -43,11 +57,11 @@ class Fetch:
 
     def __init__(self, tiers: "Tiers", keys: list[BlockKey]) -> None:
         """Begin to read the blocks that are not in host memory."""
-        self._tiers, self._keys = tiers, keys
+        self._tiers, self.keys = tiers, keys
         self._held = [tiers.in_host(key) for key in keys]
         below = [key for key, held in zip(keys, self._held, strict=True) if held is None]
         self._coming = tiers.read(below) if below else None
-        self._read: dict[BlockKey, Any] | None = None if below else {}
+        self._read: dict[BlockKey, tuple[Any, tuple[int, int]] | None] | None = None if below else {}
 
     @property
     def is_done(self) -> bool:
@@ -58,16 +72,17 @@ class Fetch:
         """Return True if a block was not in host memory."""
         return self._held[index] is None
 
-    def take(self, index: int) -> Any:
-        """Return a block's bytes as a buffer, or None if it is lost. Call this once `is_done` is True."""
-        key, held = self._keys[index], self._held[index]
+    def take(self, index: int) -> tuple[Any, Form] | None:
+        """Return a block's bytes, a buffer, or None if it is lost. Call this once `is_done` is True."""
+        key, held = self.keys[index], self._held[index]
         if held is not None:
-            return held.content if self._tiers.is_intact(key, held) else None
+            return (held.content, held.form) if self._tiers.is_intact(key, held) else None
         if self._read is None:
             assert self._coming is not None, "something is read"
-            below = [key for key, one in zip(self._keys, self._held, strict=True) if one is None]
+            below = [key for key, one in zip(self.keys, self._held, strict=True) if one is None]
             self._read = dict(zip(below, self._coming.result(), strict=True))
-        return self._read[key]
+        found = self._read[key]
+        return None if found is None else (found[0], Form(*found[1]))
 
 
 class Tiers:
@@ -79,16 +94,17 @@ class Tiers:
         disk: DiskTier | None,
         sealing: Sealing,
         *,
+        groups: set[int] | None = None,
         max_age_s: float | None = None,
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create empty host memory of `host_bytes`.
+        """Create empty host memory of `host_bytes`. `groups`: layer groups to keep; None: all.
 
         `tenant_share`: largest share of one tenant. `max_age_s`: time since the last use after which a block
         is dropped.
         """
-        self.host_bytes = host_bytes
+        self.host_bytes, self._groups = host_bytes, groups
         self.disk = disk
         self._sealing, self._clock = sealing, clock
         self._max_age_s = max_age_s
@@ -112,11 +128,12 @@ class Tiers:
         if len(self._owners) > _MOST_OWNERS:
             self._owners.popitem(last=False)
 
-    def holds(self, key: BlockKey) -> bool:
-        """Return True if a block is in host memory or on disk."""
-        if key in self._host:
-            return True
-        return self.disk is not None and self.disk.holds(self._name(key))
+    def find(self, key: BlockKey) -> Form | None:
+        """Return the form of a block in host memory or on disk, or None if it is in neither."""
+        if (held := self._host.get(key)) is not None:
+            return held.form
+        form = None if self.disk is None else self.disk.find(self._name(key))
+        return None if form is None else Form(*form)
 
     def wants(self, key: BlockKey) -> bool:
         """Return True if a block that leaves its pool should be put here; False if it is here already."""
@@ -124,13 +141,15 @@ class Tiers:
         if held is not None:
             self._use(key, held)
             return False
+        if self._groups is not None and key.group not in self._groups:
+            return False
         return bool(self.host_bytes) or (self.disk is not None and not self.disk.holds(self._name(key)))
 
-    def put(self, key: BlockKey, content: Any) -> None:
+    def put(self, key: BlockKey, content: Any, form: Form = OWN_FORM) -> None:
         """Take the bytes of a block that left its pool. `content`: a buffer that nobody changes any more."""
         nbytes = memoryview(content).nbytes
         if nbytes > self._quota.limit:
-            self.save(key, content)
+            self.save(key, content, form)
             return
         if key in self._host:
             return
@@ -139,14 +158,14 @@ class Tiers:
             self._pass_on(next(iter(self._host)))
         digest = content_digest(key.digest, key.group, content)
         owner = self._owners.get(key.root, "")
-        self._host[key] = Held(owner, content, nbytes, digest, self._clock())
+        self._host[key] = Held(owner, content, form, digest, self._clock())
         for other in self._quota.add(owner, key, nbytes):
             self._pass_on(other)
 
-    def save(self, key: BlockKey, content: Any) -> None:
+    def save(self, key: BlockKey, content: Any, form: Form = OWN_FORM) -> None:
         """Write a block to the disk soon, if there is a disk."""
         if self.disk is not None:
-            self.disk.write((self._owners.get(key.root, ""), self._name(key), key.group), content)
+            self.disk.write(self._address(key), content, form)
         else:
             self.num_dropped += 1
 
@@ -177,7 +196,7 @@ class Tiers:
     def read(self, keys: list[BlockKey]) -> "Future[list[Any]]":
         """Begin to read blocks from the disk."""
         assert self.disk is not None, "it holds the blocks"
-        return self.disk.read([(self._owners.get(key.root, ""), self._name(key), key.group) for key in keys])
+        return self.disk.read([self._address(key) for key in keys])
 
     def expire(self) -> None:
         """Drop blocks that were not used for too long, and look for news on the disk."""
@@ -192,6 +211,8 @@ class Tiers:
     def close(self) -> None:
         """Write everything that is not on disk yet, and close the files. Waits."""
         for key in list(self._host):
+            while self.disk is not None and not self.disk.has_room and not self.disk.is_failing:
+                time.sleep(_FULL_S)
             self._pass_on(key)
         if self.disk is not None:
             self.disk.close()
@@ -203,13 +224,16 @@ class Tiers:
 
     def _pass_on(self, key: BlockKey) -> None:
         """Remove a block from host memory, and write it to the disk if it is not there."""
-        content = self._host[key].content
+        held = self._host[key]
         self._drop(key)
-        if not (self.disk is not None and self.is_saved(key)):
-            self.save(key, content)
+        if self.disk is None or not self.is_saved(key):
+            self.save(key, held.content, held.form)
 
     def _drop(self, key: BlockKey) -> None:
         self._quota.remove(self._host.pop(key).owner, key)
+
+    def _address(self, key: BlockKey) -> Block:
+        return self._owners.get(key.root, ""), self._name(key), key.group
 
     def _name(self, key: BlockKey) -> bytes:
         return self._sealing.name(self._owners.get(key.root, ""), key.digest, key.group)

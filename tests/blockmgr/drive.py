@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from kvq.blockmgr import BlockManager
 from kvq.blockmgr.prefix import sha256_digest
@@ -36,6 +37,7 @@ PATHS = [
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "pinned",
     "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
     "sealed", "snapshots", "states stayed", "demoted", "restored", "restore lost", "refused restore",
+    "packed", "packed again", "unpacked",
 ]  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
     """A manager of random shape: groups, pool sizes, host slots, digests that collide or not."""
     size = rng.randint(1, 4)
     windows, limits, lag = random_reach(rng, size, staged)
-    more: dict[str, int] = {}
+    more: dict[str, Any] = {}
     if states or (not staged and rng.random() < 1 / 5):
         more = {"state_group": len(windows), "snapshot_every": rng.randint(1, 9)}
         windows, limits = [*windows, 2], [*limits, None]
@@ -71,6 +73,10 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
     tiers = None
     if digest is sha256_digest and rng.random() < 0.5:  # the tiers have nothing but digests to go by
         tiers = Tiers(rng.choice([8 * size * 20, 1 << 20]), None, Sealing())
+    if digest is sha256_digest and rng.random() < 0.4:
+        full = [group for group, window in enumerate(windows) if window is None]
+        more |= {"rungs": {group: [4, 2] for group in full if limits[group] is None}}
+        more |= {"block_bytes": [8] * len(windows)}
     manager = BlockManager(
         num_blocks=[rng.randint(4, 12) for _ in windows],
         block_size=size,
@@ -119,7 +125,7 @@ def random_step(sim: Simulation, rng: random.Random, *, grows: bool = True) -> N
 def _arrive(sim: Simulation, rng: random.Random) -> None:
     tokens = random_prompt(sim, rng)
     roll = rng.random()
-    if sim.manager.blocks.tiers is not None and rng.random() < 0.8:
+    if rng.random() < 0.8:
         sim.restore(rng.choice(TENANTS), tokens, rng.randint(0, 6))
     if roll < 0.05:
         sim.adopt(rng.choice(TENANTS), tokens, rng.randint(0, len(tokens) // sim.size))

@@ -21,6 +21,7 @@ from kvq.blockmgr import (
     SwapIn,
     SwapOut,
 )
+from kvq.blockmgr.ladder import Pack, Packed
 from kvq.errors import ConfigError, OutOfBlocks
 from tests.blockmgr.client import Client
 from tests.blockmgr.mirror import Mirror
@@ -44,6 +45,7 @@ class Simulation:
         self.max_clients = max_clients
         self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
         self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
+        self.packed: dict[int, list[list[int]]] = {}
         self.mirror = Mirror(manager) if mirrored else None
         self.clients: list[Client] = []
         self.past: list[list[int]] = []  # tokens of requests that ended
@@ -99,38 +101,60 @@ class Simulation:
                 self.kv[group][table[i]] = keys[-1:] * self.size if group == self.states else keys
 
     def restore(self, tenant: str, tokens: list[int], lost: int) -> None:
-        """What the tiers hold of a prompt comes back, unless block number `lost` of them is damaged."""
+        """What is kept of a prompt comes back, unless block number `lost` of them is damaged."""
         prompt = self.manager.prompt(tokens, tenant=tenant)
         length, found = self.manager.restorable(prompt), self.manager.lookup(prompt).length
         assert length % self.size == 0
         if length <= found:
-            assert self.manager.blocks.tiers is not None or not length
             return
         try:
-            sequence, missing = self.manager.restore(prompt, length)
+            restore = self.manager.restore(prompt, length)
         except OutOfBlocks:
             self.seen["refused restore"] += 1
             return
-        assert missing, "it was no hit before"
+        assert restore.missing, "it was no hit before"
         tiers = self.manager.blocks.tiers
-        assert tiers is not None
-        fetch = tiers.fetch([key for _, key in missing])
-        if is_lost := lost < len(missing):
-            held = fetch._held[lost]
-            assert held is not None
-            held.digest = b"damaged"
-        for i, (block, key) in enumerate(missing):
-            content = fetch.take(i)
-            assert (content is None) == (is_lost and i == lost)
-            if content is not None:
-                self.manager.fill(block, key, content)
-        if not is_lost:
-            self.manager.commit(sequence)
-        self.manager.free(sequence)
+        below = [i for i, (_, key) in enumerate(restore.missing) if key not in restore.packed]
+        is_lost = False
+        if below:
+            assert tiers is not None
+            fetch = tiers.fetch([restore.missing[i][1] for i in below])
+            if is_lost := lost < len(below):
+                held = fetch._held[lost]
+                assert held is not None
+                held.digest = b"damaged"
+            for at, i in enumerate(below):
+                found = fetch.take(at)
+                assert (found is None) == (is_lost and at == lost)
+                if found is not None:
+                    self.manager.fill(restore, i, *found)
+        for i, (_, key) in enumerate(restore.missing):
+            if key in restore.packed:
+                self.manager.fill(restore, i)
+                self.seen["unpacked"] += 1
+        self.manager.check_integrity()
+        self.manager.end_restore(restore, is_complete=not is_lost)
         self.carry_out()
         again = self.manager.lookup(self.manager.prompt(tokens, tenant=tenant)).length
-        assert again >= length or is_lost or not sequence.indexing
+        assert again >= length or is_lost or not restore.sequence.indexing
         self.seen["restore lost" if is_lost else "restored"] += 1
+
+    def _content(self, group: int, source: int | Packed) -> list[int]:
+        """What a block or a packed block holds."""
+        if not isinstance(source, Packed):
+            return self.kv[group][source]
+        number = self.kv[group][source.blocks[0]][0]
+        assert all(self.kv[group][block] == [number] * self.size for block in source.blocks), "overwritten"
+        return self.packed[number][source.slot]
+
+    def _pack(self, order: Pack) -> None:
+        """Rewrite blocks; the targets hold a number of what was packed there."""
+        contents = [self._content(order.group, source)[:] for source in order.sources]
+        number = -1000 - len(self.packed)
+        self.packed[number] = contents
+        for block in order.targets:
+            self.kv[order.group][block] = [number] * self.size
+        self.seen["packed" if order.rung == 1 else "packed again"] += 1
 
     def _welcome(
         self, sequence: Sequence, prompt: PrefixQuery, tokens: list[int], shared: str | None
@@ -381,10 +405,16 @@ class Simulation:
                 kv[order.target] = kv[order.source][:]
             elif isinstance(order, Demote):
                 assert self.manager.blocks.tiers is not None
-                self.manager.blocks.tiers.put(order.key, array("q", kv[order.block]).tobytes())
+                content = self._content(order.group, order.source)
+                self.manager.blocks.tiers.put(order.key, array("q", content).tobytes(), order.form)
                 self.seen["demoted"] += 1
+            elif isinstance(order, Pack):
+                self._pack(order)
             elif isinstance(order, Fill):
-                kv[order.block] = array("q", order.content).tolist()
+                if isinstance(order.content, Packed):
+                    kv[order.block] = self._content(order.group, order.content)[:]
+                else:
+                    kv[order.block] = array("q", order.content).tolist()
             elif isinstance(order, SwapOut):
                 self.host[order.group][order.slot] = kv[order.block][:]
             elif isinstance(order, Scrub) or order in failed:

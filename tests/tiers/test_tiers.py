@@ -9,7 +9,7 @@ import pytest
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
 from kvq.tiers.sealing import Sealing
-from kvq.tiers.tiers import BlockKey, Tiers
+from kvq.tiers.tiers import OWN_FORM, BlockKey, Tiers
 
 SIZE = 1000
 
@@ -33,7 +33,7 @@ def put(some: Tiers, *numbers: int, root: bytes = b"r") -> None:
 
 
 def held(some: Tiers, *numbers: int) -> list[int]:
-    return [number for number in numbers if some.holds(key(number))]
+    return [number for number in numbers if some.find(key(number)) is not None]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_blocks_that_went_back_to_a_pool_leave_first_and_their_depth_decides() -
     put(some, 4, 3, 2, 1)  # a pool evicts the deepest block first
     fetch = some.fetch([key(1), key(2)])
     assert fetch.is_done
-    assert [fetch.take(i) for i in range(2)] == [content(1), content(2)]
+    assert [fetch.take(i) for i in range(2)] == [(content(i), OWN_FORM) for i in (1, 2)]
     put(some, 5)
     assert held(some, 1, 2, 3, 4, 5) == [1, 3, 4, 5]
     put(some, 1, 6)
@@ -70,7 +70,7 @@ def test_a_tenant_keeps_to_its_share() -> None:
     put(some, 100, 101, root=b"other")
     put(some, *range(9))
     assert held(some, *range(9)) == [5, 6, 7, 8]
-    assert some.holds(key(100, b"other"))
+    assert some.find(key(100, b"other"))
 
 
 def test_unused_blocks_are_dropped_by_age() -> None:
@@ -91,7 +91,7 @@ def test_a_flipped_bit_in_host_memory_is_a_miss() -> None:
     changed[17] ^= 4
     fetch = some.fetch([key(1)])
     assert fetch.take(0) is None
-    assert not some.holds(key(1))
+    assert not some.find(key(1))
     assert some.num_damaged == 1
 
 
@@ -102,7 +102,7 @@ def test_what_leaves_host_memory_goes_to_the_disk_and_comes_back(disk: DiskTier)
     fetch = some.fetch([key(1), key(4), key(9)])
     while not fetch.is_done:
         pass
-    assert [fetch.take(i) for i in range(3)] == [content(1), content(4), None]
+    assert [fetch.take(i) for i in range(3)] == [(content(1), OWN_FORM), (content(4), OWN_FORM), None]
     assert [fetch.is_from_disk(i) for i in range(3)] == [True, False, True]
     some.close()
     assert disk.counts.written == 4, "what host memory still had is written in the end"

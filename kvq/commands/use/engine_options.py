@@ -72,6 +72,14 @@ class _EngineOptions:
         type=POSITIVE,
     )
     kv_tenant_share: float = option(1.0, "Most of --kv-host and --kv-disk for one API key.", type=SHARE)
+    kv_ladder: str | None = option(
+        None,
+        "Formats of fewer bits, such as int4,int3, for KV in the pool that no running request reads; it is "
+        "rewritten in them before it leaves the pool.",
+    )
+    kv_cold_share: float = option(
+        1.0, "Most of a prompt that may have been in formats of --kv-ladder.", type=SHARE
+    )
     speculation: str | None = option(None, SPECULATION, type=TEXT_OR_MAPPING)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,

@@ -269,6 +269,7 @@ class Job(Request):
             cached_tokens=self.cached_tokens,
             host_tokens=self.host_tokens,
             disk_tokens=self.disk_tokens,
+            cold_tokens=self.cold_tokens,
             pinned_tokens=self.pinned_tokens,
             generated_tokens=sum(len(output.token_ids) for output in generated),
             recomputed_tokens=usage.recomputed,

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvq.blockmgr import Demote, Fill, SwapIn, SwapOut
+from kvq.blockmgr import Demote, Fill, Order, Pack, SwapIn, SwapOut
 from kvq.engine.device.runner import Runner, StepOutput, join
 from kvq.engine.requests.request_state import as_job
 from kvq.engine.sampling.choose import Choices, describe
@@ -105,7 +105,7 @@ class Launcher:
         """Carry out a planned step's orders, then draft, or lay out a forward pass without its tokens."""
         plan, began = flight.plan, flight.watch.start("forward")
         flight.failed_swaps = self.runner.prepare(plan)
-        if num_swaps := sum(isinstance(order, Demote | Fill | SwapIn | SwapOut) for order in plan.orders):
+        if num_swaps := sum(map(_num_moved, plan.orders)):
             self.scheduler.costs.observe_swap(num_swaps / 2, self.clock() - began)
         if plan.follows is None:
             if self.speculator is not None:
@@ -165,6 +165,13 @@ class Launcher:
                 flight.errors[as_job(branch.request)] = _step_failed(error)
                 parts.append(self.runner.nothing(part))
         flight.output = join(parts)
+
+
+def _num_moved(order: Order) -> int:
+    """Return the number of blocks that an order moves to another place or form."""
+    if isinstance(order, Pack):
+        return len(order.sources)
+    return isinstance(order, Demote | Fill | SwapIn | SwapOut)
 
 
 def _has_ended(flight: Flight) -> bool:
