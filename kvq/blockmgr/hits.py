@@ -77,7 +77,8 @@ def restorable(blocks: Blocks, prompt: PrefixQuery, max_tokens: int, max_cold: i
     stored in fewer bits.
     """
     most, size, tiers = max_tokens // blocks.block_size, blocks.block_size, blocks.tiers
-    nodes, num_cold = blocks.index.walk(prompt, most), 0
+    nodes = blocks.index.walk(prompt, most)
+    num_cold = sum(node.coldest > 0 for node in nodes)
 
     def has(group: int, index: int) -> bool:
         nonlocal num_cold

@@ -299,7 +299,7 @@ class DiskTier:
             with open(path, "rb", buffering=0) as file:
                 return bool(read_header(file.fileno()))
         except DamagedData as error:
-            if path.stat().st_size >= HEADER_BYTES:  # otherwise, its header is being written
+            if not is_written(path):  # otherwise, its header is still to come
                 _log.warning("segment %s is not used: %s", path, error)
                 self.counts.damaged += 1
                 self._unusable.add(path)

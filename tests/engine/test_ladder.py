@@ -96,7 +96,7 @@ def test_sliding_windows_have_no_rungs_and_still_come_back() -> None:
     for prompt in some:
         llm.generate([prompt], GREEDY)
     receipts = [llm.generate([prompt], GREEDY)[0].receipt for prompt in some]
-    assert sum(receipt.cached_tokens for receipt in receipts) > 4 * 64
+    assert sum(receipt.cached_tokens for receipt in receipts) >= 4 * 64
     assert_balanced(llm)
 
 
@@ -116,7 +116,7 @@ def test_ladders_that_cannot_work_are_refused(options: dict[str, Any], words: st
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp32", "int8_per_token_head"])
-@pytest.mark.parametrize("rung", ["int4", "int3", "int4_g32_rot"])
+@pytest.mark.parametrize("rung", ["int4", "int3", "int4_g8_rot"])
 def test_a_packed_block_holds_what_its_format_keeps(kv: str, rung: str) -> None:
     model = pair("llama")[0].with_kv(kv)
     layout = model.layout
@@ -134,7 +134,7 @@ def test_a_packed_block_holds_what_its_format_keeps(kv: str, rung: str) -> None:
     packed = codec.encode(0, [7, 2, 9, 4, 11], 1)
     assert {len(one) for one in packed} == {codec.block_bytes(1, 0)}
     codec.decode(0, packed, 1, [1, 3, 5, 6, 8])
-    limit = {"int4": 0.2, "int4_g32_rot": 0.2, "int3": 0.4}[rung]
+    limit = {"int4": 0.2, "int4_g8_rot": 0.2, "int3": 0.4}[rung]
     for index, read in codec._rows(0, 0, [1, 3, 5, 6, 8]).items():
         for got, wanted in zip(read, rows[index], strict=True):
             assert (got.float() - wanted).norm() < limit * wanted.norm()
