@@ -1,6 +1,7 @@
 """Block manager: the block memory of sequences, from the first token until they are freed."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -132,6 +133,25 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
             ConfigError: `until` is not a finite number.
         """
         return self.pins.add(self.prefixes.whole(prompt), until)
+
+    def unpin(self, prompt: PrefixQuery) -> None:
+        """Release the pin of a prompt's whole blocks, if there is one."""
+        if nodes := self.prefixes.whole(prompt):
+            self.pins.release(nodes[-1])
+
+    def give_up(self, prompt: PrefixQuery, *, to_tiers: bool) -> None:
+        """Evict the cached blocks of a prompt that no other prefix continues, deepest first.
+
+        `to_tiers`: whether the tiers take them.
+        """
+        with nullcontext() if to_tiers else self.blocks.discarding():
+            for node in reversed(self.blocks.index.walk(prompt, len(prompt.tokens) // self.block_size)):
+                if node.children:
+                    break
+                for pool, block in zip(self.pools, list(node.blocks), strict=True):
+                    if block is not None and not pool.references(block):
+                        pool.forget(block)
+        self.blocks.events.deliver()
 
     def expire(self, now: float) -> int:
         """Release the pins that expired at or before `now`, and return their number."""

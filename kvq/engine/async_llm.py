@@ -6,18 +6,18 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Self
+from typing import Self, Unpack
 
 from kvq.engine.loop import Command, LoopedEngine
-from kvq.engine.params import Params, as_params
+from kvq.engine.params import HintAction, Params, as_params
 from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
-from kvq.engine.requests.request_options import Prompt, RequestOptions
+from kvq.engine.requests.request_options import Prompt, RequestFields, RequestOptions
 from kvq.engine.requests.request_state import Job
+from kvq.engine.requests.sessions import check_action
 from kvq.engine.steps.publisher import StepStats, StepSubscriber
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.other_threads import end_team
 from kvq.models.parts.fork_guard import Home
-from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")
 
@@ -45,16 +45,12 @@ class AsyncLLM(LoopedEngine):
         self,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        priority: str | Priority = Priority.INTERACTIVE,
-        tenant: str = "",
-        cache_salt: str | None = None,
-        request_id: str | None = None,
+        **options: Unpack[RequestFields],
     ) -> AsyncIterator[Piece]:
         """Yield pieces of one prompt's results as they are generated; the last piece carries the complete
         `output`.
 
-        `cache_salt`: cached prefixes are shared only among requests of the tenant with the same salt.
+        `options`: fields of `RequestOptions`, such as `priority`, `tenant`, `cache_salt` or `session`.
 
         Raises:
             RequestError: the request can't be served, or it failed while running.
@@ -69,14 +65,8 @@ class AsyncLLM(LoopedEngine):
             except RuntimeError:  # the event loop was closed, so no one is listening any more
                 self._ask(partial(self.core.cancel, job), quiet=True)
 
-        options = RequestOptions(
-            params=as_params(params),
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            request_id=request_id,
-        )
-        job = self.core.intake.new_job(prompt, options, listener=tell)
+        given = RequestOptions(params=as_params(params), **options)
+        job = self.core.intake.new_job(prompt, given, listener=tell)
         self._ask(partial(self._submit, job))
         try:
             while True:
@@ -91,11 +81,7 @@ class AsyncLLM(LoopedEngine):
         self,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        priority: str | Priority = Priority.INTERACTIVE,
-        tenant: str = "",
-        cache_salt: str | None = None,
-        request_id: str | None = None,
+        **options: Unpack[RequestFields],
     ) -> RequestOutput:
         """Return one prompt's results once they are complete. The arguments are those of `stream`.
 
@@ -103,12 +89,21 @@ class AsyncLLM(LoopedEngine):
             RequestError: the request can't be served, or it failed while running.
         """
         output: RequestOutput | None = None
-        async for piece in self.stream(
-            prompt, params, priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id
-        ):
+        async for piece in self.stream(prompt, params, **options):
             output = piece.output
         assert output is not None, "a stream ends with the output"
         return output
+
+    def hint(
+        self, session: str, action: HintAction, seconds: float | None = None, *, tenant: str = ""
+    ) -> None:
+        """Say what should happen to a session's KV; see `Sessions.hint`. Unknown sessions are ignored.
+
+        Raises:
+            RequestError: the action is unknown.
+        """
+        check_action(action)
+        self._ask(partial(self.core.sessions.hint, tenant, session, action, seconds))
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step, in the engine's thread.

@@ -3,12 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Self, Unpack
 
 from kvq.engine.loop import LoopedEngine
-from kvq.engine.params import Params, SamplingParams, as_params, each_params
+from kvq.engine.params import HintAction, Params, SamplingParams, as_params, each_params
 from kvq.engine.requests.outputs import CompletionOutput, Event, Piece, RequestOutput, as_piece
-from kvq.engine.requests.request_options import Prompt, RequestOptions, as_prompts, prompt_tokens
+from kvq.engine.requests.request_options import (
+    Prompt,
+    RequestFields,
+    RequestOptions,
+    as_prompts,
+    prompt_tokens,
+)
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
 from kvq.errors import RequestError
@@ -66,18 +72,19 @@ class LLM(LoopedEngine):
         return [outputs[i] for i in range(len(many))]
 
     def stream(
-        self, prompt: Prompt, params: Params | None = None, *, tenant: str = "", cache_salt: str | None = None
+        self, prompt: Prompt, params: Params | None = None, **options: Unpack[RequestFields]
     ) -> Iterator[Piece]:
         """Yield pieces of one prompt's results as they are generated. The request is checked immediately.
 
+        `options`: fields of `RequestOptions`, such as `tenant`, `cache_salt` or `session`.
         Leaving the loop early cancels the request.
 
         Raises:
             RequestError: the request can't be served, or it failed while running.
         """
         events: list[Event] = []
-        options = RequestOptions(params=as_params(params), tenant=tenant, cache_salt=cache_salt)
-        job = self.core.intake.new_job(prompt, options, listener=events.append)
+        given = RequestOptions(params=as_params(params), **options)
+        job = self.core.intake.new_job(prompt, given, listener=events.append)
         return self._stream(job, events)
 
     def score(
@@ -115,6 +122,16 @@ class LLM(LoopedEngine):
         if not len(completion):
             raise RequestError(f"completion {index} is empty, so there is nothing to score; leave it out")
         return prompt_tokens(prompt, own, vocab).tolist(), prompt_tokens(completion, own, vocab).tolist()
+
+    def hint(
+        self, session: str, action: HintAction, seconds: float | None = None, *, tenant: str = ""
+    ) -> None:
+        """Say what should happen to a session's KV; see `Sessions.hint`. Unknown sessions are ignored.
+
+        Raises:
+            RequestError: the action is unknown.
+        """
+        self.core.sessions.hint(tenant, session, action, seconds)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step. Returns a function that unsubscribes."""

@@ -4,13 +4,15 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from kvq.errors import RequestError, unknown
 
 # Limits for all fields that cost memory or time, checked before any work is done.
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
+MAX_SESSION = 256  # characters
+HintAction = Literal["retain", "demote", "prefetch", "release"]  # for a session's KV
 MAX_SALT = 1024  # characters
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024

@@ -78,6 +78,8 @@ class Intake:
             listener=listener,
             timing=Timing(arrival_s=self.clock()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),
+            session=options.session,
+            retain_s=options.retain_s,
             pins=sorted(options.pins, key=lambda pin: pin.length),
         )
         max_tokens = self.scheduler.check(job)

@@ -4,10 +4,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from kvq.blockmgr.prefix import token_array
-from kvq.engine.params import MAX_SALT, PrefixPin, SamplingParams
+from kvq.engine.params import MAX_PIN_S, MAX_SALT, MAX_SESSION, PrefixPin, SamplingParams
 from kvq.errors import RequestError, not_one_of
 from kvq.models.parts.inputs import check_holds_items, check_token_ids, check_unicode
 from kvq.scheduler import Priority
@@ -77,6 +77,19 @@ def as_priority(priority: str | Priority) -> Priority:
     return names[priority]
 
 
+class RequestFields(TypedDict, total=False):
+    """Fields of `RequestOptions` that callers may leave out."""
+
+    pins: Sequence[PrefixPin]
+    priority: str | Priority
+    tenant: str
+    shared_salt: str | None
+    cache_salt: str | None
+    request_id: str | None
+    session: str | None
+    retain_s: float | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
     """Options of a request, that is, everything except its prompt; their types are checked here.
@@ -84,6 +97,8 @@ class RequestOptions:
     `pins`: prefixes of the prompt to keep cached, for the request's tenant or salt only.
     `cache_salt`: 1 to 1,024 characters; the request shares cached prefixes only with requests of its tenant
     that have the same salt.
+    `session`: name of the conversation, 1 to 256 characters. `retain_s`: seconds for which its KV should be
+    kept after the request. See `kvq.engine.requests.sessions`.
 
     Raises:
         RequestError: a value has the wrong type, or the priority is unknown.
@@ -96,6 +111,8 @@ class RequestOptions:
     shared_salt: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    session: str | None = None
+    retain_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("tenant", "shared_salt", "request_id"):
@@ -105,6 +122,13 @@ class RequestOptions:
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
             raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters, got {salt!r:.100}")
+        session, retain = self.session, self.retain_s
+        if session is not None and not (isinstance(session, str) and 1 <= len(session) <= MAX_SESSION):
+            raise RequestError(
+                f"session must be a text of 1 to {MAX_SESSION} characters, got {session!r:.99}"
+            )
+        if retain is not None and not (isinstance(retain, int | float) and 0 <= retain <= MAX_PIN_S):
+            raise RequestError(f"retain_s must be 0 to {MAX_PIN_S} seconds, got {retain!r:.100}")
         object.__setattr__(self, "priority", as_priority(self.priority))
 
 

@@ -64,6 +64,8 @@ class Job(Request):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pins: list[PrefixPin] = field(default_factory=list)  # not made yet, shortest first
     pinned_tokens: int = 0
+    session: str | None = None
+    retain_s: float | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these
 

@@ -15,6 +15,7 @@ from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
 from kvq.engine.requests.pinning import Pinning
 from kvq.engine.requests.request_state import Job, as_job
+from kvq.engine.requests.sessions import Sessions
 from kvq.engine.sampling.choose import Choices, Chooser, Token, Wanted, as_known
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.make import load_helper, make_speculator
@@ -77,6 +78,7 @@ class EngineCore(NotCopyable):
         self._sign = make_signer(model, marking) if model.prepared.exact else None
         self.intake = Intake(model, self.scheduler, marking, self._home, clock)
         self.pinning = Pinning(self.scheduler.manager)
+        self.sessions = Sessions(self.scheduler, clock)
         self.speculator = make_speculator(
             speculation, helper, self.scheduler, self.runner, self._chooser, clock
         )
@@ -129,12 +131,16 @@ class EngineCore(NotCopyable):
 
     @property
     def has_work(self) -> bool:
-        """True while any job has not ended yet."""
-        return bool(self._jobs) or len(self._grammars) > 0
+        """True while any job has not ended yet, or blocks come back for one that is to come."""
+        return bool(self._jobs) or len(self._grammars) > 0 or len(self.scheduler.loading) > 0
 
     def tidy(self) -> bool:
         """Do work for later, for a short time. Call this while idle. Return False once nothing is left."""
-        return self._saver.when_idle()
+        return self.sessions.prefetch_due() or self._saver.when_idle()
+
+    def wait_s(self) -> float | None:
+        """Return the seconds after which `tidy` has something to do even if nothing happens, or None."""
+        return self.sessions.wait_s()
 
     def can_submit(self, job: Job) -> bool:
         """Return False if `submit` might refuse a job because too many grammars wait to be compiled."""
@@ -160,6 +166,7 @@ class EngineCore(NotCopyable):
         began = self._clock()
         self._finished = 0
         self.scheduler.manager.expire(began)
+        self.sessions.prefetch_due()
         self._begin_compiled()
         flight = None if self._flight is None else self._resume(self._flight, began)
         flight = self._flight = flight or self._plan(began)
@@ -277,6 +284,7 @@ class EngineCore(NotCopyable):
             return
         self.scheduler.add(job, job.timing.arrival_s)
         self._jobs[job] = None
+        self.sessions.begin(job)
         self.pinning.add(job)
 
     def _settle(self, flight: Flight, choices: Choices) -> None:
@@ -394,6 +402,8 @@ class EngineCore(NotCopyable):
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
+        if error is None:
+            self.sessions.end(job, self._clock())
         if self._sign is not None and error is None and reason is None:
             output.receipt = self._sign(job, output)
         try:

@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
+from kvq.engine.params import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_PIN_S,
+    MAX_SALT,
+    MAX_SAMPLES,
+    MAX_SESSION,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    HintAction,
+)
 from kvq.server.http.body_errors import content_of
 from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
@@ -31,6 +41,9 @@ _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 # Prefixes are shared only between requests with the same key and the same salt
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
+# The conversation that a request belongs to, and how long its KV should be kept afterwards
+SessionId = Annotated[str, Field(min_length=1, max_length=MAX_SESSION)]
+RetainSeconds = Annotated[Real, Field(ge=0, le=MAX_PIN_S)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id in canonical form
 # Options of `apply_chat_template` that would replace the template or the messages, or change the result
@@ -152,6 +165,8 @@ class Common(Sampling):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     cache_salt: CacheSalt | None = None
+    session_id: SessionId | None = None
+    kv_retain: RetainSeconds | None = None
     # Fields of the engine, not of OpenAI
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
     min_tokens: CountOrZero = 0
@@ -345,6 +360,14 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class HintBody(Body):
+    """`POST /v1/kv/hint`: what should happen to a session's KV."""
+
+    session_id: SessionId
+    action: HintAction
+    seconds: RetainSeconds | None = None  # of "retain"
 
 
 class DetokenizeBody(Body):

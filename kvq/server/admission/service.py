@@ -13,11 +13,12 @@ from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.errors import EngineError, RequestError
 from kvq.server.admission.admission import Admission, Queued, blocks_wanted
+from kvq.server.admission.bodies import HintBody
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.slots import SequenceSlots
-from kvq.server.engine.messages import Ended, ErrorKind, Ready
+from kvq.server.engine.messages import Ended, ErrorKind, Hint, Ready
 from kvq.server.engine.remote import Remote, State
 from kvq.server.http.ignored import Body, find_ignored
 from kvq.server.http.loop_budget import LoopBudget
@@ -108,6 +109,12 @@ class Service:
         if names:
             self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
         return names
+
+    def hint(self, tenant: str, body: HintBody) -> None:
+        """Pass on a hint about a tenant's session to the engine."""
+        self.remote.hint(
+            Hint(tenant=tenant, session=body.session_id, action=body.action, seconds=body.seconds)
+        )
 
     def check_arrival(self, tenant: str) -> None:
         """Raise Problem if a tenant's request can't be accepted, regardless of its body."""

@@ -9,7 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvq.server.admission.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, Count, CountOrZero, FunctionBody
+from kvq.server.admission.bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CacheSalt,
+    Count,
+    CountOrZero,
+    FunctionBody,
+    RetainSeconds,
+    SessionId,
+)
 from kvq.server.http.body_errors import content_of
 from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import Flag, JsonObject, LongText, Real
@@ -205,4 +214,6 @@ class MessagesBody(PromptBody):
     stream: Flag = False
     metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
-    cache_salt: CacheSalt | None = None  # not in Anthropic's API
+    cache_salt: CacheSalt | None = None  # this and the following are not in Anthropic's API
+    session_id: SessionId | None = None
+    kv_retain: RetainSeconds | None = None

@@ -101,7 +101,12 @@ class _MessageCall(Call):
         parser = None if self._offer is None else self._offer.parser()
         self._content = _Content(parser, Thoughts(self._service.tools.thinking, is_open))
         options = RequestOptions(
-            params=params, pins=pins, tenant=self._tenant, cache_salt=self._body.cache_salt
+            params=params,
+            pins=pins,
+            tenant=self._tenant,
+            cache_salt=self._body.cache_salt,
+            session=self._body.session_id,
+            retain_s=self._body.kv_retain,
         )
         return self._service.stream(tokens, options, self.slots)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
+from kvq.engine.params import HintAction
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
@@ -51,6 +52,15 @@ class Submit(Message, frozen=True):
     number: int
     prompt: bytes  # token ids, packed
     options: RequestOptions
+
+
+class Hint(Message, frozen=True):
+    """Message: a client's hint about a session; see `kvq.engine.requests.sessions`."""
+
+    tenant: str
+    session: str
+    action: HintAction
+    seconds: float | None = None
 
 
 # A number cancels the request with this number, unless it has ended. "ping" is answered immediately with
@@ -145,5 +155,5 @@ class EngineSnapshot(Message, frozen=True):
     past: list[dict[str, Any]]  # ended requests, a few per tenant, latest first
 
 
-ToEngine = Start | Submit | int | Ping | Look
+ToEngine = Start | Submit | Hint | int | Ping | Look
 FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot

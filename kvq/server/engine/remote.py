@@ -154,6 +154,10 @@ class Remote:
             if not ended and process is self._process:
                 process.say(number)
 
+    def hint(self, hint: messages.Hint) -> None:
+        """Pass on a hint about a session. Raise EngineError if no engine is ready."""
+        self._ready_process().say(hint)
+
     async def look(self) -> EngineSnapshot:
         """Return a snapshot of the engine, taken after the current step.
 

@@ -141,10 +141,14 @@ class _Worker:
         self._events = EventStream(manager, publisher.put)
         self._events.flush()
 
-    def _do(self, core: EngineCore, message: messages.Submit | int | messages.Look, came_s: float) -> None:
+    def _do(
+        self, core: EngineCore, message: messages.Submit | messages.Hint | int | messages.Look, came_s: float
+    ) -> None:
         """Handle a message from the HTTP process between two steps."""
         if isinstance(message, messages.Submit):
             self._submit(core, message, came_s)
+        elif isinstance(message, messages.Hint):
+            core.sessions.hint(message.tenant, message.session, message.action, message.seconds)
         elif message == "look":
             self._is_looked_at = True
         elif message in self._jobs:

@@ -70,6 +70,7 @@ _ANSWERS = {  # D320: for the document only; fuzzing validates responses
     "Tokens": _answer(
         "Token ids of a text.", tokens=_list_of(_INTEGER), count=_INTEGER, max_model_len=_or_null(_INTEGER)
     ),
+    "Hint": _answer("A hint was passed on to the engine.", accepted={"type": "boolean"}),
     "Prompt": _answer("Text of token ids.", prompt=TEXT),
     "InputTokens": _answer("Number of a prompt's tokens.", input_tokens=_INTEGER),
     "CachedTokens": _answer("Prompt tokens found in the cache.", cached_tokens=_INTEGER),

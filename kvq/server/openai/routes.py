@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, HintBody, TokenizeBody
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service, describe
 from kvq.server.http.problems import Problem
@@ -41,6 +41,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
         return describe(service, created, model)
+
+    @app.post("/v1/kv/hint", status_code=202, responses=answer("Hint", 202))
+    async def hint(request: Request, body: HintBody) -> dict[str, Any]:
+        await note_fields(request, service, body)
+        service.check_arrival(tenant_of(request))
+        service.hint(tenant_of(request), body)
+        return {"accepted": True}
 
     @app.post("/tokenize", responses=answer("Tokens"))
     async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:

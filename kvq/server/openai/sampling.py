@@ -57,7 +57,14 @@ def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
 def options_of(body: Common, params: SamplingParams, tenant: str) -> RequestOptions:
     """Return request options: parameters, tenant and priority (batch if `service_tier` is "flex")."""
     priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
-    return RequestOptions(params=params, priority=priority, tenant=tenant, cache_salt=body.cache_salt)
+    return RequestOptions(
+        params=params,
+        priority=priority,
+        tenant=tenant,
+        cache_salt=body.cache_salt,
+        session=body.session_id,
+        retain_s=body.kv_retain,
+    )
 
 
 def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
