@@ -125,6 +125,8 @@ def random_step(sim: Simulation, rng: random.Random, *, grows: bool = True) -> N
 def _arrive(sim: Simulation, rng: random.Random) -> None:
     tokens = random_prompt(sim, rng)
     roll = rng.random()
+    if rng.random() < 0.1:
+        sim.give_up(rng.choice(TENANTS), tokens, to_tiers=rng.random() < 0.8)
     if rng.random() < 0.8:
         sim.restore(rng.choice(TENANTS), tokens, rng.randint(0, 6))
     if roll < 0.05:

@@ -139,6 +139,11 @@ class Simulation:
         assert again >= length or is_lost or not restore.sequence.indexing
         self.seen["restore lost" if is_lost else "restored"] += 1
 
+    def give_up(self, tenant: str, tokens: list[int], *, to_tiers: bool) -> None:
+        """A client says that a prompt is not needed for some time."""
+        self.manager.give_up(self.manager.prompt(tokens, tenant=tenant), to_tiers=to_tiers)
+        self.carry_out()
+
     def _content(self, group: int, source: int | Packed) -> list[int]:
         """What a block or a packed block holds."""
         if not isinstance(source, Packed):

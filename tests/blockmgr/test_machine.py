@@ -25,6 +25,7 @@ from tests.blockmgr.drive import PATHS
 from tests.blockmgr.simulation import Simulation
 
 EXPECTED = set(PATHS) - {"evicted", "grown"}
+EXPECTED -= {"packed", "packed again", "unpacked", "restore lost", "refused restore"}  # test_drive.py has them
 BASE = [0, 1, 0, 0, 1, 1, 0]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 SMALL = st.integers(0, 5)
@@ -58,7 +59,7 @@ class Machine(RuleBasedStateMachine):
         sinks=st.integers(1, 3),
         bits=st.sampled_from([8, 2]),
         every=st.sampled_from([None, None, None, 2, 5]),
-        tiers=st.booleans(),
+        kept=st.sampled_from(["", "", "", "tiers", "ladder", "tiers, ladder"]),
     )
     def begin(
         self,
@@ -68,7 +69,7 @@ class Machine(RuleBasedStateMachine):
         sinks: int,
         bits: int,
         every: int | None,
-        tiers: bool,
+        kept: str,
     ) -> None:
         """A manager of some shape; with two bits, digests collide all the time."""
         groups = len(blocks)
@@ -82,7 +83,9 @@ class Machine(RuleBasedStateMachine):
             state_group=groups if states else None,
             snapshot_every=every or 1,
             host_slots=[5] * (groups + states),
-            tiers=Tiers(1 << 20, None, Sealing()) if tiers and bits == 8 else None,
+            tiers=Tiers(1 << 20, None, Sealing()) if "tiers" in kept and bits == 8 else None,
+            rungs={0: [4, 2]} if "ladder" in kept and bits == 8 else {},
+            block_bytes=[8] * (groups + states),
         )
         if bits == 2:
             manager.blocks.index._digest = lambda data: bytes([sha256(data).digest()[0] & 3])
@@ -121,11 +124,15 @@ class Machine(RuleBasedStateMachine):
         """A request arrives with the KV of its whole blocks."""
         self.sim.adopt("b", tokens, len(tokens) // self.sim.size)
 
-    @precondition(lambda self: self.sim.manager.blocks.tiers is not None)
-    @rule(tenant=st.sampled_from("ab"), known=SMALL, more=TOKENS, lost=st.integers(0, 12))
-    def restore(self, tenant: str, known: int, more: list[int], lost: int) -> None:
-        """What left the pools of a prompt comes back."""
-        self.sim.restore(tenant, BASE[:known] + more, lost)
+    @precondition(lambda self: self.sim.manager.blocks.tiers or self.sim.manager.blocks.ladder.has_rungs)
+    @rule(tenant=st.sampled_from("aab"), number=SMALL, lost=st.integers(0, 6), gives_up=st.booleans())
+    def restore(self, tenant: str, number: int, lost: int, gives_up: bool) -> None:
+        """What left the pools of a prompt comes back, maybe after everything of it was given up."""
+        known = [BASE, *self.sim.past]
+        tokens = [*known[number % len(known)], 1]
+        if gives_up:
+            self.sim.give_up(tenant, tokens, to_tiers=lost != 1)
+        self.sim.restore(tenant, tokens, lost)
 
     @precondition(lambda self: any(map(is_idle, self.sim.clients)))
     @rule(number=SMALL, count=st.integers(1, 9), drafts=st.lists(st.integers(0, 1), max_size=3))
