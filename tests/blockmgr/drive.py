@@ -70,13 +70,13 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         more = {"state_group": len(windows), "snapshot_every": rng.randint(1, 9)}
         windows, limits = [*windows, 2], [*limits, None]
     digest = tiny_digest(rng.randint(2, 5)) if rng.random() < 0.25 else sha256_digest
+    aside = random.Random(str((size, windows, limits, lag, more)))  # `rng` goes on as without it
     tiers = None
-    if digest is sha256_digest and rng.random() < 0.5:  # the tiers have nothing but digests to go by
-        tiers = Tiers(rng.choice([8 * size * 20, 1 << 20]), None, Sealing())
-    if digest is sha256_digest and rng.random() < 0.4:
-        full = [group for group, window in enumerate(windows) if window is None]
-        more |= {"rungs": {group: [4, 2] for group in full if limits[group] is None}}
-        more |= {"block_bytes": [8] * len(windows)}
+    if digest is sha256_digest and aside.random() < 0.5:  # the tiers have nothing but digests to go by
+        tiers = Tiers(aside.choice([8 * size * 20, 1 << 20]), None, Sealing())
+    if digest is sha256_digest and aside.random() < 0.5:
+        full = [group for group, window in enumerate(windows) if window is None and limits[group] is None]
+        more |= {"rungs": {group: [4, 2] for group in full}, "block_bytes": [8] * len(windows)}
     manager = BlockManager(
         num_blocks=[rng.randint(4, 12) for _ in windows],
         block_size=size,
@@ -89,7 +89,9 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         **more,
     )
     manager.blocks.index._digest = digest
-    return Simulation(manager, max_clients=rng.randint(2, 6), mirrored=rng.random() < 0.5)
+    sim = Simulation(manager, max_clients=rng.randint(2, 6), mirrored=rng.random() < 0.5)
+    sim.aside = aside
+    return sim
 
 
 def random_prompt(sim: Simulation, rng: random.Random) -> list[int]:
@@ -125,10 +127,12 @@ def random_step(sim: Simulation, rng: random.Random, *, grows: bool = True) -> N
 def _arrive(sim: Simulation, rng: random.Random) -> None:
     tokens = random_prompt(sim, rng)
     roll = rng.random()
-    if rng.random() < 0.1:
-        sim.give_up(rng.choice(TENANTS), tokens, to_tiers=rng.random() < 0.8)
-    if rng.random() < 0.8:
-        sim.restore(rng.choice(TENANTS), tokens, rng.randint(0, 6))
+    if sim.aside.random() < 0.1:
+        sim.give_up(sim.aside.choice(TENANTS), tokens, to_tiers=sim.aside.random() < 0.8)
+    if sim.past and sim.aside.random() < 0.9:
+        sim.restore(sim.aside.choice(TENANTS), [*sim.aside.choice(sim.past), 1], sim.aside.randint(0, 6))
+    if sim.aside.random() < 0.8:
+        sim.restore(sim.aside.choice(TENANTS), tokens, sim.aside.randint(0, 6))
     if roll < 0.05:
         sim.adopt(rng.choice(TENANTS), tokens, rng.randint(0, len(tokens) // sim.size))
     else:

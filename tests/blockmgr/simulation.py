@@ -5,6 +5,7 @@ tokens up to here). Orders and writes are carried out on these chains as the cac
 out on bytes. After any operation, `check` reads every position that any sequence can see.
 """
 
+import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class Simulation:
         self.max_clients = max_clients
         self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
         self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
+        self.aside = random.Random(0)  # for what is tried in between
         self.packed: dict[int, list[list[int]]] = {}
         self.mirror = Mirror(manager) if mirrored else None
         self.clients: list[Client] = []
