@@ -121,6 +121,15 @@ class Tiers:
     def __len__(self) -> int:
         return len(self._host)
 
+    def gauges(self) -> dict[str, Any]:
+        """Return bytes by tier, and totals of blocks that were dropped or damaged since the start."""
+        found = {"host": self.nbytes}
+        dropped, damaged = self.num_dropped, self.num_damaged
+        if self.disk is not None:
+            found["disk"] = self.disk.nbytes
+            dropped, damaged = dropped + self.disk.counts.dropped, damaged + self.disk.counts.damaged
+        return {"tier_bytes": found, "dropped_blocks": dropped, "damaged_blocks": damaged}
+
     def learn(self, root: bytes, owner: str) -> None:
         """Remember whose prompts have this root."""
         self._owners[root] = owner

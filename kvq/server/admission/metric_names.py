@@ -84,6 +84,28 @@ KVQ = Names(
         ("accepted_tokens", _Named("kvq_tokens_accepted", "Drafted tokens that the model accepted.")),
         ("recomputed_tokens", _Named("kvq_recomputed_tokens", "Tokens computed again after preemptions.")),
         ("swapped_blocks", _Named("kvq_swapped_blocks", "Blocks moved to host memory.")),
+        (
+            "host_tokens",
+            _Named("kvq_prompt_tokens_from_host", "Cached tokens from host memory."),
+        ),
+        ("disk_tokens", _Named("kvq_prompt_tokens_from_disk", "Cached tokens from the disk.")),
+        (
+            "cold_tokens",
+            _Named("kvq_prompt_tokens_cold", "Cached tokens that were in fewer bits."),
+        ),
+        ("packed_blocks", _Named("kvq_packed_blocks", "Blocks rewritten in fewer bits.")),
+        (
+            "dropped_blocks",
+            _Named("kvq_tier_blocks_dropped", "Evicted blocks that were not kept."),
+        ),
+        (
+            "damaged_blocks",
+            _Named("kvq_tier_blocks_damaged", "Damaged blocks or parts of files."),
+        ),
+        (
+            "prefetched_sessions",
+            _Named("kvq_sessions_prefetched", "Sessions brought back in advance."),
+        ),
     ),
     gauges={
         "version": _Named("kvq_build_info", "Version of this server.", labels=("version",)),
@@ -100,6 +122,7 @@ KVQ = Names(
         "pinned": _Named("kvq_blocks_pinned", "Live blocks under a pin.", labels=("group",)),
         "pool_bytes": _Named("kvq_pool_bytes", "Size of each pool.", labels=("group", "kv")),
         "kv_bytes": _Named("kvq_kv_bytes", "Bytes of the pools by format.", labels=("kv", "state")),
+        "tier_bytes": _Named("kvq_tier_bytes", "KV in host memory and on disk.", labels=("tier",)),
         "memory": _Named(
             "kvq_engine_memory_bytes",
             "Memory of the engine process, including weights and pools.",

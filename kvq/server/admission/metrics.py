@@ -23,9 +23,10 @@ _ENGINE_TOTALS = (
     *("preemptions", "prompt_tokens", "cached_tokens"),
     *("generated_tokens", "evictions", "refused_pins"),
     *("drafts", "drafted_tokens", "accepted_tokens"),
+    *("dropped_blocks", "damaged_blocks", "packed_blocks", "prefetched_sessions"),
     *("kv_events", "dropped_kv_events"),
 )
-_RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks")
+_RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks", "host_tokens", "disk_tokens", "cold_tokens")
 _OF_POOLS = ("free", "cached", "live")
 _IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates exist, too
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,6 +98,7 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
         "pool_bytes": {(group, kv): pool.total * size for group, pool, kv, size in pools},
         "kv_bytes": kv_bytes,
         "kv_use": live_bytes / sum(pool.total * size for _, pool, _, size in pools),
+        "tier_bytes": {(tier,): held for tier, held in gauges.tier_bytes.items()},
         "memory": {(device,): held for device, held in gauges.memory.items()},
         "gpu_memory": {(gpu,): held for gpu, held in gpus.items()},
     }

@@ -127,6 +127,11 @@ class Gauges(Snapshot):
     refused_pins: int = 0
     kv_events: int = 0  # block changes that were published
     dropped_kv_events: int = 0  # block changes dropped for lack of room
+    tier_bytes: dict[str, int] = field(default_factory=dict)  # "host", "disk"
+    dropped_blocks: int = 0  # left the pools and were not kept
+    damaged_blocks: int = 0  # in tiers, or parts of files
+    packed_blocks: int = 0  # by a ladder
+    prefetched_sessions: int = 0
     memory: dict[str, int] = field(default_factory=dict)  # bytes, keyed by device: "host", "cuda:0"
 
 

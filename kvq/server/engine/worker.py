@@ -194,6 +194,9 @@ class _Worker:
             refused_pins=core.pinning.num_refused,
             kv_events=0 if self._events is None else self._events.sent,
             dropped_kv_events=0 if self._events is None else self._events.dropped,
+            packed_blocks=manager.blocks.ladder.num_packed,
+            prefetched_sessions=core.sessions.num_prefetched,
+            **({} if manager.blocks.tiers is None else manager.blocks.tiers.gauges()),
             memory=memory.look(),
         )
         stepped = messages.Stepped(
