@@ -1,5 +1,6 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
+from kvq.blockmgr.below.ladder import Pack
 from kvq.blockmgr.events import (
     Copy,
     Demote,
@@ -14,7 +15,6 @@ from kvq.blockmgr.events import (
     SwapOut,
 )
 from kvq.blockmgr.hits import Match
-from kvq.blockmgr.ladder import Pack
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery

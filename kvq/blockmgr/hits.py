@@ -13,7 +13,6 @@ from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence, tables_of
 from kvq.errors import ConfigError
-from kvq.tiers.tiers import BlockKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,41 +69,6 @@ def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[
     return starts, held
 
 
-def restorable(blocks: Blocks, prompt: PrefixQuery, max_tokens: int, max_cold: int) -> int:
-    """Return the number of leading tokens that would be a hit after `BlockManager.restore`. Changes nothing.
-
-    The number is at most `max_tokens`, and a multiple of the block size. `max_cold`: most blocks that were
-    stored in fewer bits.
-    """
-    most, size, tiers = max_tokens // blocks.block_size, blocks.block_size, blocks.tiers
-    nodes = blocks.index.walk(prompt, most)
-    num_cold = sum(node.coldest > 0 for node in nodes)
-
-    def has(group: int, index: int) -> bool:
-        nonlocal num_cold
-        if index < len(nodes) and nodes[index].blocks[group] is not None:
-            return True
-        key = BlockKey(prompt.root, blocks.index.digest_at(prompt, index), group)
-        packed = blocks.ladder.find(key)
-        form = packed.form if packed is not None else None if tiers is None else tiers.find(key)
-        num_cold += form is not None and form.coldest > 0
-        return form is not None and num_cold <= max_cold
-
-    depth = most
-    for group, window in enumerate(blocks.windows):
-        if window is None:
-            end = blocks.entries(group, depth * size)
-            depth = next((i for i in range(end) if not has(group, i)), depth)
-    while depth and not all(
-        has(group, i)
-        for group, window in enumerate(blocks.windows)
-        if window is not None
-        for i in range(blocks.first_seen(group, depth * size), depth)
-    ):
-        depth -= 1
-    return depth * size
-
-
 def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
     """Raise ConfigError if a prompt was prepared for another block size, since its digests can't match."""
     if prompt.block_size != blocks.block_size:
@@ -148,14 +112,7 @@ class Prefixes:
 
     def hit(self, prompt: PrefixQuery) -> Hit:
         """Return the longest hit that leaves at least one token to compute. Changes nothing."""
-        return find(self._blocks, prompt, _most_reused(prompt))
-
-    def restorable(self, prompt: PrefixQuery, cold_share: float) -> int:
-        """Return how many tokens of a prompt would be a hit after `BlockManager.restore`. Changes nothing."""
-        blocks, most = self._blocks, _most_reused(prompt)
-        if blocks.tiers is None and not len(blocks.ladder):
-            return 0
-        return restorable(blocks, prompt, most, int(cold_share * most / blocks.block_size))
+        return find(self._blocks, prompt, most_reused(prompt))
 
     def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
         """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
@@ -173,7 +130,7 @@ class Prefixes:
         hit = self.hit(prompt)
         i, size = self.next_known(prompt, len(hit.nodes)), self._blocks.block_size
         end = (i + 1) * size
-        if end > _most_reused(prompt):
+        if end > most_reused(prompt):
             return Match(hit.length, None)
         owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
         if owner is None or owner.depth > i or owner.node.root != prompt.root:
@@ -190,7 +147,7 @@ class Prefixes:
             return index
         size = self._blocks.block_size
         periodic = -(-(index + 1) * size // states.every) * states.every // size - 1
-        tail = _most_reused(prompt) // size - 1
+        tail = most_reused(prompt) // size - 1
         return tail if index <= tail < periodic else periodic
 
     def can_start(self, prompt: PrefixQuery, count: int, *, spare: list[int]) -> bool:
@@ -355,7 +312,7 @@ class Prefixes:
             sequence.mark(group, i)
 
 
-def _most_reused(prompt: PrefixQuery) -> int:
+def most_reused(prompt: PrefixQuery) -> int:
     """Return the maximum number of tokens in a hit; at least one token must be left to compute."""
     most = max(0, len(prompt.tokens) - 1)
     return most if prompt.max_reuse is None else min(most, prompt.max_reuse)

@@ -1,15 +1,13 @@
 """Block manager: the block memory of sequences, from the first token until they are freed."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Unpack
 
+from kvq.blockmgr.below.restore import Below
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Fill, Order, Subscriber, SwapIn
+from kvq.blockmgr.events import Order, Subscriber, SwapIn
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
-from kvq.blockmgr.ladder import Packed
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery, token_array
@@ -18,17 +16,6 @@ from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
 from kvq.layout import Holding
-from kvq.tiers.tiers import OWN_FORM, BlockKey, Form, Tiers
-
-
-@dataclass(slots=True, eq=False)
-class Restore:
-    """Sequence whose missing blocks are being filled in; see `BlockManager.restore`."""
-
-    sequence: Sequence
-    missing: list[tuple[BlockId, BlockKey]]
-    packed: dict[BlockKey, Packed]  # those that a ladder packed
-    coldest: dict[bytes, int] = field(default_factory=dict)  # by digest, rungs above 0
 
 
 class BlockManager:  # D61: one class made of parts; forwarding methods stay, since callers name them
@@ -54,7 +41,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         identity: bytes = b"",
-        tiers: Tiers | None = None,
         **options: Unpack[Holding],
     ) -> None:
         """Create empty pools. Every list has one entry per layer group.
@@ -62,12 +48,9 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         `block_size` is in tokens. In every pool, `reserve_blocks` are withheld from new sequences, so that
         running sequences can grow. At most `max_pinned_blocks` of each pool may be pinned, by default half.
         `identity` names the model and the recipe; prefixes with another identity never match. `options`: see
-        `Holding`. `tiers`: take evicted blocks, for `restore`.
-
-        Raises ConfigError if a number is out of range or a list has the wrong length.
+        `Holding`. Raises ConfigError if a number is out of range or a list has the wrong length.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
-        self.blocks.tiers = tiers
         if not 0 <= reserve_blocks < min(num_blocks):
             raise ConfigError(
                 f"reserve_blocks must be at least 0 and less than every pool's {num_blocks} blocks, got "
@@ -81,6 +64,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)
         self._live = LiveSequences()
+        self.below = Below(self.blocks, self.prefixes, self._begin, self.commit, self.free)
 
     def prompt(
         self,
@@ -133,25 +117,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
             ConfigError: `until` is not a finite number.
         """
         return self.pins.add(self.prefixes.whole(prompt), until)
-
-    def unpin(self, prompt: PrefixQuery) -> None:
-        """Release the pin of a prompt's whole blocks, if there is one."""
-        if nodes := self.prefixes.whole(prompt):
-            self.pins.release(nodes[-1])
-
-    def give_up(self, prompt: PrefixQuery, *, to_tiers: bool) -> None:
-        """Evict the cached blocks of a prompt that no other prefix continues, deepest first.
-
-        `to_tiers`: whether the tiers take them.
-        """
-        with nullcontext() if to_tiers else self.blocks.discarding():
-            for node in reversed(self.blocks.index.walk(prompt, len(prompt.tokens) // self.block_size)):
-                if node.children:
-                    break
-                for pool, block in zip(self.pools, list(node.blocks), strict=True):
-                    if block is not None and not pool.references(block):
-                        pool.forget(block)
-        self.blocks.events.deliver()
 
     def expire(self, now: float) -> int:
         """Release the pins that expired at or before `now`, and return their number."""
@@ -239,55 +204,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.prefixes.announce(sequence, prompt)
         self.blocks.events.deliver()
         return sequence
-
-    def restorable(self, prompt: PrefixQuery, *, cold_share: float = 1.0) -> int:
-        """Return how many tokens of a prompt would be a hit after `restore`; 0 without tiers or a ladder.
-
-        `cold_share`: largest share of the prompt that may have been stored in fewer bits.
-        """
-        return self.prefixes.restorable(prompt, cold_share)
-
-    def restore(self, prompt: PrefixQuery, length: int) -> "Restore":
-        """Start a sequence whose first `length` tokens are indexed or are filled in.
-
-        Call `fill` for every missing block and then `end_restore`.
-
-        Raises:
-            OutOfBlocks: there are too few blocks; nothing was changed.
-        """
-        starts, tables, missing = self._tables.take_missing(prompt, length)
-        sequence = self._begin(prompt)
-        sequence.adopt(length, starts, tables, self.blocks.block_bytes)
-        self.prefixes.announce(sequence, prompt)
-        self.blocks.events.deliver()
-        packed = {key: place for _, key in missing if (place := self.blocks.ladder.find(key)) is not None}
-        return Restore(sequence, missing, packed)
-
-    def fill(self, restore: "Restore", index: int, content: Any = None, form: Form = OWN_FORM) -> None:
-        """Queue the filling of missing block number `index`, from `content` or, by default, its extent."""
-        block, key = restore.missing[index]
-        if (packed := restore.packed.get(key)) is not None:
-            content, form = packed, packed.form
-        self.blocks.orders.append(Fill(group=key.group, block=block, content=content, rung=form.rung))
-        if form.coldest:
-            restore.coldest[key.digest] = max(form.coldest, restore.coldest.get(key.digest, 0))
-
-    def cold_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a sequence's indexed prefix were ever stored in fewer bits."""
-        node, count = sequence.node, 0
-        while node.parent is not None:
-            count, node = count + (node.coldest > 0), node.parent
-        return count * self.block_size
-
-    def end_restore(self, restore: "Restore", *, is_complete: bool) -> None:
-        """Index the restored blocks, or, unless all of them were filled, give them up; end the sequence."""
-        if is_complete:
-            self.commit(restore.sequence)
-            for digest, rung in restore.coldest.items():
-                if (node := self.blocks.index.get(digest)) is not None:
-                    node.coldest = max(node.coldest, rung)
-        self.blocks.ladder.drop(restore.packed, read=is_complete)
-        self.free(restore.sequence)
 
     def can_append(self, work: Work) -> bool:
         """Return True if the pools have enough blocks for `append(work)`. Changes nothing."""

@@ -58,8 +58,10 @@ class Node:
         self.keys: list[bytes] | tuple[()] = ()  # tokens of the children, sorted; most nodes have none
         self.children: list[Node] | tuple[()] = ()  # in the order of `keys`
         self.alive = True  # False after it has left the index
-        self.is_end = False  # True where a prompt or a sequence ended, so that another may go on from there
-        self.coldest = 0  # rung of the fewest bits in which the KV was stored, see `kvq.blockmgr.ladder`
+        self.is_end = False  # True where a prompt or sequence ended: others may go on from there
+        self.coldest = (
+            0  # rung of the fewest bits in which the KV was stored, see `kvq.blockmgr.below.ladder`
+        )
 
     def key(self, group: int) -> BlockKey:
         """Return the identity of the node's block in a layer group, for the tiers below the pools."""

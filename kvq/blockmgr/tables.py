@@ -10,7 +10,6 @@ from kvq.blockmgr.prefix import Node, PrefixQuery
 from kvq.blockmgr.sequence import HOLE, Sequence, Work
 from kvq.blockmgr.states import States
 from kvq.errors import ConfigError, OutOfBlocks
-from kvq.tiers.tiers import BlockKey
 
 _Grow = list[tuple[Sequence, int, bool]]  # (sequence, new blocks, whether to copy the last block)
 
@@ -82,44 +81,6 @@ class Tables:
         ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
         starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
         return starts, blocks.take([end - first for first, end in zip(starts, ends, strict=True)])
-
-    def take_missing(
-        self, prompt: PrefixQuery, length: int
-    ) -> tuple[list[int], list[list[BlockId]], list[tuple[BlockId, BlockKey]]]:
-        """Share the indexed blocks of a prompt's first `length` tokens, and allocate the others.
-
-        Returns the table index of the first block and the blocks, both by layer group, and the allocated
-        blocks with the identity of what has to be filled in; see `BlockManager.restore`.
-        """
-        blocks, total = self._blocks, length // self._blocks.block_size
-        nodes = blocks.index.walk(prompt, total)
-        ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
-        starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
-        held = [
-            [nodes[i].blocks[group] if i < len(nodes) else None for i in range(start, end)]
-            for group, (start, end) in enumerate(zip(starts, ends, strict=True))
-        ]
-        keys = [
-            [BlockKey(prompt.root, blocks.index.digest_at(prompt, i), group) for i in range(start, end)]
-            for group, (start, end) in enumerate(zip(starts, ends, strict=True))
-        ]
-        lacks = [key for own in map(zip, held, keys) for block, key in own if block is None]
-        packed = [key for key in lacks if blocks.ladder.find(key) is not None]
-        shared = [[block for block in own if block is not None] for own in held]
-        blocks.share(shared)
-        blocks.ladder.hold(packed)
-        try:
-            taken = blocks.take([own.count(None) for own in held])
-        except OutOfBlocks:
-            blocks.ladder.drop(packed, read=False)
-            blocks.release(shared)
-            raise
-        fresh = [iter(own) for own in taken]
-        tables = [
-            [next(new) if block is None else block for block in own]
-            for new, own in zip(fresh, held, strict=True)
-        ]
-        return starts, tables, list(zip([block for own in taken for block in own], lacks, strict=True))
 
     def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
         """Return the sequences that need blocks for `work`, by layer group. Changes nothing.

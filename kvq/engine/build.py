@@ -173,9 +173,9 @@ def build_parts(
         **(layout.holding | Holding(snapshot_every=config.snapshot_every, rungs=rung_bytes(rungs))),
         host_slots=host_slots,
         identity=engine_identity(model, rungs) if model.prepared.exact or config.kv_dir is not None else b"",
-        tiers=tiers,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
+    manager.blocks.tiers = tiers
     scheduler = Scheduler(
         manager,
         SchedulerConfig(

@@ -60,24 +60,20 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
         host, groups = pool_bytes // _BESIDE, {*range(len(model.layout.groups))} - rung_bytes(rungs).keys()
     if not host and not disk:
         return None
-    sealing = Sealing() if config.kv_key_file is None else KeyedSealing(config.kv_key_file)
-    files = None
+    age, share, files = config.kv_max_age_s, config.kv_tenant_share, None
     if config.kv_dir is not None:
+        largest = max(group.block_bytes for group in model.layout.groups)
+        folder = Folder(Path(config.kv_dir), disk, largest, max_age_s=age)
+        sealing = Sealing() if config.kv_key_file is None else KeyedSealing(config.kv_key_file)
         facts = {
             "model": model.prepared.digest,
             "kv": model.recipe.name[:64],
             "recipe": model.recipe.digest(),
         }
-        folder = Folder(Path(config.kv_dir), disk, max(g.block_bytes for g in model.layout.groups))
-        files = DiskTier(
-            *(folder, sealing, facts),
-            sizes=partial(_size_of, model.layout, rungs),
-            max_age_s=config.kv_max_age_s,
-            tenant_share=config.kv_tenant_share,
-        )
+        sizes = partial(_size_of, model.layout, rungs)
+        files = DiskTier(folder, sealing, facts, sizes=sizes, tenant_share=share)
         _log.info("KV on disk: %d blocks, %s in %s", len(files), binary(files.nbytes), folder.path)
-    age, share = config.kv_max_age_s, config.kv_tenant_share
-    return Tiers(host, files, sealing, groups=groups, max_age_s=age, tenant_share=share)
+    return Tiers(host, files, groups=groups, max_age_s=age, tenant_share=share)
 
 
 def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:

@@ -7,7 +7,7 @@ that need these blocks wait for the sequence as they wait for one that computes 
 from dataclasses import dataclass
 
 from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
-from kvq.blockmgr.manager import Restore
+from kvq.blockmgr.below.restore import Restore
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.request import Request
@@ -50,14 +50,14 @@ class Loading:
         Returns the sequence to wait for, or None if the request should start with what the index has.
         """
         manager = self._manager
-        length = manager.restorable(prompt, cold_share=self._cold_share)
+        length = manager.below.restorable(prompt, cold_share=self._cold_share)
         if length <= found or request.num_loads >= _MOST_LOADS:
             return None
         last = manager.blocks.index.digest_at(prompt, length // manager.block_size - 1)
         if (known := self._loads.get(last)) is not None:
             return known.restore.sequence
         try:
-            restore = manager.restore(prompt, length)
+            restore = manager.below.restore(prompt, length)
         except OutOfBlocks:
             return None
         request.num_loads += 1
@@ -87,12 +87,12 @@ class Loading:
         """Fill the next block. Return False if its content is lost."""
         _, key = load.restore.missing[load.num_filled]
         if key in load.restore.packed:
-            self._manager.fill(load.restore, load.num_filled)
+            self._manager.below.fill(load.restore, load.num_filled)
         else:
             found = None if load.fetch is None else load.fetch.take(load.num_fetched)
             if found is None:
                 return False
-            self._manager.fill(load.restore, load.num_filled, *found)
+            self._manager.below.fill(load.restore, load.num_filled, *found)
             load.num_fetched += 1
         load.num_filled += 1
         return True
@@ -100,7 +100,7 @@ class Loading:
     def _end(self, last: bytes, *, is_complete: bool) -> None:
         """Index a load's blocks, or drop those of one that lacks a block, and wake all who wait for it."""
         load = self._loads.pop(last)
-        self._manager.end_restore(load.restore, is_complete=is_complete)
+        self._manager.below.end(load.restore, is_complete=is_complete)
         if not is_complete:
             self.num_failed += 1
             return

@@ -395,7 +395,7 @@ class Scheduler:
     def _count_admission(self, request: Request, sequence: BlockSequence, now: float) -> None:
         request.admitted_s, reused = now, sequence.length
         if self.manager.blocks.ladder.has_rungs:
-            request.cold_tokens = self.manager.cold_tokens(sequence)
+            request.cold_tokens = self.manager.below.cold_tokens(sequence)
         request.cached_tokens = reused
         self.counters.prompt_tokens += request.prompt_length
         self.counters.cached_tokens += reused

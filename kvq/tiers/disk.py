@@ -66,9 +66,7 @@ class DiskTier:
         facts: dict[str, str],
         *,
         sizes: Callable[[int, int], int] | None = None,
-        max_age_s: float | None = None,
         tenant_share: float = 1.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Index the blocks in the folder.
 
@@ -76,8 +74,8 @@ class DiskTier:
         has to have.
         """
         self.counts = DiskCounts()
-        self._folder, self._sealing, self._facts, self._clock = folder, sealing, facts, clock
-        self._max_age_s, self._sizes = max_age_s, sizes
+        self._folder, self.sealing, self._facts, self._clock = folder, sealing, facts, folder.clock
+        self._sizes = sizes
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._segments: dict[Path, _Segment] = {}
         self._unusable: set[Path] = set()
@@ -177,7 +175,7 @@ class DiskTier:
             return None
         if content_digest(name, group, stored) == record.digest:
             with suppress(DamagedData):
-                content = self._sealing.open(owner, name, stored)
+                content = self.sealing.open(owner, name, stored)
                 if self._sizes is None or memoryview(content).nbytes == self._sizes(group, record.form[0]):
                     self.counts.read += 1
                     self._folder.touch(segment.path)
@@ -193,7 +191,7 @@ class DiskTier:
             if not self._may_write():
                 self.counts.dropped += 1
                 return
-            self._append(block, self._sealing.close(block[0], name, content), form)
+            self._append(block, self.sealing.close(block[0], name, content), form)
         except OSError as error:
             _log.warning("can't write KV to %s: %s", self._folder.path, error.strerror or error)
             self._failed_s = self._clock()
@@ -208,7 +206,7 @@ class DiskTier:
         """Append a block to this engine's segment, or to a new one."""
         owner, name, group = block
         nbytes = memoryview(stored).nbytes
-        sealing, written_s = self._sealing, self._clock()
+        sealing, written_s = self.sealing, self._clock()
         record = Record(
             *(name, group, sealing.owner_tag(owner), written_s, nbytes),
             *(content_digest(name, group, stored), sealing.is_encrypted, form),
@@ -231,7 +229,7 @@ class DiskTier:
 
     def _begin(self) -> bool:
         """Begin a new segment. Return False if the budget has no room for one."""
-        made = self._folder.create(self._max_age_s)
+        made = self._folder.create()
         if made is None:
             return False
         path, file = made
@@ -274,10 +272,10 @@ class DiskTier:
 
     def _compare(self, known: list[Path]) -> None:
         """Compare the folder with the index. `known`: segments that were indexed before."""
-        now, found = self._clock(), self._folder.segments()
+        found = self._folder.segments()
         for path, stat in found.items():
             segment = self._segments.get(path)
-            is_old = self._max_age_s is not None and now - stat.st_mtime > self._max_age_s
+            is_old = self._folder.is_old(stat)
             if segment is None:
                 segment = _Segment(path, stat.st_mtime)
                 if is_old or path in self._unusable or not self._is_usable(path):

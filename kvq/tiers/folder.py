@@ -28,16 +28,23 @@ class Folder:
     """Segments in one folder."""
 
     def __init__(
-        self, path: Path, budget: int, block_bytes: int = 0, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        budget: int,
+        block_bytes: int = 0,
+        *,
+        max_age_s: float | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Create the folder if it doesn't exist. An existing folder may be read-only.
 
-        `budget`: bytes of all segments together. `block_bytes`: size of the largest block.
+        `budget`: bytes of all segments together. `block_bytes`: size of the largest block. `max_age_s`: time
+        since the last use after which a segment is deleted.
 
         Raises:
             ConfigError: the folder can't be created or read, or the budget is less than two segments.
         """
-        self.path, self.budget, self._clock = path, budget, clock
+        self.path, self.budget, self.max_age_s, self.clock = path, budget, max_age_s, clock
         least = max(_LEAST_BYTES, _BLOCKS * block_bytes)
         self.segment_bytes = max(least, min(_MOST_BYTES, budget // _PER_BUDGET))
         if budget < 2 * least:
@@ -65,31 +72,35 @@ class Folder:
                         found[Path(entry.path)] = entry.stat(follow_symlinks=False)
         return dict(sorted(found.items(), key=lambda item: (item[1].st_mtime, item[0].name)))
 
+    def is_old(self, stat: os.stat_result) -> bool:
+        """Return True if a segment has not been used for too long."""
+        return self.max_age_s is not None and self.clock() - stat.st_mtime > self.max_age_s
+
     def touch(self, path: Path) -> None:
         """Mark a segment as used now."""
-        now = self._clock()
+        now = self.clock()
         if now - self._touched.get(path, 0.0) >= _TOUCH_S:
             self._touched[path] = now
             with suppress(OSError):
                 os.utime(path, (now, now))
 
-    def create(self, max_age_s: float | None) -> tuple[Path, int] | None:
+    def create(self) -> tuple[Path, int] | None:
         """Create and lock a new segment, for writing and reading. Return None if the budget has no room.
 
-        Segments that were not used for `max_age_s`, and as many others as necessary, are deleted.
+        Old segments, and as many others as necessary, are deleted.
 
         Raises:
             OSError: the folder can't be written.
         """
         with self._locked():
-            if not self._make_room(max_age_s):
+            if not self._make_room():
                 return None
-            path = self.path / f"{int(self._clock() * 1e3):013x}-{secrets.token_hex(6)}{SUFFIX}"
+            path = self.path / f"{int(self.clock() * 1e3):013x}-{secrets.token_hex(6)}{SUFFIX}"
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
             fcntl.flock(file, fcntl.LOCK_EX)
             return path, file
 
-    def _make_room(self, max_age_s: float | None) -> bool:
+    def _make_room(self) -> bool:
         """Delete segments until one more fits into the budget. Segments that are written count as full."""
         total, removable = 0, []
         for path, stat in self.segments().items():
@@ -98,8 +109,7 @@ class Folder:
             if not is_open:
                 removable.append((path, stat))
         for path, stat in removable:
-            is_old = max_age_s is not None and self._clock() - stat.st_mtime > max_age_s
-            if is_old or total + self.segment_bytes > self.budget:
+            if self.is_old(stat) or total + self.segment_bytes > self.budget:
                 path.unlink(missing_ok=True)
                 total -= stat.st_size
         return total + self.segment_bytes <= self.budget

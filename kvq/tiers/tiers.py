@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from kvq.tiers.disk import Block, DiskTier
 from kvq.tiers.quota import Quota
-from kvq.tiers.sealing import Sealing
 from kvq.tiers.segment import content_digest
 
 _MOST_OWNERS = 100_000  # roots whose owners are remembered
@@ -92,7 +91,6 @@ class Tiers:
         self,
         host_bytes: int,
         disk: DiskTier | None,
-        sealing: Sealing,
         *,
         groups: set[int] | None = None,
         max_age_s: float | None = None,
@@ -106,7 +104,7 @@ class Tiers:
         """
         self.host_bytes, self._groups = host_bytes, groups
         self.disk = disk
-        self._sealing, self._clock = sealing, clock
+        self._clock = clock
         self._max_age_s = max_age_s
         self._host: OrderedDict[BlockKey, Held] = OrderedDict()  # least recently used first
         self._quota: Quota[BlockKey] = Quota(int(tenant_share * host_bytes))
@@ -245,4 +243,5 @@ class Tiers:
         return self._owners.get(key.root, ""), self._name(key), key.group
 
     def _name(self, key: BlockKey) -> bytes:
-        return self._sealing.name(self._owners.get(key.root, ""), key.digest, key.group)
+        assert self.disk is not None, "only there, blocks have names"
+        return self.disk.sealing.name(self._owners.get(key.root, ""), key.digest, key.group)

@@ -22,7 +22,6 @@ from typing import Any
 
 from kvq.blockmgr import BlockManager
 from kvq.blockmgr.prefix import sha256_digest
-from kvq.tiers.sealing import Sealing
 from kvq.tiers.tiers import Tiers
 from tests.blockmgr.client import Client
 from tests.blockmgr.simulation import Simulation
@@ -73,7 +72,7 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
     aside = random.Random(str((size, windows, limits, lag, more)))  # `rng` goes on as without it
     tiers = None
     if digest is sha256_digest and aside.random() < 0.5:  # the tiers have nothing but digests to go by
-        tiers = Tiers(aside.choice([8 * size * 20, 1 << 20]), None, Sealing())
+        tiers = Tiers(aside.choice([8 * size * 20, 1 << 20]), None)
     if digest is sha256_digest and aside.random() < 0.5:
         full = [group for group, window in enumerate(windows) if window is None and limits[group] is None]
         more |= {"rungs": {group: [4, 2] for group in full}, "block_bytes": [8] * len(windows)}
@@ -85,10 +84,10 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         lag=lag,
         host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
-        tiers=tiers,
         **more,
     )
     manager.blocks.index._digest = digest
+    manager.blocks.tiers = tiers
     sim = Simulation(manager, max_clients=rng.randint(2, 6), mirrored=rng.random() < 0.5)
     sim.aside = aside
     return sim

@@ -22,7 +22,7 @@ from kvq.blockmgr import (
     SwapIn,
     SwapOut,
 )
-from kvq.blockmgr.ladder import Pack, Packed
+from kvq.blockmgr.below.ladder import Pack, Packed
 from kvq.errors import ConfigError, OutOfBlocks
 from tests.blockmgr.client import Client
 from tests.blockmgr.mirror import Mirror
@@ -105,12 +105,12 @@ class Simulation:
     def restore(self, tenant: str, tokens: list[int], lost: int) -> None:
         """What is kept of a prompt comes back, unless block number `lost` of them is damaged."""
         prompt = self.manager.prompt(tokens, tenant=tenant)
-        length, found = self.manager.restorable(prompt), self.manager.lookup(prompt).length
+        length, found = self.manager.below.restorable(prompt), self.manager.lookup(prompt).length
         assert length % self.size == 0
         if length <= found:
             return
         try:
-            restore = self.manager.restore(prompt, length)
+            restore = self.manager.below.restore(prompt, length)
         except OutOfBlocks:
             self.seen["refused restore"] += 1
             return
@@ -129,13 +129,13 @@ class Simulation:
                 found = fetch.take(at)
                 assert (found is None) == (is_lost and at == lost)
                 if found is not None:
-                    self.manager.fill(restore, i, *found)
+                    self.manager.below.fill(restore, i, *found)
         for i, (_, key) in enumerate(restore.missing):
             if key in restore.packed:
-                self.manager.fill(restore, i)
+                self.manager.below.fill(restore, i)
                 self.seen["unpacked"] += 1
         self.manager.check_integrity()
-        self.manager.end_restore(restore, is_complete=not is_lost)
+        self.manager.below.end(restore, is_complete=not is_lost)
         self.carry_out()
         again = self.manager.lookup(self.manager.prompt(tokens, tenant=tenant)).length
         assert again >= length or is_lost or not restore.sequence.indexing
@@ -143,7 +143,7 @@ class Simulation:
 
     def give_up(self, tenant: str, tokens: list[int], *, to_tiers: bool) -> None:
         """A client says that a prompt is not needed for some time."""
-        self.manager.give_up(self.manager.prompt(tokens, tenant=tenant), to_tiers=to_tiers)
+        self.manager.below.give_up(self.manager.prompt(tokens, tenant=tenant), to_tiers=to_tiers)
         self.carry_out()
 
     def _content(self, group: int, source: int | Packed) -> list[int]:

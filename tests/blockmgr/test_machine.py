@@ -18,7 +18,6 @@ from hypothesis.stateful import (
 )
 
 from kvq.blockmgr import BlockManager
-from kvq.tiers.sealing import Sealing
 from kvq.tiers.tiers import Tiers
 from tests.blockmgr.client import Client
 from tests.blockmgr.drive import PATHS
@@ -83,10 +82,11 @@ class Machine(RuleBasedStateMachine):
             state_group=groups if states else None,
             snapshot_every=every or 1,
             host_slots=[5] * (groups + states),
-            tiers=Tiers(1 << 20, None, Sealing()) if "tiers" in kept and bits == 8 else None,
             rungs={0: [4, 2]} if "ladder" in kept and bits == 8 else {},
             block_bytes=[8] * (groups + states),
         )
+        if "tiers" in kept and bits == 8:
+            manager.blocks.tiers = Tiers(1 << 20, None)
         if bits == 2:
             manager.blocks.index._digest = lambda data: bytes([sha256(data).digest()[0] & 3])
         self.sim = Simulation(manager)

@@ -31,15 +31,17 @@ class Kit:
         self.path, self.ahead = path, 0.0
         self.open: list[DiskTier] = []
 
-    def tier(self, budget: int = BUDGET, sealing: Sealing | None = None, **options: Any) -> DiskTier:
+    def tier(
+        self,
+        budget: int = BUDGET,
+        sealing: Sealing | None = None,
+        *,
+        max_age_s: float | None = None,
+        **options: Any,
+    ) -> DiskTier:
         clock = lambda: time.time() + self.ahead  # noqa: E731
-        made = DiskTier(
-            Folder(self.path, budget, SIZE, clock),
-            sealing or Sealing(),
-            {"model": "m"},
-            clock=clock,
-            **options,
-        )
+        folder = Folder(self.path, budget, SIZE, max_age_s=max_age_s, clock=clock)
+        made = DiskTier(folder, sealing or Sealing(), {"model": "m"}, **options)
         self.open.append(made)
         return made
 
@@ -57,7 +59,7 @@ def kit(tmp_path: Path) -> Iterator[Kit]:
 
 
 def block(tier: DiskTier, number: int, owner: str = "t") -> tuple[str, bytes, int]:
-    return owner, tier._sealing.name(owner, number.to_bytes(32, "little"), number % 2), number % 2
+    return owner, tier.sealing.name(owner, number.to_bytes(32, "little"), number % 2), number % 2
 
 
 def content(number: int, size: int = SIZE) -> bytes:

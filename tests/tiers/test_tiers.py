@@ -23,7 +23,7 @@ def content(number: int) -> bytes:
 
 
 def tiers(blocks: int, disk: DiskTier | None = None, **options: Any) -> Tiers:
-    return Tiers(blocks * SIZE, disk, Sealing(), **options)
+    return Tiers(blocks * SIZE, disk, **options)
 
 
 def put(some: Tiers, *numbers: int, root: bytes = b"r") -> None:

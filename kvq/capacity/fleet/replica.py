@@ -8,12 +8,12 @@ from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.arrivals import Call
+from kvq.capacity.fleet.closed_form import is_settled, repeat
 from kvq.capacity.fleet.drafting import Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
-from kvq.scheduler.closed_form import is_settled, repeat
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
 from kvq.scheduler.request import Branch, Request

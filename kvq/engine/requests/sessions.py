@@ -107,7 +107,7 @@ class Sessions:
             self._prefetch((tenant, name), session)
         else:
             self._unpin(session)
-            manager.give_up(self._prompt(tenant, session), to_tiers=action == "demote")
+            manager.below.give_up(self._prompt(tenant, session), to_tiers=action == "demote")
             if action == "release":
                 self._forget((tenant, name))
 
@@ -154,7 +154,9 @@ class Sessions:
 
     def _unpin(self, session: _Session) -> None:
         if session.pinned is not None:
-            self._scheduler.manager.unpin(session.pinned)
+            manager = self._scheduler.manager
+            if nodes := manager.prefixes.whole(session.pinned):
+                manager.pins.release(nodes[-1])
             session.pinned = None
 
     def _forget(self, key: tuple[str, str]) -> None:
