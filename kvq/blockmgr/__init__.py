@@ -3,11 +3,13 @@
 from kvq.blockmgr.events import Copy, Event, Evicted, Found, Order, Scrub, Stored, SwapIn, SwapOut
 from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
+from kvq.blockmgr.misses import CAUSES, PrefixMiss
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove
 
 __all__ = [
+    "CAUSES",
     "HOLE",
     "BlockId",
     "BlockManager",
@@ -21,6 +23,7 @@ __all__ = [
     "Match",
     "Order",
     "PoolUsage",
+    "PrefixMiss",
     "PrefixQuery",
     "Scrub",
     "Sequence",

@@ -4,6 +4,8 @@ from typing import Any, TypeVar, Unpack
 
 from kvq.blockmgr.events import Copy, Events, Evicted, Order, SwapIn, SwapOut
 from kvq.blockmgr.eviction import LeastRecent, Segmented
+from kvq.blockmgr.misses import Misses
+from kvq.blockmgr.misses.memory import Takers
 from kvq.blockmgr.pool import BlockId, BlockPool, EvictionListener
 from kvq.blockmgr.prefix import PrefixIndex
 from kvq.blockmgr.states import SNAPSHOT_EVERY, States
@@ -49,6 +51,7 @@ class Blocks:
             options.get("state_group"), options.get("snapshot_every", SNAPSHOT_EVERY)
         )
         self.index = PrefixIndex(block_size=block_size, num_groups=num_groups, identity=identity)
+        self.misses = Misses(self.index, self.pools, self.windows, self.ends)
         self.events = Events()
         self.orders: list[Order] = []
 
@@ -121,10 +124,14 @@ class Blocks:
                 return False
         return True
 
-    def take(self, demand: list[int]) -> list[list[BlockId]]:
-        """Allocate `demand[g]` blocks in every group, or raise OutOfBlocks and allocate nothing."""
+    def take(self, demand: list[int], takers: Takers = ()) -> list[list[BlockId]]:
+        """Allocate `demand[g]` blocks in every group, or raise OutOfBlocks and allocate nothing.
+
+        `takers`: the sequences that need them, by layer group.
+        """
         for pool, count in zip(self.pools, demand, strict=True):  # before any block is evicted
             pool.check_room(count)
+        self.misses.takers = takers
         taken: list[list[BlockId]] = [[] for _ in self.pools]
         try:
             for pool, count, got in zip(self.pools, demand, taken, strict=True):
@@ -132,6 +139,8 @@ class Blocks:
         except BaseException:
             self.release(taken)
             raise
+        finally:
+            self.misses.takers = ()
         return taken
 
     def share(self, held: list[list[BlockId]]) -> None:
@@ -172,6 +181,7 @@ class Blocks:
                 for block, node in zip(blocks, entries, strict=True):
                     self.events.add(Evicted(group=group, block=block, digest=node.digest))
             stranded = self.index.forget(entries, group)
+            self.misses.evicted(group, entries)
             return stranded if self.windows[group] is None else []
 
         return evicted

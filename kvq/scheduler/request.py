@@ -1,10 +1,11 @@
 """Scheduler request: a prompt, and the branches that extend it."""
 
 from array import array
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from kvq.blockmgr import BlockUse, PrefixQuery, Sequence
+from kvq.blockmgr import BlockUse, PrefixMiss, PrefixQuery, Sequence
 from kvq.errors import KVQError
 
 
@@ -94,6 +95,8 @@ class Request:
     admitted_s: float | None = None
     usage: BlockUse = field(default_factory=BlockUse)  # of all its branches
     cached_tokens: int = 0  # prompt tokens found in the prefix index
+    texts: Items[tuple[int, int]] = ()  # of a chat: token ranges of the messages' texts in the prompt
+    miss: PrefixMiss | None = None  # why no more tokens were cached, if more could have been
     preemptions: int = 0
     error: KVQError | None = None  # the reason if the request was given up
 

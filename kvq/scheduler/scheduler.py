@@ -106,7 +106,7 @@ class Scheduler:
         Slots are allocated here, so every plan must be committed before the next call. Only `schedule_ahead`
         may be called earlier.
         """
-        self.nobody_fits = False
+        self.nobody_fits, self.manager.misses.now = False, now
         step = Step(now)
         self._decode(step)
         some_wait = len(self.waiting) > 0
@@ -371,18 +371,18 @@ class Scheduler:
             step.forget(request)
         branch = self.running.start(request, prompt)
         if request.admitted_s is None:
-            self._count_admission(request, held(branch).length, step.now)
+            self._count_admission(branch, step.now)
         self._prefill(step, branch)
         if branch.sequence is not None:  # otherwise the request was given up
             left = admission.taken(branch.sequence.length, len(prompt.tokens))
             step.promised = added(step.promised, left)
         return True
 
-    def _count_admission(self, request: Request, reused: int, now: float) -> None:
-        request.admitted_s = now
-        request.cached_tokens = reused
-        self.counters.prompt_tokens += request.prompt_length
-        self.counters.cached_tokens += reused
+    def _count_admission(self, branch: Branch, now: float) -> None:
+        request, reused = branch.request, held(branch).length
+        request.admitted_s, request.cached_tokens = now, reused
+        request.miss = self.running.explain(branch)
+        self.counters.admit(request)
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)
 
     def _plan(self, step: Step) -> StepPlan | None:
