@@ -66,7 +66,8 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
         self._salts: _Recent[tuple[str, bytes], bytes] = _Recent()  # last root of a tenant's first block
 
     def __len__(self) -> int:
-        return self._num_unread + sum(map(len, (*self._lost, self._children, self._salts)))
+        known = sum(len(lost) for lost in self._lost) + len(self._children) + len(self._salts)
+        return known + self._num_unread
 
     def evicted(self, group: int, nodes: list[Node]) -> None:
         """Note that these nodes' blocks in a layer group were evicted to make room for `takers`."""
@@ -99,8 +100,9 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
         if common == size:
             return self._unusable(prompt, depth)
         place = start + common
-        if (loss := self._lost_next(prompt, sequence, rest, common)) is not None:
-            return self._gone(prompt, depth, place, loss)
+        loss, more = self._lost_next(prompt, sequence, rest, common)
+        if loss is not None:
+            return self._gone(prompt, depth, place, loss, more)
         if not depth and root is not None and root != prompt.root:
             return PrefixMiss(cause="salt", token=0)
         if not depth and self.elsewhere is not None and self.elsewhere(prompt):
@@ -122,15 +124,21 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
             self._salts.add({key: prompt.root}, self._pools[0].num_blocks)
         return root
 
-    def _lost_next(self, prompt: PrefixQuery, sequence: Holder, rest: bytes, common: int) -> _Loss | None:
-        """Return how the block after a hit was lost, if it had more of the prompt's tokens than is cached."""
+    def _lost_next(
+        self, prompt: PrefixQuery, sequence: Holder, rest: bytes, common: int
+    ) -> tuple[_Loss | None, int]:
+        """Return how the block after a hit was lost, if it had more of the prompt's tokens than is cached.
+
+        Also returns how many more, if it had only the first tokens of the prompt's block.
+        """
         self._read()
         if len(rest) == self._index.block_size * TOKEN_BYTES:
             loss = self._loss(self._index.digest_at(prompt, sequence.depth))
             if loss is not None:
-                return loss
-        child = self._children.get(sequence.node.digest)
-        return self._loss(child[0]) if child and common_tokens(child[1], rest) > common else None
+                return loss, 0
+        digest, tokens = self._children.get(sequence.node.digest) or (b"", b"")
+        more = common_tokens(tokens, rest) - common
+        return (self._loss(digest), more) if more > 0 else (None, 0)
 
     def _unusable(self, prompt: PrefixQuery, depth: int) -> PrefixMiss:
         """Explain why the block after a hit can't be used although its tokens are in the index."""
@@ -144,12 +152,14 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
         miss = self._gone(prompt, depth, depth * size, losses[0] if losses else None)
         return replace(miss, cause="no_snapshot", lost_tokens=len(usable) * size)
 
-    def _gone(self, prompt: PrefixQuery, depth: int, place: int, loss: _Loss | None) -> PrefixMiss:
-        """Return the miss for blocks after the first `depth` ones that were lost."""
+    def _gone(
+        self, prompt: PrefixQuery, depth: int, place: int, loss: _Loss | None, more: int = 0
+    ) -> PrefixMiss:
+        """Return the miss for blocks after the first `depth` ones that were lost, or for `more` tokens."""
         size, index = self._index.block_size, self._index
         digests = (index.digest_at(prompt, at) for at in range(depth, len(prompt.tokens) // size))
         known = takewhile(lambda one: index.get(one) is not None or self._loss(one) is not None, digests)
-        lost_tokens = max(0, (depth + sum(1 for _ in known)) * size - place)
+        lost_tokens = max(more, (depth + sum(1 for _ in known)) * size - place)
         if loss is None:  # so long ago that nobody remembers
             return PrefixMiss(cause="evicted", token=place, lost_tokens=lost_tokens)
         cause, then, whom = loss
