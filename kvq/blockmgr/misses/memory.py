@@ -1,6 +1,6 @@
 """Memory of what left the prefix index lately, which explains why a prompt was not found there."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixIndex, PrefixQuery, com
 from kvq.blockmgr.sequence import Sequence as Holder
 
 Takers = Iterable[Iterable[tuple[Holder, int, bool]]]  # by layer group: sequences that need blocks
-_Loss = tuple[Cause, float, frozenset[tuple[str, str]]]  # when, and for which (tenant, request)
+_Loss = tuple[Cause, float, list[tuple[str, str]]]  # when, and for which (tenant, request)
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -26,17 +26,18 @@ class _Recent(Generic[_K, _V]):
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
-    def add(self, entries: Mapping[_K, _V], most: int) -> None:
-        if len(self._new) + len(entries) > most:
+    def room(self, count: int, most: int) -> dict[_K, _V]:
+        """Return the mapping that `count` new entries go to."""
+        if len(self._new) + count > most:
             self._old, self._new = self._new, {}
-        self._new.update(entries)
+        return self._new
 
     def get(self, key: _K) -> _V | None:
         found = self._new.get(key)
         return self._old.get(key) if found is None else found
 
 
-class Misses:  # D397: evictions are noted at once, and read when a prompt misses something
+class Misses:  # D397: keys hold the tenant's salt; two generations instead of an order
     """Memory of evicted blocks and of the salts that tenants used, bounded by the sizes of the pools.
 
     Everything is found by digests that begin with the prompt's own salt, or by its tenant, so no prompt of
@@ -59,30 +60,29 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
         self._pools = pools
         self._windows = windows
         self._ends = ends
-        self._unread: list[tuple[int, list[Node], _Loss]] = []
-        self._num_unread = 0
         self._lost: list[_Recent[bytes, _Loss]] = [_Recent() for _ in pools]  # by digest
         self._children: _Recent[bytes, tuple[bytes, bytes]] = _Recent()  # a node's last one: digest, tokens
         self._salts: _Recent[tuple[str, bytes], bytes] = _Recent()  # last root of a tenant's first block
 
     def __len__(self) -> int:
-        known = sum(len(lost) for lost in self._lost) + len(self._children) + len(self._salts)
-        return known + self._num_unread
+        return sum(len(lost) for lost in self._lost) + len(self._children) + len(self._salts)
 
     def evicted(self, group: int, nodes: list[Node]) -> None:
         """Note that these nodes' blocks in a layer group were evicted to make room for `takers`."""
-        whom = frozenset([(one.tenant, one.request) for taking in self.takers for one, *_ in taking])
-        self._unread.append((group, nodes, ("evicted", self.now, whom)))
-        self._num_unread += len(nodes)
-        if self._num_unread > self._pools[group].num_blocks:
-            self._read()
+        most = self._pools[group].num_blocks
+        whom = [(one.tenant, one.request) for taking in self.takers for one, _, _ in taking]
+        loss: _Loss = ("evicted", self.now, whom)
+        lost = self._lost[group].room(len(nodes), most)
+        for node in nodes:
+            lost[node.digest] = loss
+            if not node.alive and (parent := node.parent) is not None and parent.alive:
+                self._children.room(1, most)[parent.digest] = (node.digest, node.tokens)
 
     def lose(self, digests: Iterable[bytes], cause: Cause) -> None:
         """Note why nodes with these digests can't be found from now on, such as "too_old"."""
-        self._read()
-        loss: _Loss = (cause, self.now, frozenset())
+        loss: _Loss = (cause, self.now, [])
         for digest in digests:
-            self._lost[0].add({digest: loss}, self._pools[0].num_blocks)
+            self._lost[0].room(1, self._pools[0].num_blocks)[digest] = loss
 
     def explain(self, prompt: PrefixQuery, sequence: Holder) -> PrefixMiss | None:
         """Return why a sequence that was just started reuses no more of its prompt, or None if it can't.
@@ -121,7 +121,7 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
         key = (prompt.tenant, prompt.data[: size * TOKEN_BYTES])
         root = self._salts.get(key)
         if root != prompt.root:
-            self._salts.add({key: prompt.root}, self._pools[0].num_blocks)
+            self._salts.room(1, self._pools[0].num_blocks)[key] = prompt.root
         return root
 
     def _lost_next(
@@ -131,18 +131,17 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
 
         Also returns how many more, if it had only the first tokens of the prompt's block.
         """
-        self._read()
         if len(rest) == self._index.block_size * TOKEN_BYTES:
             loss = self._loss(self._index.digest_at(prompt, sequence.depth))
             if loss is not None:
                 return loss, 0
-        digest, tokens = self._children.get(sequence.node.digest) or (b"", b"")
-        more = common_tokens(tokens, rest) - common
-        return (self._loss(digest), more) if more > 0 else (None, 0)
+        if (child := self._children.get(sequence.node.digest)) is None:
+            return None, 0
+        more = common_tokens(child[1], rest) - common
+        return (self._loss(child[0]), more) if more > 0 else (None, 0)
 
     def _unusable(self, prompt: PrefixQuery, depth: int) -> PrefixMiss:
         """Explain why the block after a hit can't be used although its tokens are in the index."""
-        self._read()
         size = self._index.block_size
         nodes = self._index.walk(prompt, (len(prompt.tokens) - 1) // size)[depth:]
         usable = list(takewhile(self._is_whole, nodes))
@@ -181,14 +180,7 @@ class Misses:  # D397: evictions are noted at once, and read when a prompt misse
         )
 
     def _loss(self, digest: bytes) -> _Loss | None:
-        return next((loss for lost in self._lost if (loss := lost.get(digest)) is not None), None)
-
-    def _read(self) -> None:
-        """Sort the evictions that were noted into the mappings."""
-        for group, nodes, loss in self._unread:
-            most = self._pools[group].num_blocks
-            self._lost[group].add(dict.fromkeys([node.digest for node in nodes], loss), most)
-            left = {up.digest: (n.digest, n.tokens) for n in nodes if not n.alive and (up := n.parent)}
-            self._children.add(left, most)
-        self._unread.clear()
-        self._num_unread = 0
+        for lost in self._lost:
+            if (loss := lost.get(digest)) is not None:
+                return loss
+        return None

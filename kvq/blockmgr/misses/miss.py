@@ -19,10 +19,10 @@ Cause = Literal[
     "off",  # prefix caching is off
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-Range = tuple[int, int]  # first token of a message's text, and the token after its last
+Range = tuple[int, int]  # first and last token that differ if a message's text does
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # one per request: a frozen one would take 1 us more to create
 class PrefixMiss:
     """Place and cause of a prefix miss. It never depends on prompts of other tenants."""
 
@@ -35,10 +35,7 @@ class PrefixMiss:
     part: Literal["", "text", "template"] = ""  # of a chat: the message's text, or what the template writes
 
     def placed(self, texts: Sequence[Range]) -> "PrefixMiss":
-        """Return the miss with its place in a chat, given the token ranges of its messages' texts.
-
-        The token after a text belongs to the text, since it differs if the text became shorter.
-        """
+        """Return the miss with its place in a chat, given the first and last token of each text."""
         if not texts:
             return self
         number = bisect_right(texts, self.token, key=itemgetter(0))

@@ -29,6 +29,7 @@ class Names:
     observed: Mapping[str, _Named]
     totals: Sequence[tuple[str, _Named]]
     gauges: Mapping[str, _Named]
+    misses: _Named | None = None  # prefix misses, by cause
     block_times: Mapping[str, _Named] = field(default_factory=dict)
     labels: Mapping[str, str | None] = field(default_factory=dict)  # of all metrics; None: the model's name
 
@@ -84,6 +85,11 @@ KVQ = Names(
         ("accepted_tokens", _Named("kvq_tokens_accepted", "Drafted tokens that the model accepted.")),
         ("recomputed_tokens", _Named("kvq_recomputed_tokens", "Tokens computed again after preemptions.")),
         ("swapped_blocks", _Named("kvq_swapped_blocks", "Blocks moved to host memory.")),
+    ),
+    misses=_Named(
+        "kvq_prefix_misses",
+        "Requests whose prompt left the prefix index before its end, by cause.",
+        labels=("cause",),
     ),
     gauges={
         "version": _Named("kvq_build_info", "Version of this server.", labels=("version",)),

@@ -93,7 +93,7 @@ class _MessageCall(Call):
 
     async def _stream(self) -> AsyncGenerator[Piece | Ended]:
         prompts = self._service.prompts
-        tokens = await prompts.chat(conversation(self._body), tenant=self._tenant)
+        tokens, texts = await prompts.read_chat(conversation(self._body), tenant=self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
         last = self._body.messages[-1]
         begun = None if last.role == "user" else text_of(last.content)
@@ -101,7 +101,11 @@ class _MessageCall(Call):
         parser = None if self._offer is None else self._offer.parser()
         self._content = _Content(parser, Thoughts(self._service.tools.thinking, is_open))
         options = RequestOptions(
-            params=params, pins=pins, tenant=self._tenant, cache_salt=self._body.cache_salt
+            params=params,
+            pins=pins,
+            tenant=self._tenant,
+            cache_salt=self._body.cache_salt,
+            texts=texts,
         )
         return self._service.stream(tokens, options, self.slots)
 
