@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from kvq import strict_json
 from kvq.commands.shared.declare import gathered, option, path_option
 from kvq.commands.shared.param_types import BLOCK_SIZES, FILE, MODEL
 from kvq.commands.shared.terminal import echo
-from kvq.errors import ModelError, RequestError
+from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.fileio import write_text
 from kvq.layout import BLOCK_SIZE
 
@@ -66,9 +67,10 @@ def explain(first: Path, second: Path, options: _ExplainOptions) -> None:
     from kvq.models.run.prompts import PromptEncoder, num_common
 
     folder = resolve_model(options.model, weights=False).folder
+    has_states = _has_states(folder)
     encoder = PromptEncoder(load_without_torch(folder))
     a, b = (_read(path, encoder) for path in (first, second))
-    reused, miss = _ask(a, b, options.block_size, has_states=_has_states(folder))
+    reused, miss = _ask(a, b, options.block_size, has_states=has_states)
     at = num_common(a.tokens, b.tokens)
     found = {
         "tokens": [len(a.tokens), len(b.tokens)],
@@ -94,7 +96,8 @@ def _read(path: Path, encoder: "PromptEncoder") -> _Prompt:
         given = strict_json.read(path)
         prompt, messages, salt = (given.get(name) for name in ("prompt", "messages", "cache_salt"))
         if messages is not None:
-            tokens, texts = encoder.read_chat(messages, _template_options(given))
+            turns = [{**turn, "role": turn["role"]} for turn in messages]
+            tokens, texts = encoder.read_chat(turns, _template_options(given))
         else:
             tokens = encoder.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
             texts = []
@@ -105,6 +108,8 @@ def _read(path: Path, encoder: "PromptEncoder") -> _Prompt:
             f"{path} has no prompt: an object with messages, as in a chat request, or with a prompt, a text "
             f"or token ids, is needed ({type(error).__name__}: {error})"
         ) from error
+    if not tokens:
+        raise RequestError(f"the prompt in {path} is empty; give some text")
     return _Prompt(name=path.name, tokens=tokens, texts=texts, salt=salt)
 
 
@@ -117,14 +122,18 @@ def _template_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_states(folder: Path) -> bool:
-    """Return True if the model has recurrent layers; unknown models count as having none."""
+    """Return True if the model has recurrent layers; models that kvq can't run count as having none."""
     from kvq.geometry import parse_geometry
     from kvq.models.describe.text_part import read_config
 
+    config = read_config(folder)
     try:
-        return bool(parse_geometry(read_config(folder)).states)
-    except ModelError:
-        return False
+        return bool(parse_geometry(config).states)
+    except (ConfigError, ModelError):  # not a listed family, so torch is needed to tell
+        from kvq.models.observe.support import check_supported
+    with suppress(ConfigError, ModelError):
+        return bool(check_supported(config, max_context=1, folder=folder).states)
+    return False
 
 
 def _ask(a: _Prompt, b: _Prompt, block_size: int, *, has_states: bool) -> "tuple[int, PrefixMiss | None]":
