@@ -33,7 +33,8 @@ PATHS = [
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "pinned",
     "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
-    "sealed", "snapshots", "states stayed",
+    "sealed", "snapshots", "states stayed", "miss: new_text", "miss: changed_text", "miss: salt",
+    "miss: evicted", "miss: no_snapshot", "miss: limit",
 ]  # fmt: skip
 
 

@@ -98,15 +98,15 @@ class Misses:  # D397: keys hold the tenant's salt; two generations instead of a
         if start + common >= most:
             return None if most == last else PrefixMiss(cause="limit", token=most)
         if common == size:
-            return self._unusable(prompt, depth)
+            return self._unusable(prompt, sequence)
         place = start + common
         loss, more = self._lost_next(prompt, sequence, rest, common)
         if loss is not None:
             return self._gone(prompt, depth, place, loss, more)
         if not depth and root is not None and root != prompt.root:
-            return PrefixMiss(cause="salt", token=0)
+            return PrefixMiss(cause="salt", token=place)
         if not depth and self.elsewhere is not None and self.elsewhere(prompt):
-            return PrefixMiss(cause="format", token=0)
+            return PrefixMiss(cause="format", token=place)
         has_changed = common or (depth and sequence.node.keys)
         return PrefixMiss(cause="changed_text" if has_changed else "new_text", token=place)
 
@@ -140,16 +140,16 @@ class Misses:  # D397: keys hold the tenant's salt; two generations instead of a
         more = common_tokens(child[1], rest) - common
         return (self._loss(child[0]), more) if more > 0 else (None, 0)
 
-    def _unusable(self, prompt: PrefixQuery, depth: int) -> PrefixMiss:
+    def _unusable(self, prompt: PrefixQuery, sequence: Holder) -> PrefixMiss:
         """Explain why the block after a hit can't be used although its tokens are in the index."""
-        size = self._index.block_size
+        size, depth, place = self._index.block_size, sequence.depth, sequence.length
         nodes = self._index.walk(prompt, (len(prompt.tokens) - 1) // size)[depth:]
         usable = list(takewhile(self._is_whole, nodes))
         if not usable:
-            return self._gone(prompt, depth, depth * size, self._loss(nodes[0].digest))
+            return self._gone(prompt, depth, place, self._loss(nodes[0].digest))
         losses = [loss for node in reversed(usable) if (loss := self._loss(node.digest)) is not None]
-        miss = self._gone(prompt, depth, depth * size, losses[0] if losses else None)
-        return replace(miss, cause="no_snapshot", lost_tokens=len(usable) * size)
+        miss = self._gone(prompt, depth, place, losses[0] if losses else None)
+        return replace(miss, cause="no_snapshot", lost_tokens=(depth + len(usable)) * size - place)
 
     def _gone(
         self, prompt: PrefixQuery, depth: int, place: int, loss: _Loss | None, more: int = 0

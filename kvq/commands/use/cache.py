@@ -115,10 +115,8 @@ def _read(path: Path, encoder: "PromptEncoder") -> _Prompt:
 
 def _template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     tools = None if given.get("tool_choice") == "none" else given.get("tools")
-    effort = given.get("reasoning_effort")
-    own = {"reasoning_effort": effort} if effort else {}
-    own |= given.get("chat_template_kwargs") or {}
-    return {**own, "tools": tools or None, "add_generation_prompt": given.get("add_generation_prompt", True)}
+    own = {"add_generation_prompt": given.get("add_generation_prompt", True), "tools": tools or None}
+    return (given.get("chat_template_kwargs") or {}) | own
 
 
 def _has_states(folder: Path) -> bool:
