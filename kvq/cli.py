@@ -29,6 +29,7 @@ _GROUPS = {
         "run-batch": ("use", "Answer a file of requests, in OpenAI's batch format; resumable."),
         "score": ("use", "Write the log-probabilities of given completions, from the engine's own path."),
         "replay": ("use", "Answer the requests of a batch again, and compare every bit by their receipts."),
+        "cache": ("use", "Explain what two prompts share in the prefix cache, and why not more."),
         "detect-watermark": ("use", "Find kvq's watermark in texts, or make a key for it."),
     },
     "Quality": {

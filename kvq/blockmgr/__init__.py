@@ -16,11 +16,13 @@ from kvq.blockmgr.events import (
 )
 from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
+from kvq.blockmgr.misses import CAUSES, PrefixMiss
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove
 
 __all__ = [
+    "CAUSES",
     "HOLE",
     "BlockId",
     "BlockManager",
@@ -37,6 +39,7 @@ __all__ = [
     "Order",
     "Pack",
     "PoolUsage",
+    "PrefixMiss",
     "PrefixQuery",
     "Scrub",
     "Sequence",

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, Unpack
 from kvq.blockmgr.below.ladder import Extent, Ladder
 from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order, SwapIn, SwapOut
 from kvq.blockmgr.eviction import LeastRecent, Segmented
+from kvq.blockmgr.misses import Misses
+from kvq.blockmgr.misses.memory import Takers
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import Node, PrefixIndex
 from kvq.blockmgr.states import SNAPSHOT_EVERY, States
@@ -59,6 +61,7 @@ class Blocks:
             options.get("state_group"), options.get("snapshot_every", SNAPSHOT_EVERY)
         )
         self.index = PrefixIndex(block_size=block_size, num_groups=num_groups, identity=identity)
+        self.misses = Misses(self.index, self.pools, self.windows, self.ends)
         self.events = Events()
         self.orders: list[Order] = []
         self.tiers: Tiers | None = None
@@ -136,10 +139,14 @@ class Blocks:
                 return False
         return True
 
-    def take(self, demand: list[int]) -> list[list[BlockId]]:
-        """Allocate `demand[g]` blocks in every group, or raise OutOfBlocks and allocate nothing."""
+    def take(self, demand: list[int], takers: Takers = ()) -> list[list[BlockId]]:
+        """Allocate `demand[g]` blocks in every group, or raise OutOfBlocks and allocate nothing.
+
+        `takers`: the sequences that need them, by layer group.
+        """
         for pool, count in zip(self.pools, demand, strict=True):  # before any block is evicted
             pool.check_room(count)
+        self.misses.takers = takers
         taken: list[list[BlockId]] = [[] for _ in self.pools]
         try:
             for pool, count, got in zip(self.pools, demand, taken, strict=True):
@@ -147,6 +154,8 @@ class Blocks:
         except BaseException:
             self.release(taken)
             raise
+        finally:
+            self.misses.takers = ()
         return taken
 
     def share(self, held: list[list[BlockId]]) -> None:
@@ -208,6 +217,8 @@ class Blocks:
                 if isinstance(node, Node):
                     self._note_evicted(group, block, node)
         after = self.index.forget(nodes, group)
+        if not self._is_packing:
+            self.misses.evicted(group, nodes)
         return stranded + after if self.windows[group] is None else stranded
 
     def _note_evicted(self, group: int, block: BlockId, node: Node) -> None:

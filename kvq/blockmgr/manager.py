@@ -60,6 +60,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.block_size = block_size
         self.reserve_blocks = reserve_blocks
         self.swap = SwapSpace(self.blocks, list(host_slots or [0] * len(num_blocks)))
+        self.misses = self.blocks.misses  # explains why a started sequence reuses no more
         self.pins = Pins(self.blocks, max_pinned_blocks)
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)

@@ -263,12 +263,14 @@ class PrefixIndex:
         """
         best: Node | None = None
         longest = 0
+        if not node.keys:
+            return best, longest
         at = bisect_left(node.keys, tokens)
         before = range(at - 1, max(-1, at - 1 - _MOST_SIBLINGS), -1)
         after = range(at, min(len(node.keys), at + _MOST_SIBLINGS))
         for side in (before, after):
             for i in side:
-                common = _common_tokens(node.keys[i], tokens)
+                common = common_tokens(node.keys[i], tokens)
                 if common <= longest:
                     break
                 if node.children[i].num_held == num_groups:
@@ -276,8 +278,21 @@ class PrefixIndex:
                     break
         return best, longest
 
+    def num_common(self, node: Node, tokens: bytes) -> int:
+        """Return how many leading tokens `tokens` shares with the child that shares most, in any group."""
+        if not node.keys:
+            return 0
+        at = bisect_left(node.keys, tokens)
+        near = node.keys[max(0, at - 1) : at + 1]
+        return max((common_tokens(key, tokens) for key in near), default=0)
 
-def _common_tokens(a: bytes, b: bytes) -> int:
+
+def common_tokens(a: bytes, b: bytes) -> int:
     """Return the number of leading tokens that two arrays of token ids have in common."""
-    pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES)
+    size = min(len(a), len(b))
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
+        return 0
+    differing = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
+    if not differing:
+        return size // TOKEN_BYTES
+    return ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES)  # its lowest bit

@@ -63,6 +63,7 @@ class Sequence:
     starts: list[int]  # by layer group, index of the first held block
     node: Node  # of the last indexed block; a root if no block is indexed
     tenant: str = ""
+    request: str = ""  # id of the request that it belongs to, if any
     length: int = 0  # tokens that have a slot
     committed: int = 0  # tokens whose KV is known to be valid
     adopted: int = 0  # leading tokens that were filled in: their blocks are old enough to index

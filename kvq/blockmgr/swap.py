@@ -76,7 +76,7 @@ class SwapSpace:
         shared = [list(held.values()) for held in found]
         blocks.share(shared)
         try:
-            taken = blocks.take(demand)
+            taken = blocks.take(demand, [[(sequence, 0, False)]])
         except BaseException:
             blocks.release(shared)
             raise

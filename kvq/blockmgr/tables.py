@@ -52,7 +52,7 @@ class Tables:
         assert copied == blocks.num_groups_at(part.depth - 1), "a part is there in every layer group"
         blocks.share(sources)  # so that they can't be evicted to make room
         try:
-            taken = blocks.take(list(map(len, sources)))
+            taken = blocks.take(list(map(len, sources)), [[(sequence, 1, True)]])
         except OutOfBlocks:
             return
         finally:
@@ -152,7 +152,7 @@ class Tables:
         """Allocate the blocks for `work`, including copies, or raise OutOfBlocks. Lengths don't change."""
         plan, snapshots = self.fitting(work)
         if any(plan):
-            taken = self._blocks.take(self.demand(plan))
+            taken = self._blocks.take(self.demand(plan), plan)
             states = self._blocks.states
             for group, grow in enumerate(plan):
                 fresh = iter(taken[group])
@@ -232,6 +232,7 @@ class Tables:
         target.length, target.committed, target.found = source.length, source.committed, source.found
         target.adopted, target.tail = source.adopted, source.tail
         target.tokens, target.digests = source.tokens[:], source.digests
+        target.request = source.request
 
     def can_shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> bool:
         """Return True if every layer group still holds the blocks that a token at position `length` sees."""

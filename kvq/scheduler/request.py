@@ -1,10 +1,11 @@
 """Scheduler request: a prompt, and the branches that extend it."""
 
 from array import array
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from kvq.blockmgr import BlockUse, PrefixQuery, Sequence
+from kvq.blockmgr import BlockUse, PrefixMiss, PrefixQuery, Sequence
 from kvq.errors import KVQError
 
 
@@ -98,6 +99,8 @@ class Request:
     disk_tokens: int = 0  # tokens that came back from the disk for it
     cold_tokens: int = 0  # prompt tokens found there that were stored in fewer bits meanwhile
     num_loads: int = 0
+    texts: Items[tuple[int, int]] = ()  # of a chat: token ranges of the messages' texts in the prompt
+    miss: PrefixMiss | None = None  # why no more tokens were cached, if more could have been
     preemptions: int = 0
     error: KVQError | None = None  # the reason if the request was given up
 

@@ -3,7 +3,8 @@
 from array import array
 from collections.abc import Sequence as Items
 
-from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
+from kvq.blockmgr import BlockManager, PrefixMiss, PrefixQuery, Sequence
+from kvq.blockmgr.misses import OFF
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
@@ -51,12 +52,19 @@ class Running:
             root.sequence = self.manager.start(prompt)
         else:
             root.sequence = self.manager.new_sequence(tenant=request.tenant)
+        root.sequence.request = request.id
         if root.lost_tokens:
             request.usage.recomputed += max(0, root.lost_tokens - root.sequence.length)
             root.lost_tokens = 0
         self._enter(request)
         self.active[root] = None
         return root
+
+    def explain(self, branch: Branch) -> PrefixMiss | None:
+        """Return where and why a branch that was just started left what is cached, or None if it did not."""
+        request = branch.request
+        miss = self.manager.misses.explain(self.prompt(request), held(branch)) if self._caching else OFF
+        return miss and miss.placed(request.texts)
 
     def swap_in(self, request: Request) -> Branch:
         """Order the swap-in of a request's blocks. The branch becomes active once this is confirmed."""

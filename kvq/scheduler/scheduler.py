@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
-from kvq.blockmgr import Sequence as BlockSequence
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
@@ -112,7 +111,7 @@ class Scheduler:
         Slots are allocated here, so every plan must be committed before the next call. Only `schedule_ahead`
         may be called earlier.
         """
-        self.nobody_fits = False
+        self.nobody_fits, self.manager.misses.now = False, now
         if (ladder := self.manager.blocks.ladder).has_rungs:
             computing_s = self.manager.block_size * self.costs.prefill_token_s(0)
             ladder.is_worth = self.costs.swap_s(1) < computing_s
@@ -385,20 +384,20 @@ class Scheduler:
             step.forget(request)
         branch = self.running.start(request, prompt)
         if request.admitted_s is None:
-            self._count_admission(request, held(branch), step.now)
+            self._count_admission(branch, step.now)
         self._prefill(step, branch)
         if branch.sequence is not None:  # otherwise the request was given up
             left = admission.taken(branch.sequence.length, len(prompt.tokens))
             step.promised = added(step.promised, left)
         return True
 
-    def _count_admission(self, request: Request, sequence: BlockSequence, now: float) -> None:
-        request.admitted_s, reused = now, sequence.length
+    def _count_admission(self, branch: Branch, now: float) -> None:
+        request, reused = branch.request, held(branch).length
+        request.admitted_s, request.cached_tokens = now, reused
+        request.miss = self.running.explain(branch)
         if self.manager.blocks.ladder.has_rungs:
-            request.cold_tokens = self.manager.below.cold_tokens(sequence)
-        request.cached_tokens = reused
-        self.counters.prompt_tokens += request.prompt_length
-        self.counters.cached_tokens += reused
+            request.cold_tokens = self.manager.below.cold_tokens(held(branch))
+        self.counters.admit(request)
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)
 
     def _plan(self, step: Step) -> StepPlan | None:

@@ -1,9 +1,11 @@
 """Scheduler snapshot: counts of requests, tokens and blocks, taken between two steps, as plain data."""
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvq.blockmgr import PoolUsage
+from kvq.scheduler.request import Request
 from kvq.scheduler.running import Running
 from kvq.scheduler.waiting_queue import WaitingQueue
 
@@ -19,9 +21,17 @@ class Counters:
     recomputes: int = 0  # preemptions whose tokens are computed again
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of these, found in the prefix index
+    misses: Counter[str] = field(default_factory=Counter)  # requests, by the cause of their prefix miss
     drafts: int = 0  # number of (step, sequence) pairs with drafts
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these, confirmed by the model
+
+    def admit(self, request: Request) -> None:
+        """Count a request's prompt when the request gets its first blocks."""
+        self.prompt_tokens += request.prompt_length
+        self.cached_tokens += request.cached_tokens
+        if request.miss is not None:
+            self.misses[request.miss.cause] += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +47,7 @@ class Snapshot:
     preemptions: int  # total
     prompt_tokens: int  # total
     cached_tokens: int  # of these, found in the prefix index
+    misses: dict[str, int] = field(default_factory=dict)  # requests by the cause of their miss, total
     drafts: int = 0  # number of (step, sequence) pairs with drafts, total
     drafted_tokens: int = 0  # total
     accepted_tokens: int = 0  # of these, confirmed by the model
@@ -44,7 +55,7 @@ class Snapshot:
 
     def known(self) -> dict[str, Any]:
         """Return the fields as keyword arguments for an extended snapshot."""
-        return {field.name: getattr(self, field.name) for field in fields(Snapshot)}
+        return {one.name: getattr(self, one.name) for one in fields(Snapshot)}
 
 
 def take_snapshot(counters: Counters, running: Running, waiting: WaitingQueue, *, held_up: int) -> Snapshot:
@@ -59,6 +70,7 @@ def take_snapshot(counters: Counters, running: Running, waiting: WaitingQueue, *
         preemptions=counters.swaps + counters.recomputes,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,
+        misses=dict(counters.misses),
         drafts=counters.drafts,
         drafted_tokens=counters.drafted_tokens,
         accepted_tokens=counters.accepted_tokens,

@@ -37,6 +37,8 @@ PATHS = [
     "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
     "sealed", "snapshots", "states stayed", "demoted", "restored", "restore lost", "refused restore",
     "packed", "packed again", "unpacked",
+    "sealed", "snapshots", "states stayed", "miss: new_text", "miss: changed_text", "miss: salt",
+    "miss: evicted", "miss: no_snapshot", "miss: limit",
 ]  # fmt: skip
 
 

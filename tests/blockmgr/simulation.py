@@ -71,7 +71,20 @@ class Simulation:
         assert sequence.length <= max(0, len(tokens) - 1)
         self.seen["hits"] += sequence.length >= self.size
         self.seen["parts"] += sequence.length % self.size > 0
+        self._check_miss(sequence, prompt)
         self._welcome(sequence, prompt, tokens, shared)
+
+    def _check_miss(self, sequence: Sequence, prompt: PrefixQuery) -> None:
+        """Whatever happened before, a miss is at a token of the prompt that was not reused."""
+        miss = self.manager.misses.explain(prompt, sequence)
+        if miss is None:
+            return
+        self.seen[f"miss: {miss.cause}"] += 1
+        assert miss.token < len(prompt.tokens)
+        assert 0 <= miss.lost_tokens <= len(prompt.tokens)
+        assert miss.token >= sequence.length or miss.cause == "no_snapshot"
+        if miss.cause == "limit":
+            assert prompt.max_reuse == miss.token
 
     def _check_wait(self, match: Match, tokens: list[int], prompt: PrefixQuery) -> None:
         """Whoever is waited for has the next block among its tokens, and has yet to commit it."""

@@ -164,6 +164,45 @@ def test_everything_arrives_or_is_refused_by_name(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_of_every_text_are_known(family):
+    encoder, found = encoder_of(template_of(family)), 0
+    for turns, tools, _ in TALKS.values():
+        try:
+            tokens, texts = encoder.read_chat(turns, {"tools": tools, "add_generation_prompt": True})
+        except RequestError:
+            continue
+        assert len(texts) == len(turns)
+        for turn, (first, last), following in zip(turns, texts, [*texts, (len(tokens), 0)][1:], strict=False):
+            content = turn.get("content") or ""
+            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+            if first <= last:
+                found += 1
+                is_joined = turn["role"] in ("system", "developer")  # and the last token the template's
+                text = text.rpartition("</think>")[2]
+                shown = encoder.decode(tokens[first : last + 1 + is_joined])
+                assert text.strip() in shown or (is_joined and shown.strip() in text), (text, shown)
+                assert last <= following[0] or following[0] > following[1]
+            else:
+                is_late = (
+                    turn["role"] == "system" and turn is not turns[0]
+                )  # some templates move it to the front
+                assert is_late or not text.strip() or text.strip() not in encoder.decode(tokens)
+    assert found >= len(TALKS) // 2
+
+
+def test_a_text_is_not_taken_for_the_role_before_it():
+    encoder = encoder_of(template_of("qwen2_5"))
+    turns = [say("user", "system"), say("user"), say("assistant", "assistant"), say("user"), say("assistant")]
+    tokens, texts = encoder.read_chat(turns, {"add_generation_prompt": True})
+    marks = [at for at, token in enumerate(tokens) if encoder.decode([token]).startswith("<|im_start|")]
+    assert len(texts) == len(turns)
+    for turn, (first, last) in zip(turns, texts, strict=True):
+        before = encoder.decode(tokens[max(0, first - 12) : first])
+        assert before.endswith(f"{turn['role']}\n"), (before, marks)
+        assert turn["content"] in encoder.decode(tokens[first : last + 1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_trial_renders_a_few_times(family):
     encoder = encoder_of(template_of(family))
     rendered = []

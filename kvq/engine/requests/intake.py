@@ -70,6 +70,7 @@ class Intake:
             tenant=options.tenant,
             shared_salt=options.shared_salt,
             cache_salt=options.cache_salt,
+            texts=options.texts,
             **self._prompt_logprob_limits(params, len(tokens)),
             params=params,
             prompt=prompt if isinstance(prompt, str) else None,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvq.blockmgr import PrefixMiss
 from kvq.errors import KVQError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -63,6 +64,7 @@ class Receipt:
     preemptions: int
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of these, confirmed by the model
+    miss: PrefixMiss | None = None  # why no more prompt tokens were found there; None: there are none to find
     exact: ExactReceipt | None = None  # of an exact engine
 
 

@@ -284,6 +284,7 @@ class Job(Request):
             preemptions=self.preemptions,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            miss=self.miss,
         )
 
 

@@ -8,7 +8,7 @@ of the tokenizer, in which control tokens have spellings that nobody can guess, 
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvq.errors import RequestError
@@ -78,15 +78,21 @@ class ControlTokens:  # D292: spellings are hidden; a second tokenizer reads the
         return self._reserved.sub("", self._hidden.sub(lambda found: _shown(found[1]), text))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered template with hidden texts; no special tokens are added.
+        """Return the token ids of a rendered template with hidden texts; no special tokens are added."""
+        return self.encode_placed(text)[0]
+
+    def encode_placed(self, text: str) -> tuple[list[int], Callable[[int], int | None] | None]:
+        """Return what `encode` does, and a function that maps characters of the text to indices of tokens.
+
+        The function is None if the text has hidden spellings, or if the tokenizer does not know.
 
         Raises:
             RequestError: the text contains a hidden spelling that this tokenizer can't encode as plain text.
         """
         if self._begin not in text and not (self._is_normalized and self._guarded is not None):
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
-        return self._read(self._parts.sub(self._resolved, text), special=False)
+            found = self._tokenizer(text, add_special_tokens=False)
+            return found["input_ids"], found.char_to_token if getattr(found, "is_fast", False) else None
+        return self._read(self._parts.sub(self._resolved, text), special=False), None
 
     def encode_plain(self, text: str, *, special: bool) -> list[int]:
         """Return the token ids of a text without any control tokens, whatever the text spells.

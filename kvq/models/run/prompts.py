@@ -1,7 +1,7 @@
 """Encoding of texts and conversations to token ids, with a model's own tokenizer and chat template."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvq.models.templates.forms import Forms, Turns, try_out
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may contain control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
+_SYSTEM = ("system", "developer")
 _OPTIONAL = {"description": "", "parameters": {"type": "object", "properties": {}}}  # fields of a tool
 _WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
 # Words that a template compares values with, or looks for in a list
@@ -59,7 +60,16 @@ class PromptEncoder:
     def encode_chat(
         self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a conversation in the model's format; `options`: those of the template.
+        """Return the token ids of a conversation in the model's format; see `read_chat`."""
+        return self.read_chat(turns, options, max_tokens=max_tokens)[0]
+
+    def read_chat(
+        self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return a conversation's token ids in the model's format, and the ranges of its messages' texts.
+
+        `options`: those of the template. There are no ranges if it is not known which characters the tokens
+        stand for.
 
         Raises:
             RequestError: the template rejects the conversation or drops a part of it, or a text is not valid.
@@ -67,8 +77,9 @@ class PromptEncoder:
         """
         text = self._render(self.forms, turns, options)
         self._check(text, max_tokens)
-        check_arrival(partial(self._render, self.forms), turns, options, text, self.forms)
-        return self._control.encode(text)
+        ends = check_arrival(partial(self._render, self.forms), turns, options, text, self.forms)
+        ids, token_at = self._control.encode_placed(text)
+        return ids, [] if token_at is None else _ranges(text, turns, ends, token_at)
 
     def shared_lengths(
         self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
@@ -161,6 +172,37 @@ class PromptEncoder:
                 {**part, "text": self._control.hide(part["text"], whole=True)} for part in content
             ]
         return hidden | ({"role": role} if role in self._roles else {})
+
+
+def _ranges(
+    text: str, turns: Turns, ends: Mapping[int, int], token_at: Callable[[int], int | None]
+) -> list[tuple[int, int]]:
+    """Return the first and last token that belong to each turn's text in a rendered conversation.
+
+    The token after a text belongs to it, too, unless it is the system's. Ranges of texts that were not found
+    are empty: their last token is before their first.
+
+    `ends`: about where the texts end, by the turn's number from 1.
+    """
+    found, done, after = [], 0, 0  # characters and tokens up to the end of the last text
+    for number, turn in enumerate(turns, 1):
+        content = turn.get("content") or ""
+        whole = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        for part in (whole.strip(), whole.rpartition("</think>")[2].strip()):  # thoughts may be left out
+            start = text.rfind(part, done, ends[number]) if number in ends else -1
+            start = text.find(part, done) if start < 0 else start
+            if part and start >= 0:
+                done = start + len(part)
+                first, last, following = token_at(start), token_at(done - 1), token_at(done)
+                if first is not None and last is not None:
+                    # Templates append tools to the system's text; elsewhere, its end shows that it is shorter
+                    is_joined, after = following == last, last + 1
+                    is_system = turn.get("role") in _SYSTEM
+                    found.append((first, after - is_joined - is_system))
+                    break
+        else:
+            found.append((after, after - 1))
+    return found
 
 
 def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,26 +11,37 @@ from kvq.models.templates.forms import BESIDE, CALLS, ROLES, TOOLS, Forms, Turns
 Options = Mapping[str, Any]
 _TEXT = "text"
 _Place = tuple[str, int, Mapping[str, Any]]  # kind of the marked part, its number from 1, its turn or tool
-_WORD = re.compile(r"kvqseen(\d+)z")
+_WORD = re.compile(r"kvqseen(\d+)z", re.IGNORECASE)
 _MOST = 8  # missing parts that are checked again
 
 
 def check_arrival(  # D288: rendered again with markers, so that nothing gets lost
     render: Callable[[Turns, Options], str], turns: Turns, options: Options, text: str, forms: Forms
-) -> None:
+) -> dict[int, int]:
     """Raise RequestError if a conversation's rendered text omits some turn, call or tool entirely.
 
     Each part is marked with a unique word. If a word is missing from the text, a second rendering marks that
     part alone; if the text then does not change, the template omits the part.
+
+    Returns the index in the text where each message's own text ends, by the message's number from 1.
     """
     lost: list[_Place] = []
+    ends: dict[int, int] = {}
     with suppress(RequestError):  # the template then accepts only the original words
         marked, marked_options, places = _marked(turns, options)
-        seen = set(_WORD.findall(render(marked, marked_options).casefold()))
+        words, seen, added = {str(at): place for at, place in enumerate(places)}, set[str](), 0
+        for found in _WORD.finditer(render(marked, marked_options)):
+            if found[1] in words:
+                seen.add(found[1])
+                what, number, _ = words[found[1]]
+                if what == _TEXT:
+                    ends[number] = found.start() - added
+                added += len(found[0])
         missed = [at for at, place in enumerate(places) if str(at) not in seen and _matters(place, forms)]
         lost = [places[at] for at in missed[:_MOST] if render(*_marked(turns, options, only=at)[:2]) == text]
     if lost:
         raise RequestError(f"the model's chat template shows nothing of {_missing(lost[0], forms)}")
+    return ends
 
 
 def _matters(place: _Place, forms: Forms) -> bool:

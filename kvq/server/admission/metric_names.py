@@ -29,6 +29,7 @@ class Names:
     observed: Mapping[str, _Named]
     totals: Sequence[tuple[str, _Named]]
     gauges: Mapping[str, _Named]
+    misses: _Named | None = None  # prefix misses, by cause
     block_times: Mapping[str, _Named] = field(default_factory=dict)
     labels: Mapping[str, str | None] = field(default_factory=dict)  # of all metrics; None: the model's name
 
@@ -106,6 +107,11 @@ KVQ = Names(
             "prefetched_sessions",
             _Named("kvq_sessions_prefetched", "Sessions brought back in advance."),
         ),
+    ),
+    misses=_Named(
+        "kvq_prefix_misses",
+        "Requests whose prompt left the prefix index before its end, by cause.",
+        labels=("cause",),
     ),
     gauges={
         "version": _Named("kvq_build_info", "Version of this server.", labels=("version",)),

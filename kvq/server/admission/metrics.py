@@ -12,6 +12,7 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvq.blockmgr import CAUSES
 from kvq.server.admission.metric_names import ALL_NAMES, Names
 from kvq.server.engine.messages import Ended, Gauges, Ready, Stepped
 from kvq.server.engine.remote import Remote, State
@@ -30,6 +31,11 @@ _RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks", "host_tokens", "disk_t
 _OF_POOLS = ("free", "cached", "live")
 _IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates exist, too
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _miss(cause: str) -> str:
+    """Return the name of the total of prefix misses with a cause."""
+    return f"misses: {cause}"
 
 
 class _Source:
@@ -51,6 +57,7 @@ class _Source:
             self._before.update(self._now)
             self._life = self._remote.num_restarts
         self._now = {name: getattr(stepped.gauges, name) for name in _ENGINE_TOTALS}
+        self._now |= {_miss(cause): count for cause, count in stepped.gauges.misses.items()}
         for ended in stepped.ended:
             if ended.receipt is not None:
                 for name in _RECEIPT_TOTALS:
@@ -193,6 +200,11 @@ class _Named(Collector):
         for key, (name, text, *_) in names.totals:
             counter = CounterMetricFamily(name, text, labels=labels)
             counter.add_metric(fixed, self._source.total(key))
+            yield counter
+        if names.misses is not None:
+            counter = CounterMetricFamily(*names.misses[:2], labels=[*labels, *names.misses.labels])
+            for cause in CAUSES:
+                counter.add_metric([*fixed, cause], self._source.total(_miss(cause)))
             yield counter
         for key, (name, text, *_) in names.block_times.items():
             spread = getattr(self._source.block_times, key)

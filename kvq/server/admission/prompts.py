@@ -127,7 +127,13 @@ class Prompts:
         return (await self._do(self._for_texts, job, tenant, len(text))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> Sequence[int]:
-        """Return the token ids of a conversation, rendered with the model's chat template.
+        """Return the token ids of a conversation; see `read_chat`."""
+        return (await self.read_chat(conversation, tenant=tenant))[0]
+
+    async def read_chat(
+        self, conversation: Conversation, *, tenant: str = ""
+    ) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        """Return a conversation's token ids, rendered with the model's chat template, and its texts' ranges.
 
         Raises:
             Problem: the model has no template, or the template rejects the messages or takes too long.
@@ -142,7 +148,8 @@ class Prompts:
         given = {"turns": turns, "options": options, "max_tokens": self._max_tokens()}
         job = Job(task="encode_chat", given=given, forms=await self.forms(), **self._bounds)
         try:
-            return (await self._do(self._for_chats, job, tenant, _num_bytes(turns))).numbers
+            found = await self._do(self._for_chats, job, tenant, _num_bytes(turns))
+            return found.numbers, found.texts
         except (Overran, _TemplateFails) as error:
             if await self.probe() is not None:  # the template fails for every conversation
                 raise failed(str(self.why_broken)) from error

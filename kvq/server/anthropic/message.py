@@ -93,7 +93,7 @@ class _MessageCall(Call):
 
     async def _stream(self) -> AsyncGenerator[Piece | Ended]:
         prompts = self._service.prompts
-        tokens = await prompts.chat(conversation(self._body), tenant=self._tenant)
+        tokens, texts = await prompts.read_chat(conversation(self._body), tenant=self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
         last = self._body.messages[-1]
         begun = None if last.role == "user" else text_of(last.content)
@@ -107,6 +107,7 @@ class _MessageCall(Call):
             cache_salt=self._body.cache_salt,
             session=self._body.session_id,
             retain_s=self._body.kv_retain,
+            texts=texts,
         )
         return self._service.stream(tokens, options, self.slots)
 

@@ -29,7 +29,7 @@ def _checked(cls: type, given: Any) -> Any:
     return {name: value for name, value in given.items() if value is not None}
 
 
-class OllamaOptions(Sampling):
+class _OllamaOptions(Sampling):
     """Sampling; how a model is loaded is said by options of `kvq serve`, and only a label here."""
 
     LABELS: ClassVar = frozenset(_LOADING.split())
@@ -44,7 +44,7 @@ class OllamaBody(Body):
     LABELS: ClassVar = frozenset(("keep_alive", "verbose"))  # a server keeps its model, and tells all of it
     model: Annotated[str, Field(max_length=1024)]
     format: Literal["", "json"] | JsonObject | None = None  # or a JSON schema
-    options: OllamaOptions = OllamaOptions()
+    options: _OllamaOptions = _OllamaOptions()
     think: Flag | Annotated[str, Field(max_length=64)] | None = None  # or an effort, if the template reads it
     stream: Flag = True
     cache_salt: CacheSalt | None = None  # not in Ollama's API
@@ -59,7 +59,7 @@ class GenerateBody(OllamaBody):
     raw: Flag = False
 
 
-class OllamaMessage(ChatMessage):
+class _OllamaMessage(ChatMessage):
     """Message of a chat: OpenAI's but for two names, and for the arguments of calls, which are objects."""
 
     @model_validator(mode="before")
@@ -75,7 +75,7 @@ class OllamaMessage(ChatMessage):
 class OllamaChatBody(OllamaBody):
     """`POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field([])
+    messages: Annotated[list[_OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field([])
     tools: Tools | None = None
 
 

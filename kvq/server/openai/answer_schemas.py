@@ -73,7 +73,12 @@ _ANSWERS = {  # D320: for the document only; fuzzing validates responses
     "Hint": _answer("A hint was passed on to the engine.", accepted={"type": "boolean"}),
     "Prompt": _answer("Text of token ids.", prompt=TEXT),
     "InputTokens": _answer("Number of a prompt's tokens.", input_tokens=_INTEGER),
-    "CachedTokens": _answer("Prompt tokens found in the cache.", cached_tokens=_INTEGER),
+    "CachedTokens": _answer(
+        "Prompt tokens found in the cache; for each prompt that left it, where and why.",
+        ["misses"],
+        cached_tokens=_INTEGER,
+        misses=_list_of(_ANY_OBJECT),
+    ),
     "Usage": _answer(
         "Tokens of a request.",
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER),

@@ -111,6 +111,8 @@ class Answer(Call):
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(used.cached_tokens for used in self._receipts)},
         }
+        if misses := [used.miss.facts() for used in self._receipts if used.miss]:
+            usage["prompt_tokens_details"]["misses"] = misses
         if drafted := sum(used.drafted_tokens for used in self._receipts):
             accepted = sum(used.accepted_tokens for used in self._receipts)
             usage["completion_tokens_details"] = {

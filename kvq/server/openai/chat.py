@@ -38,10 +38,10 @@ class Chat(Answer):
         if body.continue_final_message:
             options["continue_final_message"] = True
         prompts, tenant = self._service.prompts, self._request.tenant
-        tokens = await prompts.chat((body.messages, options), tenant=tenant)
+        tokens, texts = await prompts.read_chat((body.messages, options), tenant=tenant)
         begun = plain_text(body.messages[-1]) if body.continue_final_message else None
         self._is_open, params = self._service.thinks(self._request.params, tokens, begun)
-        self._request = replace(self._request, params=params)
+        self._request = replace(self._request, params=params, texts=texts)
         return [tokens]
 
     def _choice(self, index: int, whole: Piece) -> dict[str, Any]:

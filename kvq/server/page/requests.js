@@ -4,6 +4,16 @@ import { bytes, count, element, seconds } from "/page/words.js";
 
 const MOST = 24;
 const LABELS = ["", "", "", "output", "blocks", "peak", "queue", "first token", "between", "total", ""];
+// Why a prompt left the cache; new text is no reason to tell
+const MISSES = {
+  changed_text: "text changed",
+  template: "template's text changed",
+  salt: "another salt",
+  evicted: "cache evicted",
+  too_old: "cache too old",
+  no_snapshot: "no snapshot",
+  format: "another format",
+};
 const body = document.querySelector("#requests tbody");
 const rows = new Map(); // number -> row
 
@@ -87,6 +97,7 @@ function ofPast({ receipt, queue_s, ttft_s, itl_s, e2e_s }) {
   if (receipt.drafted_tokens) also.push(`${count(receipt.accepted_tokens)} of ${count(receipt.drafted_tokens)} drafts`);
   if (receipt.recomputed_tokens) also.push(`${count(receipt.recomputed_tokens)} tokens again`);
   if (receipt.preemptions) also.push(`preempted ${times(receipt.preemptions)}`);
+  if (receipt.miss && receipt.miss.cause in MISSES) also.push(`${MISSES[receipt.miss.cause]} at token ${count(receipt.miss.token)}`);
   return [
     count(receipt.generated_tokens),
     `${count(receipt.blocks)} + ${count(receipt.shared_blocks)}`,

@@ -23,6 +23,7 @@ class JobResult(Message, frozen=True):
     """Result of a job: token ids or counts (`packed`), a text, the chat template's forms, or a refusal."""
 
     packed: bytes = b""
+    texts: tuple[tuple[int, int], ...] = ()  # of a conversation: token ranges of its messages' texts
     text: str = ""
     forms: Forms = Forms()
     refusal: str | None = None  # reason for refusing the job; the client's fault unless `has_failed`
@@ -52,12 +53,14 @@ class Job(Message, frozen=True):
         if self.task == "forms":
             return JobResult(forms=encoder.forms)
         unpacked = {name: unpack(one) if isinstance(one, bytes) else one for name, one in self.given.items()}
-        found: str | list[int] = getattr(encoder, self.task)(**unpacked)
+        task = "read_chat" if self.task == "encode_chat" else self.task
+        found: Any = getattr(encoder, task)(**unpacked)
+        found, texts = found if isinstance(found, tuple) else (found, ())
         if isinstance(found, str):
             return JobResult(text=found)
         if len(found) > self.most_told:
             return JobResult(refusal=f"it has {len(found)} tokens; {self.most_told} are allowed here")
-        return JobResult(packed=pack(found))
+        return JobResult(packed=pack(found), texts=tuple(texts))
 
 
 ToReader = str | Job  # a piece of a long text of the next job (see `in_pieces`), or a job

@@ -69,10 +69,10 @@ class Recorded(Letters):
         self.seen.append(text)
         return await super().tokenize(text)
 
-    async def chat(self, conversation, *, tenant=""):
+    async def read_chat(self, conversation, *, tenant=""):
         messages, options = conversation
         self.seen.append(([one.model_dump(exclude_none=True) for one in messages], options))
-        return await super().chat(conversation)
+        return await super().read_chat(conversation)
 
 
 def client(words, **given):

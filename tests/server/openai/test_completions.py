@@ -32,8 +32,8 @@ class Letters:
     async def tokenize(self, text, *, tenant=""):
         return [BEGIN, *map(ord, text.replace(" ", ""))]
 
-    async def chat(self, conversation, *, tenant=""):
-        return [*map(ord, self._chat)]
+    async def read_chat(self, conversation, *, tenant=""):
+        return [*map(ord, self._chat)], []
 
     async def detokenize(self, tokens, *, tenant=""):
         return "".join(map(chr, tokens))
