@@ -203,7 +203,7 @@ def restarted(case: Case) -> Results:
             cache, manager = llm.core.runner.cache, llm.core.scheduler.manager
             for i, prompt in enumerate(case.prompts):
                 known = manager.prompt(prompt)
-                if manager.held_prefix(known)[0]:
+                if manager.prefixes.held(known)[0]:
                     save_prefix(Path(folder, str(i)), cache, manager, known)
                     files.append((Path(folder, str(i)), prompt))
         llm = case.engine()

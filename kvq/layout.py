@@ -392,8 +392,7 @@ def plan_layer(geometry: LayerGeometry, formats: LayerFormats, block_size: int) 
         "k_means": (1, formats.k.mean_bytes(k_dim)),
         "v_means": (1, formats.v.mean_bytes(v_dim)),
     }
-    regions = {}
-    offset = 0
+    regions, offset = {}, 0
     for name, (count, row) in rows.items():
         nbytes = geometry.kv_heads * count * row
         regions[name] = Region(offset=offset, row_bytes=row, nbytes=nbytes)

@@ -1,6 +1,5 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
-from kvq.blockmgr.below.ladder import Pack
 from kvq.blockmgr.events import (
     Copy,
     Demote,
@@ -17,6 +16,7 @@ from kvq.blockmgr.events import (
 from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.misses import CAUSES, PrefixMiss
+from kvq.blockmgr.packed.ladder import Pack
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove

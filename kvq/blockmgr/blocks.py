@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
-from kvq.blockmgr.below.ladder import Extent, Ladder
 from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order, SwapIn, SwapOut
 from kvq.blockmgr.eviction import LeastRecent, Segmented
 from kvq.blockmgr.misses import Misses
 from kvq.blockmgr.misses.memory import Takers
+from kvq.blockmgr.packed.ladder import Extent, Ladder
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import Node, PrefixIndex
 from kvq.blockmgr.states import SNAPSHOT_EVERY, States

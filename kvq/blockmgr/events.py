@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.blockmgr.below.ladder import Pack, Packed
+from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.tiers.tiers import BlockKey, Form
 

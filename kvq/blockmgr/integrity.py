@@ -3,8 +3,8 @@
 from collections import Counter
 from itertools import pairwise
 
-from kvq.blockmgr.below.ladder import Extent, Ladder
 from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.packed.ladder import Extent, Ladder
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node

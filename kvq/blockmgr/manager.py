@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from typing import Unpack
 
-from kvq.blockmgr.below.restore import Below
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Order, Subscriber, SwapIn
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import BlockId, BlockPool, PoolUsage
+from kvq.blockmgr.pool import BlockPool, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery, token_array
+from kvq.blockmgr.restore import Below
 from kvq.blockmgr.sequence import BlockUse, LiveSequences, Sequence, Work
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
@@ -96,10 +96,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """Return how many tokens `start` would reuse, and which sequence to wait for. Changes nothing."""
         return self.prefixes.match(prompt)
 
-    def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
-        """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
-        return self.prefixes.held(prompt)
-
     def can_admit(self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None) -> bool:
         """Return True if a sequence could start now and append `count` tokens after its prefix hit.
 
@@ -122,10 +118,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
     def expire(self, now: float) -> int:
         """Release the pins that expired at or before `now`, and return their number."""
         return self.pins.expire(now)
-
-    def release_pin(self) -> bool:
-        """Release the pin that expires first, to make room. Return False if there are no pins."""
-        return self.pins.release_first()
 
     def take_orders(self) -> list[Order]:
         """Return all orders queued since the last call, each exactly once, in the order of queueing."""

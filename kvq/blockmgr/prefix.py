@@ -60,7 +60,7 @@ class Node:
         self.alive = True  # False after it has left the index
         self.is_end = False  # True where a prompt or sequence ended: others may go on from there
         self.coldest = (
-            0  # rung of the fewest bits in which the KV was stored, see `kvq.blockmgr.below.ladder`
+            0  # rung of the fewest bits in which the KV was stored, see `kvq.blockmgr.packed.ladder`
         )
 
     def key(self, group: int) -> BlockKey:

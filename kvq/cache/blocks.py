@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.below.ladder import Pack, Packed
 from kvq.blockmgr.events import Copy, Demote, Fill, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks

@@ -45,7 +45,7 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
     """
     _check_pair(cache, manager)
     fileio.check_writable(path)
-    length, starts, tables = manager.held_prefix(prompt)
+    length, starts, tables = manager.prefixes.held(prompt)
     if not length:
         raise ConfigError(
             f"can't save a prefix to {path}: no whole block of {manager.block_size} tokens of this prompt "
@@ -85,7 +85,7 @@ def _restore(
     header: dict[str, Any], tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: PrefixQuery
 ) -> int:
     """Write checked blocks to the cache. They are indexed only after the last block is written."""
-    held, _, _ = manager.held_prefix(prompt)
+    held, _, _ = manager.prefixes.held(prompt)
     length: int = header["length"]
     if held >= length:
         return length

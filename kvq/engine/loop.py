@@ -90,9 +90,9 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
     def obey(self, *, timeout_s: float | None = None) -> bool:
         """Run queued commands; if idle, wait up to `timeout_s` for one. Return False to end the loop."""
         block = not self.core.has_work
-        while block and self._commands.empty() and self.core.tidy():
+        while block and self._commands.empty() and self.core.upkeep.when_idle():
             block = not self.core.has_work
-        if block and (due_s := self.core.wait_s()) is not None:
+        if block and (due_s := self.core.sessions.wait_s()) is not None:
             timeout_s = due_s if timeout_s is None else min(timeout_s, due_s)
         while True:
             try:

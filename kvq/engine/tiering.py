@@ -10,6 +10,7 @@ from kvq.blockmgr import BlockManager
 from kvq.cache.backend import CacheBackend
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import engine_facts
+from kvq.engine.requests.sessions import Sessions
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout, plan_layout
 from kvq.models import Model
@@ -112,13 +113,17 @@ def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
     }
 
 
-class Saver:
-    """Saver of indexed blocks to the disk, so that they outlive the process even if it is killed."""
+class Upkeep:
+    """Work for later: sessions are brought back, and indexed blocks are saved, to outlive the process."""
 
     def __init__(
-        self, manager: BlockManager, cache: CacheBackend, clock: Callable[[], float] = time.perf_counter
+        self,
+        manager: BlockManager,
+        cache: CacheBackend,
+        sessions: Sessions,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._blocks, self._cache, self._clock = manager.blocks, cache, clock
+        self._blocks, self._cache, self._sessions, self._clock = manager.blocks, cache, sessions, clock
         self._allowed_s = 0.0  # time that steps have earned
 
     def after_step(self, seconds: float) -> None:
@@ -128,7 +133,13 @@ class Saver:
             self._allowed_s -= self._save(self._allowed_s)
 
     def when_idle(self) -> bool:
-        """Save blocks for a short time. Return False once there is nothing to do. No request may run."""
+        """Work for a short time. Return False once there is nothing to do. No request may run."""
+        if self._sessions.prefetch_due():
+            return True
+        return self._save_some()
+
+    def _save_some(self) -> bool:
+        """Save blocks for a short time. Return False once all are saved."""
         tiers = self._blocks.tiers
         if tiers is not None and self._blocks.orders:
             self._cache.carry_out(self._blocks.take_orders())
@@ -145,7 +156,7 @@ class Saver:
         tiers = self._blocks.tiers
         if tiers is None:
             return
-        while self.when_idle():
+        while self._save_some():
             pass
         tiers.close()
 

@@ -7,7 +7,7 @@ that need these blocks wait for the sequence as they wait for one that computes 
 from dataclasses import dataclass
 
 from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
-from kvq.blockmgr.below.restore import Restore
+from kvq.blockmgr.restore import Restore
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.request import Request
@@ -68,7 +68,12 @@ class Loading:
         return restore.sequence
 
     def advance(self, now: float, num_running: int) -> None:
-        """Fill in blocks that have arrived: all of them, or some if sequences run beside."""
+        """Fill in blocks that have arrived: all of them, or some if sequences run beside.
+
+        Also decide whether a ladder saves time: packing and unpacking should take less than computing.
+        """
+        computing_s = self._manager.block_size * self._costs.prefill_token_s(0)
+        self._manager.blocks.ladder.is_worth = self._costs.swap_s(1) < computing_s
         left = self._most_filled(num_running)
         for last, load in list(self._loads.items()):
             if load.fetch is not None and not load.fetch.is_done:

@@ -7,7 +7,7 @@ from kvq.blockmgr import BlockManager, PrefixMiss, PrefixQuery, Sequence
 from kvq.blockmgr.misses import OFF
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.config import SchedulerConfig
-from kvq.scheduler.request import Branch, Priority, Request, RequestState
+from kvq.scheduler.request import Branch, Request, RequestState
 
 
 class Running:
@@ -16,7 +16,6 @@ class Running:
     def __init__(self, manager: BlockManager, config: SchedulerConfig) -> None:
         self.manager = manager
         self.requests: dict[Request, None] = {}  # requests that hold blocks
-        self.num_interactive = 0  # of `requests`
         self.active: dict[Branch, None] = {}  # branches whose blocks can be used now
         self._caching = config.prefix_caching
         self._free_rows = list(range(config.max_num_seqs))[::-1]
@@ -106,7 +105,7 @@ class Running:
         self._give_row_back(branch)
         branch.is_done = True
         if not branch.request.live:
-            self._stop(branch.request)
+            self.requests.pop(branch.request, None)
             branch.request.state = RequestState.ENDED
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
@@ -171,19 +170,13 @@ class Running:
             request.place = self._places
         request.state = RequestState.RUNNING
         self.requests[request] = None
-        self.num_interactive += request.priority is Priority.INTERACTIVE
 
     def _leave(self, request: Request) -> None:
         for branch in request.live:
             self.active.pop(branch, None)
             self._give_row_back(branch)
-        self._stop(request)
+        self.requests.pop(request, None)
         request.state = RequestState.PREEMPTED
-
-    def _stop(self, request: Request) -> None:
-        if request in self.requests:
-            del self.requests[request]
-            self.num_interactive -= request.priority is Priority.INTERACTIVE
 
     def _free(self, branch: Branch) -> None:
         self.active.pop(branch, None)

@@ -13,7 +13,7 @@ from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, s
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.running import Running, held
 from kvq.scheduler.snapshot import Counters, Snapshot, take_snapshot
-from kvq.scheduler.step import Step, StepPlan, extend_with_drafts, pack, prefill_budget
+from kvq.scheduler.step import Step, StepPlan, extend_with_drafts, pack, pack_step, prefill_budget
 from kvq.scheduler.waiting_queue import WaitingQueue
 
 _FIRST_CHUNK = 16  # prefill tokens in a step with streams while their cost is unknown
@@ -112,10 +112,7 @@ class Scheduler:
         may be called earlier.
         """
         self.nobody_fits, self.manager.misses.now = False, now
-        if (ladder := self.manager.blocks.ladder).has_rungs:
-            computing_s = self.manager.block_size * self.costs.prefill_token_s(0)
-            ladder.is_worth = self.costs.swap_s(1) < computing_s
-        if self.loading:
+        if self.loading or self.manager.blocks.ladder.has_rungs:
             self.loading.advance(now, self.running.num_sequences)
         step = Step(now)
         self._decode(step)
@@ -123,7 +120,8 @@ class Scheduler:
         if some_wait or step.unfinished:
             step.unfinished = [branch for branch in step.unfinished if branch in self.running.active]
             step.unfinished.sort(key=lambda branch: branch.request.place)
-            step.budget = self._prefill_budget(step)
+            oldest = step.unfinished[0].request if step.unfinished else self.waiting.first(now, None)
+            step.budget = prefill_budget(step, self.config, self.costs, oldest=oldest, last=self._last_chunk)
             for branch in step.unfinished:
                 if branch.sequence is not None and step.budget:
                     self._prefill(step, branch)
@@ -132,7 +130,10 @@ class Scheduler:
             self._admit(step)
         # D258: no drafts while prompts wait for their share
         self.prompts_lack_time = some_wait and step.budget <= 0 and len(self.waiting) > 0
-        return self._plan(step)
+        plan = pack_step(step, self.running.active, self.manager, self.counters)
+        if plan is not None and plan.num_decodes and plan.prefill_tokens:
+            self._last_chunk = max(plan.prefill_tokens, self.config.min_chunk)
+        return plan
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan` before `plan` has tokens. Return None if the step depends on them.
@@ -304,7 +305,7 @@ class Scheduler:
                     only = swappable(victim, self.manager)
                     self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
                 elif len(self.running.requests) == 1:
-                    if not self.manager.release_pin():
+                    if not self.manager.pins.release_first():
                         self._give_up(branch.request, error)
                 else:
                     return False
@@ -317,15 +318,6 @@ class Scheduler:
         request.error = error
         self._failed.append(request)
         self.end(request)
-
-    def _prefill_budget(self, step: Step) -> int:
-        oldest = step.unfinished[0].request if step.unfinished else self.waiting.first(step.now, None)
-        has_streams = self.running.num_interactive > 0 and any(
-            branch.request.priority is Priority.INTERACTIVE for branch in step.decodes
-        )
-        return prefill_budget(
-            step, self.config, self.costs, has_streams=has_streams, oldest=oldest, last=self._last_chunk
-        )
 
     def _prefill(self, step: Step, branch: Branch) -> None:
         """Add the next chunk of a running prefill to the step."""
@@ -344,7 +336,7 @@ class Scheduler:
                 continue
             self._holds_up = self.running.has_rows(request) and not self.waiting.num_parked
             if not self.running.requests and not self.waiting.num_parked and not self.loading:
-                if self.manager.release_pin():
+                if self.manager.pins.release_first():
                     continue
                 what = f"request {request.id!r} does not fit although nothing else runs"
                 self._give_up(
@@ -399,17 +391,3 @@ class Scheduler:
             request.cold_tokens = self.manager.below.cold_tokens(held(branch))
         self.counters.admit(request)
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)
-
-    def _plan(self, step: Step) -> StepPlan | None:
-        """Pack the chosen branches, leaving out those that were preempted later in the step."""
-        active = self.running.active
-        decodes = [branch for branch in step.decodes if branch in active]
-        chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]
-        num_decodes = len(chosen)
-        chosen += [(branch, count) for branch, count in step.prefills if branch in active]
-        if not chosen and not self.manager.blocks.orders and not step.restored:
-            return None
-        plan = pack(chosen, num_decodes, self.manager, self.counters, restored=step.restored)
-        if num_decodes and plan.prefill_tokens:
-            self._last_chunk = max(plan.prefill_tokens, self.config.min_chunk)
-        return plan

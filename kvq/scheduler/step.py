@@ -1,6 +1,6 @@
 """Step plan: the work of one step, and the number of prefill tokens that the step may take."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -9,7 +9,7 @@ from kvq.blockmgr.sequence import Work
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
-from kvq.scheduler.request import Branch, Request
+from kvq.scheduler.request import Branch, Priority, Request
 from kvq.scheduler.running import held
 from kvq.scheduler.snapshot import Counters
 
@@ -182,12 +182,24 @@ def pack(
     return plan
 
 
+def pack_step(
+    step: Step, active: Container[Branch], manager: BlockManager, counters: Counters
+) -> StepPlan | None:
+    """Return the plan for a step's branches that are still active, or None if there is nothing to do."""
+    decodes = [branch for branch in step.decodes if branch in active]
+    chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]
+    num_decodes = len(chosen)
+    chosen += [(branch, count) for branch, count in step.prefills if branch in active]
+    if not chosen and not manager.blocks.orders and not step.restored:
+        return None
+    return pack(chosen, num_decodes, manager, counters, restored=step.restored)
+
+
 def prefill_budget(
     step: Step,
     config: SchedulerConfig,
     costs: CostModel,
     *,
-    has_streams: bool,
     oldest: Request | None,
     last: int,
 ) -> int:
@@ -204,7 +216,7 @@ def prefill_budget(
     """
     num_decodes, unfinished = len(step.decodes), step.unfinished
     most = config.max_num_batched_tokens - step.decode_tokens
-    if not has_streams:
+    if all(branch.request.priority is not Priority.INTERACTIVE for branch in step.decodes):
         return most
     usual = costs.decode_s(num_decodes)
     fixed = costs.prefill_step_s()

@@ -22,7 +22,7 @@ from kvq.blockmgr import (
     SwapIn,
     SwapOut,
 )
-from kvq.blockmgr.below.ladder import Pack, Packed
+from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.errors import ConfigError, OutOfBlocks
 from tests.blockmgr.client import Client
 from tests.blockmgr.mirror import Mirror

@@ -164,7 +164,7 @@ def test_an_adopted_prefix_holds_what_its_windows_see_and_is_indexed_at_commit()
     blocks.check_integrity()
     blocks.free(sequence)
     assert blocks.lookup(prompt).length == 8
-    assert blocks.held_prefix(prompt)[:2] == (8, [0, 2])
+    assert blocks.prefixes.held(prompt)[:2] == (8, [0, 2])
 
 
 def test_an_adopted_prefix_freed_without_commit_leaves_nothing() -> None:
@@ -189,11 +189,11 @@ def test_adopting_needs_whole_blocks_within_the_prompt_and_room() -> None:
 def test_a_held_prefix_covers_a_whole_prompt_in_whole_blocks() -> None:
     blocks = manager(9, 9, windows=[None, 3])
     run(blocks, range(8))
-    length, starts, tables = blocks.held_prefix(blocks.prompt(range(8)))
+    length, starts, tables = blocks.prefixes.held(blocks.prompt(range(8)))
     assert (length, starts) == (8, [0, 3])
     assert [len(table) for table in tables] == [4, 4]
-    assert blocks.held_prefix(blocks.prompt(range(7)))[0] == 6
-    assert blocks.held_prefix(blocks.prompt([9, 9])) == (0, [0, 0], [[], []])
+    assert blocks.prefixes.held(blocks.prompt(range(7)))[0] == 6
+    assert blocks.prefixes.held(blocks.prompt([9, 9])) == (0, [0, 0], [[], []])
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["1"], [None]])
@@ -238,7 +238,7 @@ def test_an_adopted_prefix_takes_blocks_of_a_limited_group_up_to_its_limit() -> 
     assert sequence.receipt.own == 4 + 1 + 2
     blocks.commit(sequence)
     blocks.free(sequence)
-    assert blocks.held_prefix(prompt)[2][2] == [0, 1]
+    assert blocks.prefixes.held(prompt)[2][2] == [0, 1]
     assert hit(blocks, range(9)) == 8
 
 
@@ -247,7 +247,7 @@ def test_an_adopted_prefix_is_old_enough_to_be_indexed_whole() -> None:
     options = {"windows": [None, 5], "lag": 3}
     kept = manager(9, 9, **options)
     cache(kept, range(12))
-    length, starts, _ = kept.held_prefix(kept.prompt(range(12)))
+    length, starts, _ = kept.prefixes.held(kept.prompt(range(12)))
     assert (length, starts) == (8, [0, 2])
     blocks = manager(9, 9, **options)
     prompt = blocks.prompt(range(12))

@@ -150,7 +150,7 @@ def test_a_prompt_is_looked_up_again_after_it_was_hashed() -> None:
     run(blocks, range(9))
     assert blocks.lookup(prompt).length == 8
     assert prompt.tokens == token_array(range(9))
-    assert blocks.held_prefix(prompt) == (8, [0], [[0, 1, 2, 3]])
+    assert blocks.prefixes.held(prompt) == (8, [0], [[0, 1, 2, 3]])
 
 
 STAGED = {"windows": [None, 4, None], "limits": [None, None, 4]}

@@ -88,13 +88,13 @@ def test_the_pin_that_ends_first_is_released_first() -> None:
     cache(blocks, range(10, 14))
     blocks.pin(blocks.prompt(range(4)), 2.0)
     blocks.pin(blocks.prompt(range(10, 14)), 1.0)
-    assert blocks.release_pin()
+    assert blocks.pins.release_first()
     blocks.drop_cached()
     assert (hit(blocks, range(5)), hit(blocks, range(10, 15))) == (4, 0)
     blocks.check_integrity()
     assert blocks.expire(1.5) == 0
     assert blocks.expire(2.0) == 1
-    assert not blocks.release_pin()
+    assert not blocks.pins.release_first()
 
 
 def test_what_a_failed_request_computed_does_not_stay_pinned() -> None:

@@ -21,7 +21,7 @@ def ask_everything(sim: Simulation, rng: random.Random) -> None:
     for shared in (None, "public"):
         prompt = manager.prompt(random_prompt(sim, rng), tenant=rng.choice(TENANTS), shared_salt=shared)
         manager.lookup(prompt)
-        manager.held_prefix(prompt)
+        manager.prefixes.held(prompt)
         manager.can_admit(prompt, rng.randint(1, 6))
     ready = [client for client in sim.clients if client.is_committed]
     manager.can_append([(client.sequence, rng.randint(0, 9)) for client in ready])

@@ -67,7 +67,7 @@ def run(cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> None:
 
 def attention(cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> list[Tensor]:
     """What one more token attends to over the prompt's held prefix, by layer."""
-    length, _, tables = manager.held_prefix(prompt)
+    length, _, tables = manager.prefixes.held(prompt)
     outs = []
     for layer, (k_dim, _) in enumerate(DIMS):
         group = cache.group_of[layer]
@@ -112,7 +112,7 @@ def test_a_prefix_comes_back_bit_for_bit(kv: str, order: BlockOrder, tmp_path: P
     assert manager.lookup(prompt).length == 40
     assert [usage.live for usage in manager.usage()] == [0, 0]
     assert [usage.cached for usage in manager.usage()] == [8, 3]  # all blocks; the last window's
-    (length, starts, tables), (_, _, before) = manager.held_prefix(prompt), old[1].held_prefix(prompt)
+    (length, starts, tables), (_, _, before) = manager.prefixes.held(prompt), old[1].prefixes.held(prompt)
     assert (length, starts) == (40, [0, 5])
     for group, start in enumerate(starts):
         for new, known in zip(tables[group][start:], before[group][start:], strict=True):
@@ -143,7 +143,9 @@ def test_of_a_group_that_keeps_the_first_tokens_a_file_has_those(tmp_path: Path)
     assert save_prefix(tmp_path / "p", old, before, prompt) == 40
     assert load_prefix(tmp_path / "p", new, after, prompt) == 40
     assert [usage.cached for usage in after.usage()] == [2, 3]
-    for block, known in zip(after.held_prefix(prompt)[2][0], before.held_prefix(prompt)[2][0], strict=True):
+    for block, known in zip(
+        after.prefixes.held(prompt)[2][0], before.prefixes.held(prompt)[2][0], strict=True
+    ):
         assert torch.equal(new.read_block(0, block), old.read_block(0, known))
 
 
@@ -184,7 +186,7 @@ def test_files_and_swapped_blocks_are_the_same_bytes_whichever_kernels_wrote_the
         prompt = manager.prompt(TOKENS)
         assert load_prefix(tmp_path / other, cache, manager, prompt) == 40
         outs.append(attention(cache, manager, prompt))
-        blocks = manager.held_prefix(prompt)[2][0], written[other][1].held_prefix(prompt)[2][0]
+        blocks = manager.prefixes.held(prompt)[2][0], written[other][1].prefixes.held(prompt)[2][0]
         for new, old in zip(*blocks, strict=True):  # what goes to swap slots
             assert torch.equal(cache.read_block(0, new), written[other][0].read_block(0, old))
     for layer in range(len(DIMS)):
@@ -202,12 +204,12 @@ def test_bug_8_a_persisted_prefix_brings_its_scales(
     cache, manager = pair(kv, order=order)
     load_prefix(tmp_path / "p", cache, manager, prompt)
     expected = attention(*old, prompt)
-    _, starts, tables = manager.held_prefix(prompt)
+    _, starts, tables = manager.prefixes.held(prompt)
     for group in (0, 1):
         for i in range(starts[group], 8):
             mask = scale_bytes(cache, group, tables[group][i])
             assert mask.any()
-            known = old[1].held_prefix(prompt)[2][group][i]
+            known = old[1].prefixes.held(prompt)[2][group][i]
             kept = old[0].read_block(group, known)[mask]
             assert kept.any()
             assert torch.equal(cache.read_block(group, tables[group][i])[mask], kept)
@@ -497,7 +499,7 @@ def test_slots_of_other_blocks_keep_their_bytes(tmp_path: Path) -> None:
     saved(tmp_path / "p")
     cache, manager = pair()
     load_prefix(tmp_path / "p", cache, manager, manager.prompt(TOKENS))
-    _, starts, tables = manager.held_prefix(manager.prompt(TOKENS))
+    _, starts, tables = manager.prefixes.held(manager.prompt(TOKENS))
     for group, layers in ((0, (0, 2)), (1, (1,))):
         written = torch.zeros(cache.pool(group).numel(), dtype=torch.bool)
         slots = [block * SIZE + i for block in tables[group][starts[group] :] for i in range(SIZE)]

@@ -88,7 +88,7 @@ def test_a_killed_engine_leaves_what_it_had_saved(tmp_path: Path) -> None:
     model = pair("llama")[0]
     llm = pressed(model, kv_disk=16 * MIB, kv_dir=tmp_path)
     llm.generate(prompts()[:2], GREEDY)
-    while llm.core.tidy():  # what an idle server does
+    while llm.core.upkeep.when_idle():  # what an idle server does
         pass
     disk = llm.core.scheduler.manager.blocks.tiers.disk
     disk._writer.submit(lambda: None).result(10)

@@ -74,7 +74,7 @@ def test_kvq_loads_the_vectors(name: str, starts: list[int]) -> None:
     cache, manager = pair(layout)
     prompt = manager.prompt(vector["tokens"])
     assert load_prefix(FOLDER / vector["file"], cache, manager, prompt) == 20
-    assert manager.held_prefix(prompt)[:2] == (20, starts)
+    assert manager.prefixes.held(prompt)[:2] == (20, starts)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_checker_takes_what_kvq_writes(
     assert spec["prefixes"].check_prefix(raw, own)["length"] == length
     other = pair(layout)
     assert load_prefix(path, *other, prompt) == length
-    assert other[1].held_prefix(prompt)[:2] == manager.held_prefix(prompt)[:2]
+    assert other[1].prefixes.held(prompt)[:2] == manager.prefixes.held(prompt)[:2]
     other[1].check_integrity()
     source = random.Random(31)
     for _ in range(100):
@@ -230,4 +230,4 @@ def test_blocks_of_one_token_leave_their_window_empty(spec, tmp_path: Path) -> N
     assert spec["prefixes"].check_prefix((tmp_path / "p").read_bytes(), own)["starts"][2] == 54
     other = pair(layout, 64)
     assert load_prefix(tmp_path / "p", *other, prompt) == 54
-    assert other[1].held_prefix(prompt)[0] == 54
+    assert other[1].prefixes.held(prompt)[0] == 54

@@ -29,7 +29,7 @@ _LEAST_PAUSES = 2  # until a session's return is foreseen
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What is known of one session."""
+    """Session: what it sent last, and how long it usually pauses."""
 
     tokens: "array[int]"  # of its last request, with its answer
     salts: tuple[str | None, str | None]  # shared, cache

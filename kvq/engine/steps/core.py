@@ -23,9 +23,9 @@ from kvq.engine.speculation_config import parse_speculation
 from kvq.engine.steps.flight import Flight, Phase, Stopwatch
 from kvq.engine.steps.grammars import PendingGrammars
 from kvq.engine.steps.launch import Launcher
-from kvq.engine.steps.publisher import Publisher, StepSubscriber
+from kvq.engine.steps.publisher import Publisher
 from kvq.engine.steps.reconcile import reconcile
-from kvq.engine.tiering import Saver
+from kvq.engine.tiering import Upkeep
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.support import current
 from kvq.models import Model
@@ -59,8 +59,7 @@ class EngineCore(NotCopyable):
         marking = read_marking(config.watermark, config.watermark_scheme, config.watermark_key_file)
         before = held_bytes(model.weights.device)
         self.model = model
-        self.config = config
-        self._clock = clock
+        self.config, self._clock = config, clock
         weights = model.weights
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
         speculation = parse_speculation(config.speculation)
@@ -89,8 +88,9 @@ class EngineCore(NotCopyable):
         self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
         self._grammars = PendingGrammars(model)
-        self._saver = Saver(self.scheduler.manager, self.runner.cache, clock)
+        self.upkeep = Upkeep(self.scheduler.manager, self.runner.cache, self.sessions, clock)
         self._publisher = Publisher(model, self.scheduler)
+        self.on_step = self._publisher.subscribe
         self._is_stepping = False
         self._flight: Flight | None = None  # the current step, or, between steps, the one launched ahead
         self._finished = 0  # requests finished in this step
@@ -125,22 +125,10 @@ class EngineCore(NotCopyable):
         elif job in self._jobs:
             self._end(job, None, "cancelled")
 
-    def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
-        """Call `subscriber` with the stats of every step from now on; return a function that unsubscribes."""
-        return self._publisher.subscribe(subscriber)
-
     @property
     def has_work(self) -> bool:
         """True while any job has not ended yet, or blocks come back for one that is to come."""
         return bool(self._jobs) or len(self._grammars) > 0 or len(self.scheduler.loading) > 0
-
-    def tidy(self) -> bool:
-        """Do work for later, for a short time. Call this while idle. Return False once nothing is left."""
-        return self.sessions.prefetch_due() or self._saver.when_idle()
-
-    def wait_s(self) -> float | None:
-        """Return the seconds after which `tidy` has something to do even if nothing happens, or None."""
-        return self.sessions.wait_s()
 
     def can_submit(self, job: Job) -> bool:
         """Return False if `submit` might refuse a job because too many grammars wait to be compiled."""
@@ -232,7 +220,7 @@ class EngineCore(NotCopyable):
                 seconds=watch.seconds - watch["drafting"] - watch["settling"],
             )
         self._publisher.publish(flight, finished=self._finished)
-        self._saver.after_step(watch.seconds)
+        self.upkeep.after_step(watch.seconds)
 
     def close(self, error: KVQError | None = None) -> None:
         """End every job, with `error` or as cancelled, and release resources that are not on the device."""
@@ -250,7 +238,7 @@ class EngineCore(NotCopyable):
                 _log.exception("request %s could not be ended in order", job.id)
                 self._complete(job, error, reason)
         self._publisher.close()
-        self._saver.close()
+        self.upkeep.close()
         self.runner.close()
 
     def _abandon(self) -> None:

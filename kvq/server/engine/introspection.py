@@ -7,13 +7,13 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from kvq.blockmgr.snapshot import MAX_OWNERS, take_snapshot
 from kvq.engine.requests.outputs import RequestOutput
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.core import EngineCore
 from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
 from kvq.server.engine.messages import EngineSnapshot
+from kvq.server.engine.pool_snapshot import MAX_OWNERS, take_snapshot
 
 _MAX_CELLS = 1 << 17  # maximum number of blocks of a pool in a snapshot
 _MAX_REQUESTS = 32  # maximum number of live, and of ended, requests per tenant
@@ -104,7 +104,7 @@ class Introspection:
         stride = ceil(max(pool.num_blocks for pool in manager.pools) / _MAX_CELLS)
         return [
             {
-                "cells": cells,  # one byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
+                "cells": cells,  # one byte for every `stride`-th block, see `kvq.server.engine.pool_snapshot`
                 "stride": stride,
                 "usage": pool.usage(),
                 "window": layout.group.window,  # tokens; None: full attention

@@ -87,7 +87,7 @@ def test_hints_move_a_session_down_bring_it_back_and_drop_it() -> None:
     assert tiers is not None
     kit.ask(1, "agent")
     hint("", "agent", "demote")
-    kit.llm.core.tidy()  # carries the orders out
+    kit.llm.core.upkeep.when_idle()  # carries the orders out
     assert kit.num_pinned == 0
     assert kit.manager.usage()[0].cached == 0
     assert len(tiers) == 5
@@ -125,8 +125,8 @@ def test_a_session_that_returns_regularly_is_brought_back_before_it_does() -> No
     kit.llm.core.sessions.hint("", "agent", "demote")
     assert kit.manager.usage()[0].cached == 0
     began = kit.now
-    while not kit.llm.core.tidy():
-        wait_s = kit.llm.core.wait_s()
+    while not kit.llm.core.upkeep.when_idle():
+        wait_s = kit.llm.core.sessions.wait_s()
         assert wait_s is not None
         kit.now += wait_s
     assert 5 < kit.now - began < 20

@@ -54,7 +54,7 @@ class Replica:
 
     def holds(self, prompt: list[int]) -> int:
         """How many whole blocks of a prompt are there."""
-        length, _, _ = self.manager.held_prefix(self.manager.prompt(prompt))
+        length, _, _ = self.manager.prefixes.held(self.manager.prompt(prompt))
         return length // SIZE
 
     def run(self, prompt: list[int], *, swaps: bool) -> None:

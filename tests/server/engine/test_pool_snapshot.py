@@ -3,7 +3,7 @@
 import pytest
 
 from kvq.blockmgr import BlockManager
-from kvq.blockmgr.snapshot import MAX_OWNERS, OTHERS, _BlockState, take_snapshot
+from kvq.server.engine.pool_snapshot import MAX_OWNERS, OTHERS, _BlockState, take_snapshot
 
 TENANTS = ["a", "b"]
 

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq.blockmgr.below.ladder import Packed
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Fill
 from kvq.blockmgr.hits import Prefixes, most_reused
+from kvq.blockmgr.packed.ladder import Packed
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import Sequence
@@ -29,7 +29,7 @@ class Restore:
 
 
 class Below:
-    """What is kept of prefixes beyond the index, for internal use by the block manager and the scheduler."""
+    """Access to what is kept of prefixes beyond the index: packed blocks, and the tiers below the pools."""
 
     def __init__(
         self,
