@@ -27,7 +27,7 @@ class _SwapStore(Protocol):
     def close(self) -> None: ...
 
 
-class Codec(Protocol):
+class _Codec(Protocol):
     """Codec of a ladder; `kvq.cache.cold.ColdCodec`."""
 
     def block_bytes(self, rung: int, group: int) -> int: ...
@@ -48,7 +48,7 @@ class BlockCache:
 
     states: StateSlots | None = None  # recurrent states
     tiers: Tiers | None = None  # take evicted blocks
-    codec: "Codec | None" = None  # of a ladder
+    codec: "_Codec | None" = None  # of a ladder
 
     def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups

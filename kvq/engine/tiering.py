@@ -17,7 +17,7 @@ from kvq.models import Model
 from kvq.sizes import binary, parse_bytes
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
-from kvq.tiers.sealing import KeyedSealing, Sealing
+from kvq.tiers.sealing import Sealing, keyed_sealing
 from kvq.tiers.tiers import Form, Tiers
 
 _log = logging.getLogger("kvq")
@@ -65,7 +65,7 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
     if config.kv_dir is not None:
         largest = max(group.block_bytes for group in model.layout.groups)
         folder = Folder(Path(config.kv_dir), disk, largest, max_age_s=age)
-        sealing = Sealing() if config.kv_key_file is None else KeyedSealing(config.kv_key_file)
+        sealing = Sealing() if config.kv_key_file is None else keyed_sealing(config.kv_key_file)
         facts = {
             "model": model.prepared.digest,
             "kv": model.recipe.name[:64],

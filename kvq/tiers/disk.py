@@ -47,7 +47,7 @@ class _Segment:
 
 
 @dataclass(slots=True)
-class DiskCounts:
+class _Counts:
     """Totals since the start."""
 
     written: int = 0  # blocks
@@ -73,7 +73,7 @@ class DiskTier:
         `facts`: about the engine, for the headers of its segments. `sizes(group, rung)`: bytes that a block
         has to have.
         """
-        self.counts = DiskCounts()
+        self.counts = _Counts()
         self._folder, self.sealing, self._facts, self._clock = folder, sealing, facts, folder.clock
         self._sizes = sizes
         self._lock, self._refreshing = threading.Lock(), threading.Lock()

@@ -47,20 +47,12 @@ class _Cipher(Protocol):
     def decrypt(self, nonce: bytes, data: Any, associated_data: bytes) -> bytes: ...
 
 
-class KeyedSealing(Sealing):  # D398
+class _Keyed(Sealing):  # D398
     """Names by HMAC-SHA256, and encryption by AES-256-GCM, with keys of every owner."""
 
     is_encrypted = True
 
-    def __init__(self, path: str | Path) -> None:
-        """Read the operator's key from a file.
-
-        Raises:
-            ConfigError: the file is missing, can be read by others or holds too short a key, or the package
-                for encryption is missing.
-        """
-        require("an encrypted kv_dir (--kv-key-file)", ENCRYPTION)
-        secret = read_secret(path, "key for stored KV", "openssl rand -hex 32 > FILE; chmod 600 FILE")
+    def __init__(self, secret: bytes) -> None:
         self._secret = blake2b(secret, person=b"kvq-tiers", digest_size=32).digest()
         self._keys = lru_cache(4096)(self._make_keys)
 
@@ -90,3 +82,14 @@ class KeyedSealing(Sealing):  # D398
 
     def _derive(self, use: bytes, owner: str) -> bytes:
         return hmac.digest(self._secret, use + b"\0" + owner.encode("utf-8", "surrogatepass"), "sha256")
+
+
+def keyed_sealing(path: str | Path) -> Sealing:
+    """Return a sealing with the operator's key in a file.
+
+    Raises:
+        ConfigError: the file is missing, can be read by others or holds too short a key, or the package for
+            encryption is missing.
+    """
+    require("an encrypted kv_dir (--kv-key-file)", ENCRYPTION)
+    return _Keyed(read_secret(path, "key for stored KV", "openssl rand -hex 32 > FILE; chmod 600 FILE"))

@@ -41,7 +41,7 @@ OWN_FORM = Form()
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class _Held:
     """Block in host memory."""
 
     owner: str
@@ -106,7 +106,7 @@ class Tiers:
         self.disk = disk
         self._clock = clock
         self._max_age_s = max_age_s
-        self._host: OrderedDict[BlockKey, Held] = OrderedDict()  # least recently used first
+        self._host: OrderedDict[BlockKey, _Held] = OrderedDict()  # least recently used first
         self._quota: Quota[BlockKey] = Quota(int(tenant_share * host_bytes))
         self._owners: OrderedDict[bytes, str] = OrderedDict()  # by root
         self.num_damaged = self.num_aged = self.num_dropped = 0  # in host memory, since the start
@@ -165,7 +165,7 @@ class Tiers:
             self._pass_on(next(iter(self._host)))
         digest = content_digest(key.digest, key.group, content)
         owner = self._owners.get(key.root, "")
-        self._host[key] = Held(owner, content, form, digest, self._clock())
+        self._host[key] = _Held(owner, content, form, digest, self._clock())
         for other in self._quota.add(owner, key, nbytes):
             self._pass_on(other)
 
@@ -184,14 +184,14 @@ class Tiers:
         """Begin to bring blocks back. Afterwards, they are the first to leave host memory."""
         return Fetch(self, keys)
 
-    def in_host(self, key: BlockKey) -> "Held | None":
+    def in_host(self, key: BlockKey) -> "_Held | None":
         """Return a block in host memory that is about to be in a pool again, or None if it isn't there."""
         held = self._host.get(key)
         if held is not None:
             self._host.move_to_end(key, last=False)
         return held
 
-    def is_intact(self, key: BlockKey, held: "Held") -> bool:
+    def is_intact(self, key: BlockKey, held: "_Held") -> bool:
         """Return True if a block's bytes are those that were put. Otherwise, drop the block."""
         if content_digest(key.digest, key.group, held.content) == held.digest:
             return True
@@ -224,7 +224,7 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
 
-    def _use(self, key: BlockKey, held: Held) -> None:
+    def _use(self, key: BlockKey, held: _Held) -> None:
         held.used_s = self._clock()
         self._host.move_to_end(key)
         self._quota.touch(held.owner, key)

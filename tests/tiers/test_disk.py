@@ -17,7 +17,7 @@ from kvq.errors import ConfigError
 from kvq.tiers import disk as disk_module
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder, is_written
-from kvq.tiers.sealing import KeyedSealing, Sealing
+from kvq.tiers.sealing import Sealing, keyed_sealing
 from kvq.tiers.segment import HEADER_BYTES, SUFFIX
 
 BUDGET = 8 << 20  # eight segments
@@ -270,7 +270,7 @@ def test_with_a_key_blocks_are_encrypted_and_other_keys_find_nothing(kit: Kit, t
         path = tmp_path / name
         path.write_text(name * 32)
         path.chmod(0o600)
-        keys.append(KeyedSealing(path))
+        keys.append(keyed_sealing(path))
     tier = kit.tier(sealing=keys[0])
     put(tier, *range(5))
     tier.close()
@@ -290,7 +290,7 @@ def test_names_tell_owners_groups_and_keys_apart(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("k" * 32)
     path.chmod(0o600)
-    keyed, plain = KeyedSealing(path), Sealing()
+    keyed, plain = keyed_sealing(path), Sealing()
     digest = b"d" * 32
     assert keyed.name("a", digest, 0) != keyed.name("b", digest, 0)
     assert keyed.owner_tag("a") != plain.owner_tag("a")
@@ -304,7 +304,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.write_text("k" * 32)
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        KeyedSealing(path)
+        keyed_sealing(path)
 
 
 def test_budgets_and_folders_that_cannot_work_are_refused(tmp_path: Path) -> None:
