@@ -96,7 +96,7 @@ class RequestOptions:
     shared_salt: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    texts: Sequence[tuple[int, int]] = ()  # of a chat's messages, as token ranges, to tell where it missed
+    texts: tuple[tuple[int, int], ...] = ()  # of a chat's messages, as token ranges, to tell where it missed
 
     def __post_init__(self) -> None:
         for name in ("tenant", "shared_salt", "request_id"):
