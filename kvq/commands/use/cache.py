@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -44,8 +44,7 @@ class _ExplainOptions:
     json_path: str | None = path_option("--json", "Write the findings as JSON.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     name: str
     tokens: list[int]
     texts: list[tuple[int, int]]  # of a chat: token ranges of its messages' texts
@@ -110,7 +109,7 @@ def _read(path: Path, encoder: "PromptEncoder") -> _Prompt:
         ) from error
     if not tokens:
         raise RequestError(f"the prompt in {path} is empty; give some text")
-    return _Prompt(name=path.name, tokens=tokens, texts=texts, salt=salt)
+    return _Prompt(path.name, tokens, texts, salt)
 
 
 def _template_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class RequestOptions:
     request_id: str | None = None
     session: str | None = None
     retain_s: float | None = None
-    texts: Sequence[tuple[int, int]] = ()  # of a chat's messages, as token ranges, to tell where it missed
+    texts: tuple[tuple[int, int], ...] = ()  # of a chat's messages, as token ranges, to tell where it missed
 
     def __post_init__(self) -> None:
         for name in ("tenant", "shared_salt", "request_id"):

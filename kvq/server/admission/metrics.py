@@ -33,11 +33,6 @@ _IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def _miss(cause: str) -> str:
-    """Return the name of the total of prefix misses with a cause."""
-    return f"misses: {cause}"
-
-
 class _Source:
     """Source of the engine's gauges after its last step, and of totals since the server's start."""
 
@@ -57,7 +52,7 @@ class _Source:
             self._before.update(self._now)
             self._life = self._remote.num_restarts
         self._now = {name: getattr(stepped.gauges, name) for name in _ENGINE_TOTALS}
-        self._now |= {_miss(cause): count for cause, count in stepped.gauges.misses.items()}
+        self._now |= stepped.gauges.misses  # by cause
         for ended in stepped.ended:
             if ended.receipt is not None:
                 for name in _RECEIPT_TOTALS:
@@ -204,7 +199,7 @@ class _Named(Collector):
         if names.misses is not None:
             counter = CounterMetricFamily(*names.misses[:2], labels=[*labels, *names.misses.labels])
             for cause in CAUSES:
-                counter.add_metric([*fixed, cause], self._source.total(_miss(cause)))
+                counter.add_metric([*fixed, cause], self._source.total(cause))
             yield counter
         for key, (name, text, *_) in names.block_times.items():
             spread = getattr(self._source.block_times, key)

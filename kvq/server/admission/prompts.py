@@ -132,7 +132,7 @@ class Prompts:
 
     async def read_chat(
         self, conversation: Conversation, *, tenant: str = ""
-    ) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+    ) -> tuple[Sequence[int], tuple[tuple[int, int], ...]]:
         """Return a conversation's token ids, rendered with the model's chat template, and its texts' ranges.
 
         Raises:
