@@ -145,14 +145,19 @@ class Below:
             restore.coldest[key.digest] = max(form.coldest, restore.coldest.get(key.digest, 0))
 
     def end(self, restore: Restore, *, is_complete: bool) -> None:
-        """Index the restored blocks, or, unless all of them were filled, give them up; end the sequence."""
+        """Index the restored blocks; free the sequence to let others evict them.
+
+        Unless all of them were filled, give them up, and free the sequence.
+        """
         if is_complete:
             self._commit(restore.sequence)
+            self._prefixes.withdraw(restore.sequence)
             for digest, rung in restore.coldest.items():
                 if (node := self._blocks.index.get(digest)) is not None:
                     node.coldest = max(node.coldest, rung)
         self._blocks.ladder.drop(restore.packed, read=is_complete)
-        self._free(restore.sequence)
+        if not is_complete:
+            self._free(restore.sequence)
 
     def cold_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence's indexed prefix were ever stored in fewer bits."""

@@ -10,7 +10,7 @@ from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
 from kvq.blockmgr.restore import Restore
 from kvq.errors import OutOfBlocks
 from kvq.scheduler.costs import CostModel
-from kvq.scheduler.request import Request
+from kvq.scheduler.request import Request, RequestState
 from kvq.tiers.tiers import Fetch
 
 _SHARE = 0.1  # of a step's time for filling blocks in while others run
@@ -38,6 +38,7 @@ class Loading:
         """`cold_share`: largest share of a prompt that may have been stored in fewer bits."""
         self._manager, self._costs, self._cold_share = manager, costs, cold_share
         self._loads: dict[bytes, _Load] = {}  # by digest of the last block
+        self._held: dict[Request, Sequence] = {}  # loaded for requests that wait to start
         self.loaded_tokens = 0  # since the start
         self.num_failed = 0  # loads
 
@@ -66,6 +67,18 @@ class Loading:
         fetch = tiers.fetch(below) if tiers is not None and below else None
         self._loads[last] = _Load(restore, request, fetch, now)
         return restore.sequence
+
+    def let_go(self, request: Request) -> None:
+        """Let others evict what was loaded for a request that has started or ended."""
+        if (sequence := self._held.pop(request, None)) is not None:
+            self._manager.free(sequence)
+
+    def give_back(self) -> bool:
+        """Let others evict what was loaded for a waiting request. Return False if there is nothing."""
+        for request in self._held:
+            self.let_go(request)
+            return True
+        return False
 
     def advance(self, now: float, num_running: int) -> None:
         """Fill in blocks that have arrived: all of them, or some if sequences run beside.
@@ -109,12 +122,16 @@ class Loading:
         if not is_complete:
             self.num_failed += 1
             return
+        request = load.request
+        if request.branches and request.state is not RequestState.ENDED and request not in self._held:
+            self._held[request] = load.restore.sequence
+        else:
+            self._manager.free(load.restore.sequence)
         fetched = {}
         if load.fetch is not None:
             fetched = {key.digest: load.fetch.is_from_disk(i) for i, key in enumerate(load.fetch.keys)}
         size, on_disk = self._manager.block_size, sum(fetched.values())
-        load.request.disk_tokens += size * on_disk
-        load.request.host_tokens += size * (len(fetched) - on_disk)
+        request.disk_tokens, request.host_tokens = size * on_disk, size * (len(fetched) - on_disk)
         self.loaded_tokens += size * len({key.digest for _, key in load.restore.missing})
 
     def _most_filled(self, num_running: int) -> int:

@@ -217,7 +217,9 @@ class Scheduler:
             self.manager.scrub_uncommitted(branch.sequence)
         self.running.close(branch)
         self.nobody_fits = False
-        self.counters.ended += request.state is RequestState.ENDED
+        if request.state is RequestState.ENDED:
+            self.counters.ended += 1
+            self.loading.let_go(request)
 
     def end(self, request: Request) -> None:
         """End a request in any state, because it was cancelled or is finished."""
@@ -299,6 +301,8 @@ class Scheduler:
             try:
                 self.manager.extend([(held(branch), count)])
             except OutOfBlocks as error:
+                if self.loading.give_back():
+                    continue
                 below = may_preempt(branch, self.running, is_decode=is_decode)
                 victim = choose_victim(below, self.manager, self.costs)
                 if victim is not None:
@@ -336,7 +340,7 @@ class Scheduler:
                 continue
             self._holds_up = self.running.has_rows(request) and not self.waiting.num_parked
             if not self.running.requests and not self.waiting.num_parked and not self.loading:
-                if self.manager.pins.release_first():
+                if self.loading.give_back() or self.manager.pins.release_first():
                     continue
                 what = f"request {request.id!r} does not fit although nothing else runs"
                 self._give_up(
@@ -375,6 +379,7 @@ class Scheduler:
         if is_back:
             step.forget(request)
         branch = self.running.start(request, prompt)
+        self.loading.let_go(request)
         if request.admitted_s is None:
             self._count_admission(branch, step.now)
         self._prefill(step, branch)

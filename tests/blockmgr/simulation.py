@@ -149,6 +149,8 @@ class Simulation:
                 self.seen["unpacked"] += 1
         self.manager.check_integrity()
         self.manager.below.end(restore, is_complete=not is_lost)
+        if not is_lost:
+            self.manager.free(restore.sequence)
         self.carry_out()
         again = self.manager.lookup(self.manager.prompt(tokens, tenant=tenant)).length
         assert again >= length or is_lost or not restore.sequence.indexing

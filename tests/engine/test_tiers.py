@@ -169,7 +169,7 @@ def test_a_preempted_request_gets_its_blocks_back_instead_of_computing_them() ->
 def test_a_cancelled_request_leaves_its_load_to_others() -> None:
     llm = pressed(pair("llama")[0], kv_host=MIB)
     plain = tokens_of([llm.generate([prompt], GREEDY)[0] for prompt in prompts()])
-    llm.core.scheduler.costs._swap_block_s = 10.0  # two blocks a step
+    llm.core.scheduler.loading._costs._swap_block_s = 10.0  # two blocks a step
     runs = submit(llm, prompts()[5], SamplingParams(max_tokens=40, ignore_eos=True))
     llm.step()
     first, second = (submit(llm, prompts()[0], GREEDY) for _ in range(2))
