@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import tomllib
+import typing
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -180,6 +181,11 @@ def _parameters(path: str, function: Any) -> Iterator[str]:
     except (TypeError, ValueError):  # of C
         return
     yield from (f"{path}({name})" for name in named if name not in ("self", "cls") and name[0] != "_")
+    for parameter in named.values():
+        if typing.get_origin(parameter.annotation) is typing.Unpack:  # **options: Unpack[Fields]
+            yield from (
+                f"{path}({name})" for name in typing.get_args(parameter.annotation)[0].__annotations__
+            )
 
 
 def _packaging() -> Iterator[str]:

@@ -24,7 +24,7 @@ _BLOCKS = 4  # least number in a segment
 _TOUCH_S = 10.0  # a segment is marked as used at most this often
 
 
-class Folder:
+class Folder:  # D400
     """Segments in one folder."""
 
     def __init__(

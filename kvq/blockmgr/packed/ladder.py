@@ -68,7 +68,7 @@ class _Level:
         return -(-count * self.sizes[rung] // self.sizes[0])
 
 
-class Ladder:
+class Ladder:  # D401
     """Packed blocks of all pools that have rungs."""
 
     def __init__(self, pools: list[BlockPool], sizes: dict[int, list[int]]) -> None:

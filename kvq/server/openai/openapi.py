@@ -41,9 +41,9 @@ _SECURITY: Document = {
 }
 
 
-def answer(name: str, status: int = 200) -> Responses:
+def answer(name: str) -> Responses:
     """Return the responses of a route whose body has the schema `name`."""
-    return {status: {"content": {"application/json": {"schema": named(name)}}}}
+    return {200: {"content": {"application/json": {"schema": named(name)}}}}
 
 
 def stream_or(name: str, kind: str = "text/event-stream") -> Responses:

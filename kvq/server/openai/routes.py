@@ -42,7 +42,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         service.check_model(model)
         return describe(service, created, model)
 
-    @app.post("/v1/kv/hint", status_code=202, responses=answer("Hint", 202))
+    @app.post("/v1/kv/hint", responses=answer("Hint"))
     async def hint(request: Request, body: HintBody) -> dict[str, Any]:
         await note_fields(request, service, body)
         service.check_arrival(tenant_of(request))
