@@ -20,7 +20,6 @@ from kvq.commands.shared.options import (
     model_options,
 )
 from kvq.commands.shared.param_types import (
-    PATH,
     POSITIVE,
     SHARE,
     SIZE,
@@ -60,7 +59,7 @@ class _EngineOptions:
     kv_host: str = option("0", "Host memory for KV that leaves the pool, such as 8GiB.", type=SIZE)
     kv_disk: str = option("0", "Space in --kv-dir for KV that outlives the process.", type=SIZE)
     kv_dir: str | None = path_option(
-        "--kv-dir", "Folder for KV; engines of one machine may share it.", type=PATH
+        "--kv-dir", "Folder for KV; engines of one machine may share it.", type=click.Path()
     )
     kv_key_file: str | None = path_option(
         "--kv-key-file", "Secret key that encrypts --kv-dir, readable by its owner only.", type=TO_READ
