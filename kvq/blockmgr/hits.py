@@ -275,11 +275,11 @@ class Prefixes:
     def _splits_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
         """Return True if a sequence would replace a block that a fork continues to use.
 
-        With a lag, forks share full blocks that are not indexed yet. If later blocks were indexed after the
-        replacement, the fork would hold them without a reference to their indexed prefix, and the prefix
-        could be evicted before them.
+        With a lag, or after a swap, forks share full blocks that are not indexed. If later blocks were indexed
+        after the replacement, the fork would hold them without a reference to their indexed prefix, and the
+        prefix could be evicted before them.
         """
-        return self._blocks.lag > 0 and any(
+        return any(
             known is not None and known != table[i] and pool.references(table[i]) > 1
             for group, (pool, table, known) in enumerate(
                 zip(self._blocks.pools, sequence.tables, node.blocks, strict=True)

@@ -4,7 +4,7 @@ import pytest
 
 from kvq.blockmgr import BlockManager, Sequence, SwapIn, SwapOut
 from kvq.errors import ConfigError, OutOfBlocks
-from tests.blockmgr.helpers import compute, hit, manager, run
+from tests.blockmgr.helpers import cache, compute, hit, manager, run
 from tests.blockmgr.state import state
 
 
@@ -207,3 +207,19 @@ def test_a_limited_groups_blocks_are_swapped_and_damage_to_them_costs_all_that_f
     blocks.check_integrity()
     compute(blocks, sequence)
     assert hit(blocks, range(10)) == 8
+
+
+def test_a_fork_after_a_swap_keeps_the_blocks_that_its_own_were_indexed_after() -> None:
+    blocks = manager(16, host_slots=[9])
+    sequence = swapped(blocks, range(7))
+    blocks.drop_cached()
+    blocks.swap_in(sequence)
+    blocks.take_orders()
+    blocks.recover(sequence, [])
+    cache(blocks, [0, 1, 2, 3, 9, 9, 9])  # indexes the first two blocks, which forks share unindexed
+    fork = blocks.fork(sequence)
+    compute(blocks, fork, [7, 8])
+    compute(blocks, fork)
+    blocks.free(fork)
+    blocks.free(sequence)
+    blocks.check_integrity()
