@@ -176,6 +176,8 @@ def build_parts(
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
     manager.blocks.tiers = tiers
+    if tiers is not None:
+        tiers.on_aged = lambda key: manager.misses.lose([key.digest], "too_old")
     scheduler = Scheduler(
         manager,
         SchedulerConfig(

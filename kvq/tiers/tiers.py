@@ -109,7 +109,8 @@ class Tiers:
         self._host: OrderedDict[BlockKey, _Held] = OrderedDict()  # least recently used first
         self._quota: Quota[BlockKey] = Quota(int(tenant_share * host_bytes))
         self._owners: OrderedDict[bytes, str] = OrderedDict()  # by root
-        self.num_damaged = self.num_aged = self.num_dropped = 0  # in host memory, since the start
+        self.num_damaged = self.num_dropped = 0  # in host memory, since the start
+        self.on_aged: Callable[[BlockKey], object] = lambda key: None  # called for every block too old
 
     @property
     def nbytes(self) -> int:
@@ -213,7 +214,7 @@ class Tiers:
             since = self._clock() - self._max_age_s
             while self._host and (oldest := next(iter(self._host.items())))[1].used_s < since:
                 self._drop(oldest[0])
-                self.num_aged += 1
+                self.on_aged(oldest[0])
 
     def close(self) -> None:
         """Write everything that is not on disk yet, and close the files. Waits."""

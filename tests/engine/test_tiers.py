@@ -217,3 +217,15 @@ def test_mixed_prompts_in_batches_have_the_tokens_of_a_large_pool() -> None:
     for _ in range(3):
         assert tokens_of(llm.generate(some, GREEDY)) == wanted
     assert_balanced(llm)
+
+
+def test_a_miss_says_that_a_prefix_became_too_old() -> None:
+    llm, now = pressed(pair("llama")[0], kv_host=MIB, kv_max_age_s=10.0), [0.0]
+    tiers = llm.core.scheduler.manager.blocks.tiers
+    tiers._clock = lambda: now[0]
+    for prompt in prompts():
+        llm.generate([prompt], GREEDY)
+    now[0] = 20.0
+    tiers.expire()
+    miss = llm.generate([prompts()[6]], GREEDY)[0].receipt.miss  # of the last ones, causes are remembered
+    assert (miss.cause, miss.token) == ("too_old", 0)

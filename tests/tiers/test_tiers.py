@@ -76,13 +76,15 @@ def test_a_tenant_keeps_to_its_share() -> None:
 def test_unused_blocks_are_dropped_by_age() -> None:
     now = [0.0]
     some = tiers(4, max_age_s=10.0, clock=lambda: now[0])
+    aged: list[BlockKey] = []
+    some.on_aged = aged.append
     put(some, 1, 2)
     now[0] = 9.0
     put(some, 1)
     now[0] = 12.0
     some.expire()
     assert held(some, 1, 2) == [1]
-    assert some.num_aged == 1
+    assert aged == [key(2)]
 
 
 def test_a_flipped_bit_in_host_memory_is_a_miss() -> None:
