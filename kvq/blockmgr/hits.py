@@ -275,9 +275,9 @@ class Prefixes:
     def _splits_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
         """Return True if a sequence would replace a block that a fork continues to use.
 
-        With a lag, or after a swap, forks share full blocks that are not indexed. If later blocks were indexed
-        after the replacement, the fork would hold them without a reference to their indexed prefix, and the
-        prefix could be evicted before them.
+        With a lag, or after a swap, forks share full blocks that are not indexed. If later blocks were
+        indexed after the replacement, the fork would hold them without a reference to their indexed prefix,
+        and the prefix could be evicted before them.
         """
         return any(
             known is not None and known != table[i] and pool.references(table[i]) > 1

@@ -227,5 +227,5 @@ def test_a_miss_says_that_a_prefix_became_too_old() -> None:
         llm.generate([prompt], GREEDY)
     now[0] = 20.0
     tiers.expire()
-    miss = llm.generate([prompts()[6]], GREEDY)[0].receipt.miss  # of the last ones, causes are remembered
+    miss = llm.generate([prompts()[5]], GREEDY)[0].receipt.miss  # causes of the last ones are remembered
     assert (miss.cause, miss.token) == ("too_old", 0)
