@@ -95,7 +95,7 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StateRegion:
+class _StateRegion:
     """One tensor of a layer's recurrent state within a block."""
 
     number: int  # of the layer in the model's code
@@ -122,7 +122,7 @@ class GroupLayout:
     layers: tuple[LayerLayout, ...]
     role: Role = Role.SEALED
     limit: int | None = None  # number of first tokens of a sequence with blocks (SINKS); None: all
-    states: tuple[StateRegion, ...] = ()  # in place of layers
+    states: tuple[_StateRegion, ...] = ()  # in place of layers
 
     @property
     def holds_all(self) -> bool:
@@ -317,11 +317,11 @@ def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[Group
 
 def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout:
     """Return the group of the recurrent states; its blocks are contiguous regardless of the others' order."""
-    regions: list[StateRegion] = []
+    regions: list[_StateRegion] = []
     for state in geometry.states:
         for tensor in state.tensors:
             offset = regions[-1].end if regions else 0
-            regions.append(StateRegion(number=state.number, tensor=tensor, offset=offset))
+            regions.append(_StateRegion(number=state.number, tensor=tensor, offset=offset))
     return GroupLayout(
         group=LayerGroup(index=index, window=_STATE_WINDOW, layers=()),
         block_size=block_size,

@@ -21,10 +21,6 @@ _SLOTS = [3, 2]  # host slots per layer group
 _SLIDING = 1  # the layer with a window; also the index of its layer group
 
 
-class NotConforming(KVQError):
-    """Violation of the `CacheBackend` contract by a backend."""
-
-
 def check_backend(
     make: CacheFactory,
     *,
@@ -39,24 +35,24 @@ def check_backend(
     attention outputs and log-sum-exps.
 
     Raises:
-        NotConforming: some checks failed; the message lists each failed check with the reason.
+        KVQError: some checks failed; the message lists each failed check with the reason.
     """
     trial = Trial(make=make, kv=kv, order=order, device=device or torch.device("cpu"), tolerance=tolerance)
     failures = []
     for name, check in CHECKS.items():
         try:
             check(trial)
-        except (NotConforming, UnsupportedKernel) as failure:
+        except KVQError as failure:
             failures.append(f"{name}: {failure}")
     if failures:
-        raise NotConforming(
+        raise KVQError(
             f"{len(failures)} of {len(CHECKS)} checks fail with {kv}, {order.value}: " + "; ".join(failures)
         )
 
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise NotConforming(otherwise)
+        raise KVQError(otherwise)
 
 
 def _require_blocks(cache: CacheBackend, blocks: list[list[Tensor]], what: str) -> None:
@@ -217,7 +213,7 @@ def _grows(trial: Trial) -> None:
         cache.grow(list(trial.num_blocks))
     except ConfigError:
         return
-    raise NotConforming("grow: a pool shrank instead of raising ConfigError")
+    raise KVQError("grow: a pool shrank instead of raising ConfigError")
 
 
 def _forgets_what_left_the_window(trial: Trial) -> None:

@@ -7,7 +7,6 @@ quantized one at a time, to show the source of the error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from kvq.cache.backend import CacheBackend
 from kvq.evals.divergence import TokenPlan, with_baseline
@@ -16,7 +15,7 @@ from kvq.evals.text import spread
 from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import ExactTokens, KVRecipe
 from kvq.models import Model
-from kvq.models.check.compared import ComparedCache, Found
+from kvq.models.check.compared import Found, compare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +56,10 @@ def measure_attention(
             if recipe.digest() not in others:
                 others[recipe.digest()] = baseline.with_kv(recipe).session(max_tokens=plan.context).cache
     session = baseline.session(max_tokens=plan.context)
-    compared = ComparedCache(session.cache, others)
-    session.cache = cast(CacheBackend, compared)
+    found = compare(session, others)
     for done in one_by_one(session, windows):
         watch.progress(done, len(windows))
-    return [row for one in models for row in _rows(one.recipe, baseline.recipe, compared.found)]
+    return [row for one in models for row in _rows(one.recipe, baseline.recipe, found)]
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:

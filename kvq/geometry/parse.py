@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvq.errors import ConfigError, nearest
-from kvq.geometry.families import FAMILIES, SIZED, Family
+from kvq.geometry.families import FAMILIES, SIZED
 from kvq.geometry.geometry import Expansion, LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
@@ -79,7 +79,7 @@ class _Reader:
                 f"model_type {self.model_type!r} is not a family kvq has checked"
                 f"{nearest(self.model_type, FAMILIES) or ';'} it knows {', '.join(FAMILIES)}"
             )
-        self.family: Family = known[self.model_type]
+        self.family = known[self.model_type]
 
     def count(self, key: str, default: int, *, most: int | None = None) -> int:
         """Return a positive integer from the config, or `default` if it is missing."""

@@ -20,7 +20,7 @@ from kvq.models.prove.proof import prove
 from kvq.server.admission.config import LOCAL, ServerConfig
 from kvq.server.admission.prompts import Prompts
 from kvq.server.http.problems import Problem
-from kvq.server.http.server import listen
+from kvq.server.http.protocol import listen
 from kvq.server.reading import Readers, Setup
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes

@@ -9,10 +9,13 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import thread_time
 from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
 
 from kvq.errors import EngineError, KVQError
 from kvq.models.describe.resolve import ModelSource
@@ -24,10 +27,13 @@ from kvq.server.assembly import make_remote, make_service
 from kvq.server.engine.messages import Ready
 from kvq.server.engine.remote import Remote
 from kvq.server.http.credentials import Credentials
-from kvq.server.http.server import HttpServer, listen
+from kvq.server.http.listener import Listener
+from kvq.server.http.protocol import Connection, listen
 from kvq.server.logs import configure, log_event
 
 _log = logging.getLogger("kvq")
+_END_S = 0.3  # time to write responses after the engine has ended
+_STUCK_S = 2  # time to close all connections afterwards
 
 
 class _Stretches(selectors.DefaultSelector):
@@ -47,6 +53,54 @@ class _Stretches(selectors.DefaultSelector):
         found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
         self._since_s = thread_time()
         return found
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn server without signal handlers, which lets running requests end before sockets are closed."""
+
+    def __init__(self, app: FastAPI) -> None:
+        app.openapi()  # generated now, once: this is slow, and a client would have to wait later
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                http=Connection,
+                ws="none",
+                timeout_graceful_shutdown=_STUCK_S,
+            )
+        )
+        self.config.load()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def listen(
+        self, sock: socket.socket, credentials: Credentials, *, max_connections: int, max_per_address: int
+    ) -> Listener:
+        """Accept connections on a listening socket, with TLS if the server has a certificate.
+
+        Raises:
+            ConfigError: the limit on open files leaves none for connections.
+        """
+        listener = Listener(
+            sock,
+            tls=None if credentials.context is None else lambda: credentials.context,
+            max_connections=max_connections,
+            max_per_address=max_per_address,
+        )
+        listener.open(partial(Connection, self.config, self.server_state, {}, asyncio.get_running_loop()))
+        return listener
+
+    async def end(self, listener: Listener, serving: "asyncio.Task[None]") -> None:
+        """Close the listener, allow a moment for responses to be written, and wait for `serving` to end."""
+        listener.close()
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(_END_S, listener.drop_all)
+        await serving
 
 
 def serve(config: ServerConfig) -> None:
@@ -74,7 +128,7 @@ async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
     starting = asyncio.create_task(remote.start())
     service = end.service = await _make_service(config, source, remote, starting, end)
     ready = asyncio.gather(starting, service.prompts.start())
-    server = HttpServer(create_app(service, config.access, credentials))
+    server = _HttpServer(create_app(service, config.access, credentials))
     most = config.max_connections
     listener = server.listen(
         sock,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvq.blockmgr.events import Order, Scrub, SwapIn
 from kvq.cache import KVCache
-from kvq.cache.conformance import CHECKS, NotConforming, check_backend
+from kvq.cache.conformance import CHECKS, check_backend
 from kvq.cache.dense_backend import DenseCache
-from kvq.errors import UnsupportedKernel
+from kvq.errors import KVQError, UnsupportedKernel
 from kvq.layout import BlockOrder
 
 KINDS = ["fp32", "bf16", "fp8", "int8", "int8_per_head_rot", "int4", "int2", "k8v4", "fp8_per_head/bf16"]
@@ -221,9 +221,7 @@ FAULTS: list[tuple[type[KVCache], str]] = [
 
 @pytest.mark.parametrize(("broken", "check"), FAULTS)
 def test_every_kind_of_fault_is_named(broken: type[KVCache], check: str) -> None:
-    with pytest.raises(
-        NotConforming, match=rf"of {len(CHECKS)} checks fail with fp32, layer-major: .*{check}: "
-    ):
+    with pytest.raises(KVQError, match=rf"of {len(CHECKS)} checks fail with fp32, layer-major: .*{check}: "):
         check_backend(partial(broken, backend="reference"))
 
 
@@ -239,7 +237,7 @@ def test_a_backend_may_refuse_softcap_and_sinks_with_a_reason() -> None:
             raise UnsupportedKernel("not today")
 
     check_backend(Plain)
-    with pytest.raises(NotConforming, match="plain attention is refused: not today"):
+    with pytest.raises(KVQError, match="plain attention is refused: not today"):
         check_backend(Nothing)
 
 

@@ -8,7 +8,7 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.engine.device.graphs import DecodeGraphs, Tables
-from kvq.engine.device.transfers import Readback, Readbacks
+from kvq.engine.device.transfers import Readback, readbacks
 from kvq.kernels.attend import gathered
 from kvq.models.parts.device import pick_device
 from kvq.scheduler import Branch, Request, StepPlan
@@ -197,6 +197,6 @@ def test_a_gpu_is_named_with_its_index(gpu):
 
 
 def test_reading_is_behind_the_stream_of_the_values_device(gpu):
-    read = Readbacks(gpu.device).begin(torch.zeros(3, 2, device=gpu.device))
+    read = readbacks(gpu.device)(torch.zeros(3, 2, device=gpu.device))
     assert gpu.made == [("event", SECOND)]
     assert read.wait() == [[0, 0]] * 3

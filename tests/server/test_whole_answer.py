@@ -2,8 +2,8 @@
 
 import asyncio
 
-from kvq.server.http import sending
-from kvq.server.http.sending import WholeAnswer
+from kvq.server.openai import respond
+from kvq.server.openai.respond import _WholeAnswer
 from tests.waiting import HANG_S
 
 
@@ -17,13 +17,13 @@ class Transport:
 def deliver(content, send, patience_s=HANG_S):
     """Whether it was cut off, and what was told."""
     told, transport = [], Transport()
-    answer = WholeAnswer(content, on_cut=lambda: told.append("cut"), on_end=lambda: told.append("end"))
+    answer = _WholeAnswer(content, on_cut=lambda: told.append("cut"), on_end=lambda: told.append("end"))
     scope = {"type": "http", "state": {"kvq_transport": transport}}
-    old, sending._PIECE_S = sending._PIECE_S, patience_s
+    old, respond._PIECE_S = respond._PIECE_S, patience_s
     try:
         asyncio.run(answer(scope, None, send))
     finally:
-        sending._PIECE_S = old
+        respond._PIECE_S = old
     return transport.aborted, told
 
 

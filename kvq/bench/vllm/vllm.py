@@ -2,19 +2,108 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from kvq.bench.engine.load import LoadRequest
+import torch
+
+from kvq.bench.engine.load import LoadRequest, burst
 from kvq.bench.engine.rivals import compare, one_by_one
 from kvq.bench.engine.server import KvqServer
+from kvq.bench.random_model import random_model
 from kvq.bench.timing import in_turn, percentile, spread
 from kvq.bench.vllm.engine import OWN, STEP_TOKENS, VllmServer
-from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmLoad, require_context
 from kvq.engine import CompletionOutput, EngineConfig
+from kvq.errors import ConfigError
 from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
+from kvq.models.loading.prepared import prepare
+from kvq.models.model import load_prepared
+
+RANDOM: dict[str, Any] = {  # a Llama with a few heads of 128 elements
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 16_384,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WARM_UP = 4  # steps
+CLOCKED = 8  # steps whose parts are timed, in a separate pass
+_VLLM_BLOCK = 128  # tokens, on CPUs
+_FEW, _FEW_TOKENS = 4, 8  # numbers of requests and output tokens compared before timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Load:
+    """Load of equally long requests that all arrive at once.
+
+    With `steps`, prompts are computed first, and a sample consists of that many steps, each with a token for
+    every request. Otherwise, a sample is the entire load, including prompts.
+    """
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    steps: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the load in result rows."""
+        if self.steps is None:
+            return f"{self.requests} x {self.prompt_tokens}/{self.output_tokens}"
+        return f"{self.requests} at depth {self.prompt_tokens}"
+
+    @property
+    def lasting_tokens(self) -> int:
+        """Number of output tokens that keeps a request running until all steps are measured.
+
+        The first requests already get tokens while the last prompts are computed.
+        """
+        computing = -(-self.requests * self.prompt_tokens // STEP_TOKENS) + self.requests
+        return computing + WARM_UP + CLOCKED + self.output_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number of tokens of a finished request."""
+        return self.prompt_tokens + self.lasting_tokens
+
+    @property
+    def sample_tokens(self) -> int:
+        """Number of output tokens in a sample."""
+        return self.requests * (self.output_tokens if self.steps is None else self.steps)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens of all finished requests, rounded up to full blocks, plus a spare block each."""
+        return self.requests * (-(-self.tokens // _VLLM_BLOCK) + 1) * _VLLM_BLOCK
+
+    def draw(self, model: Model, repeat: int = 0) -> list[LoadRequest]:
+        """Return the requests of one repeat.
+
+        Raises:
+            ConfigError: the model's context is too short.
+        """
+        prompt, output = (self.prompt_tokens,) * 2, (self.output_tokens,) * 2
+        return burst(model, self.requests, prompt, output).draw(repeat)
+
+    def lasting(self, model: Model) -> list[LoadRequest]:
+        """Return the load's requests, with enough output tokens to keep running while steps are measured."""
+        return [replace(one, output_tokens=self.lasting_tokens) for one in self.draw(model)]
+
+    def few(self, model: Model) -> list[LoadRequest]:
+        """Return a few requests to compare, with a similar total number of prompt tokens for every load."""
+        count = max(1, min(_FEW, self.requests, 4096 // self.prompt_tokens))
+        return [replace(one, output_tokens=_FEW_TOKENS) for one in self.draw(model)[:count]]
 
 
 @dataclass(slots=True)
@@ -29,7 +118,7 @@ class _Entrant:
 
 
 def bench_vllm(
-    model: Model, formats: Sequence[str], loads: Sequence[VllmLoad], repeats: int, watch: Watch = UNWATCHED
+    model: Model, formats: Sequence[str], loads: Sequence[_Load], repeats: int, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
     """Measure vLLM's own cache and all formats under each load, and return their rows.
 
@@ -57,7 +146,7 @@ def bench_vllm(
 
 
 @contextmanager
-def _entrants(model: Model, formats: Sequence[str], loads: Sequence[VllmLoad]) -> Iterator[list[_Entrant]]:
+def _entrants(model: Model, formats: Sequence[str], loads: Sequence[_Load]) -> Iterator[list[_Entrant]]:
     """Yield all engines. kvq's own engine runs before vLLM starts, since vLLM binds the process's threads."""
     names = [OWN, *formats]
     few = {shape.name: shape.few(model) for shape in loads}
@@ -81,7 +170,7 @@ def kvq_outputs(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[
         return one_by_one(server, requests)
 
 
-def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
+def _limits(model: Model, loads: Sequence[_Load]) -> dict[str, Any]:
     """Return the limits of all engines, keyed by vLLM's names, with room for each load's unquantized KV."""
     dtype = model.prepared.dtype
     tokens = max(shape.cache_tokens for shape in loads)
@@ -94,7 +183,7 @@ def _limits(model: Model, loads: Sequence[VllmLoad]) -> dict[str, Any]:
     }
 
 
-def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeats: int) -> Iterator[None]:
+def _measure(model: Model, entrants: Sequence[_Entrant], shape: _Load, repeats: int) -> Iterator[None]:
     """Check and warm up all engines, sample them alternately, and time the parts of steps."""
     running: dict[int, list[str]] = {}
     for i, one in enumerate(entrants):
@@ -125,7 +214,7 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeat
         one.engine.drop(names)
 
 
-def _running(engine: VllmServer, model: Model, shape: VllmLoad) -> list[str]:
+def _running(engine: VllmServer, model: Model, shape: _Load) -> list[str]:
     """Start requests, and run until their prompts are computed and the warm-up steps are complete."""
     names = engine.fill(shape.lasting(model))
     engine.steps_s(WARM_UP, shape.requests)
@@ -138,7 +227,7 @@ def _burst_s(engine: VllmServer, requests: Sequence[LoadRequest]) -> float:
     return perf_counter() - begin
 
 
-def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
+def _rows(shape: _Load, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
     """Return the rows of all engines measured under a load; rates and speedups are medians."""
     first = entrants[0].seconds.get(shape.name, [])
     rows = []
@@ -163,3 +252,50 @@ def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]
             }
         )
     return rows
+
+
+def make_loads(burst: Sequence[int], deep: Sequence[int], repeats: int) -> tuple[_Load, _Load]:
+    """Return the burst, and the load at a depth, whose requests last for all repeats.
+
+    `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps per sample.
+
+    Raises:
+        ConfigError: a load is empty.
+    """
+    if min(burst) < 1 or burst[2] < 2:
+        raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {tuple(burst)}")
+    if min(deep) < 1:
+        raise ConfigError(f"--deep needs requests, a depth and steps, got {tuple(deep)}")
+    requests, depth, steps = deep
+    return (
+        _Load(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
+        _Load(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
+    )
+
+
+def require_context(loads: Sequence[_Load], most: int) -> None:
+    """Raise ConfigError if requests would grow to more than `most` tokens."""
+    for load in loads:
+        if load.tokens > most:
+            option = "--burst" if load.steps is None else "--deep"
+            raise ConfigError(
+                f"{option} {load.name}: requests grow to {load.tokens} tokens through all samples, the "
+                f"model's context is {most}; give a smaller {option} or fewer --repeats"
+            )
+
+
+def make_model(folder: Path, dtype: str) -> Model:
+    """Return a model with random weights, written to `folder` for vLLM."""
+    random_model(RANDOM, folder, torch.device("cpu"), stored=True)
+    return read_model(folder, dtype)
+
+
+def read_model(folder: str | Path, dtype: str) -> Model:
+    """Load a model from files that vLLM also reads.
+
+    Raises:
+        ModelError: the model is missing, damaged or not supported.
+        ConfigError: the dtype is unknown.
+    """
+    prepared = prepare(folder, dtype=dtype)
+    return load_prepared(prepared, prepared.recipe("auto"))

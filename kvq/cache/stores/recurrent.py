@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvq.layout import GroupLayout, StateRegion
+from kvq.geometry import StateTensor
+from kvq.layout import GroupLayout
 
 Tensors = dict[tuple[str, int], Tensor]  # by name and index
 
@@ -18,7 +19,7 @@ class StateSlots:
         self._layers: dict[int, Tensors] = {}  # by layer number in the model's code
         for region in layout.states:
             key = region.tensor.name, region.tensor.index
-            self._layers.setdefault(region.number, {})[key] = _rows(region, memory)
+            self._layers.setdefault(region.number, {})[key] = _rows(memory, region.tensor, region.offset)
 
     def read(self, number: int, blocks: Tensor) -> Tensors:
         """Return copies of a layer's tensors, [len(blocks), *shape] each; `blocks`: int64."""
@@ -32,14 +33,13 @@ class StateSlots:
 
 
 @torch.inference_mode(False)
-def _rows(region: StateRegion, memory: Tensor) -> Tensor:
-    dtype = getattr(torch, region.tensor.dtype or "bfloat16")
+def _rows(memory: Tensor, tensor: StateTensor, offset: int) -> Tensor:
+    dtype = getattr(torch, tensor.dtype or "bfloat16")
     typed = memory.view(dtype)
-    shape: Sequence[int] = region.tensor.shape
+    shape: Sequence[int] = tensor.shape
     strides = [1] * len(shape)
     for i in reversed(range(len(shape) - 1)):
         strides[i] = strides[i + 1] * shape[i + 1]
-    offset = region.offset // dtype.itemsize
     return typed.as_strided(
-        (len(memory), *shape), (typed.stride(0), *strides), typed.storage_offset() + offset
+        (len(memory), *shape), (typed.stride(0), *strides), typed.storage_offset() + offset // dtype.itemsize
     )

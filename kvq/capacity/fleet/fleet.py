@@ -14,7 +14,7 @@ from typing import Any
 
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.records import Fate, FleetRun, Histogram, Records
+from kvq.capacity.fleet.records import Fate, FleetRun, Records
 from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
@@ -62,11 +62,8 @@ def serve(
             progress(len(records))
         fleet.end()
     gauges = [replica.gauges for replica in fleet.engines]
-    gaps = Histogram()
-    for one in (records.handovers, *(gauge.gaps for gauge in gauges)):
-        gaps.merge(one)
     seconds = max(records.end_s) - records.arrival_s[0] if records else 0.0
-    return FleetRun(records=records, gauges=gauges, seconds=seconds, gaps=gaps)
+    return FleetRun(records=records, gauges=gauges, seconds=seconds)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ _LEAST = -(1 << 30)  # the bin of zero
 _RANKS = (50, 95, 99)
 
 
-class Histogram:
+class _Histogram:
     """Histogram of non-negative numbers with logarithmic bins. Percentiles are accurate to 0.13%."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Histogram:
         self.count += times
         self.total += value * times
 
-    def merge(self, other: "Histogram") -> None:
+    def merge(self, other: "_Histogram") -> None:
         """Add the counts of another histogram."""
         self._counts.update(other._counts)
         self.count += other.count
@@ -85,7 +85,9 @@ class Records:
     preemptions: "array[int]" = field(default_factory=lambda: array("I"))
     fate: "array[int]" = field(default_factory=lambda: array("I"))
     replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served the request, or began to
-    handovers: Histogram = field(default_factory=Histogram)  # gaps between tokens from two different replicas
+    handovers: _Histogram = field(
+        default_factory=_Histogram
+    )  # gaps between tokens from two different replicas
     num_cut: int = 0  # requests that were truncated to the context
 
     def __len__(self) -> int:
@@ -143,7 +145,7 @@ class Gauges:
     accepted_tokens: int = 0
     decodes: int = 0  # number of times a sequence advanced by a token plus accepted drafts
     decoded_tokens: int = 0  # total tokens of these advances
-    gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
+    gaps: _Histogram = field(default_factory=_Histogram)  # between tokens of a request
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,7 +155,14 @@ class FleetRun:
     records: Records
     gauges: list[Gauges]  # of the replicas, prefill replicas first
     seconds: float  # from the first arrival to the last end
-    gaps: Histogram  # between tokens, of all replicas
+
+    @property
+    def gaps(self) -> _Histogram:
+        """Times between tokens, of all replicas."""
+        gaps = _Histogram()
+        for one in (self.records.handovers, *(gauges.gaps for gauges in self.gauges)):
+            gaps.merge(one)
+        return gaps
 
     @property
     def digest(self) -> str:

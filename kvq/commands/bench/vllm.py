@@ -50,8 +50,7 @@ def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
     process. Milliseconds are per decode step, split into attention, writing KV, and everything else.
     """
     require("kvq bench vllm", VLLM)
-    from kvq.bench.vllm.load import make_loads
-    from kvq.bench.vllm.vllm import bench_vllm
+    from kvq.bench.vllm.vllm import bench_vllm, make_loads
 
     begin(json_path)
     loads = make_loads(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
@@ -65,7 +64,7 @@ def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
 @contextmanager
 def _loaded(options: _VllmOptions) -> "Iterator[Model]":
     """Yield the model loaded by kvq; its files, which vLLM reads, exist until the end of the block."""
-    from kvq.bench.vllm.load import make_model, read_model
+    from kvq.bench.vllm.vllm import make_model, read_model
 
     if options.model != _RANDOM:
         yield read_model(options.model, options.dtype)

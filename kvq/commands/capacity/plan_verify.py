@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvq.capacity.plan.catalogue import known_models
@@ -76,7 +76,7 @@ def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
 def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> dict[str, Any]:
     """Plan and start an engine, and compare the two; `wrong` lists the terms that are off."""
     from kvq.engine import LLM
-    from kvq.engine.steps.reconcile import WHOLE_TOLERANCE, Line
+    from kvq.engine.steps.reconcile import WHOLE_TOLERANCE
 
     gc.collect()  # an earlier engine in reference cycles would be freed during the comparison
     planned = _planned_pool(prepared, kv, engine)
@@ -87,7 +87,7 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
     ):
         *lines, pool = llm.core.memory.lines
         whole = llm.core.memory.whole
-    lines.append(Line("KV pool", planned, pool.found))
+    lines.append(replace(pool, planned=planned))
     wrong = [line.name for line in lines if line.is_wrong]
     if abs(whole.off) > WHOLE_TOLERANCE:  # beyond variations in the memory of libraries
         wrong.append(whole.name)

@@ -44,7 +44,7 @@ class EvalPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Task:
+class _Task:
     """One evaluation, which may have several names whose figures come from the same run."""
 
     key: str  # of its rows in the JSON
@@ -64,7 +64,7 @@ class Chosen:
     """Task that will run, with the names and arguments that selected it."""
 
     names: list[str]
-    task: Task
+    task: _Task
     arguments: list[str]
 
 
@@ -170,27 +170,27 @@ def _of_rows(key: str, row: type) -> dict[str, Any]:
 
 
 _WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
-_QUALITY = Task(key="rows", run=_quality, **_WINDOWS, **_of_rows("rows", QualityRow))
+_QUALITY = _Task(key="rows", run=_quality, **_WINDOWS, **_of_rows("rows", QualityRow))
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, _Task] = {
     "perplexity": _QUALITY,
     "kl": _QUALITY,
-    "generation": Task(
+    "generation": _Task(
         key="generation",
         prepare=lambda plan, _: cut_prompts(plan.prepared, plan.text.text, plan.generation),
         check_exact=_exact_in_generation,
         run=_generation,
         **_of_rows("generation", GenerationRow),
     ),
-    "attention": Task(key="attention", run=_attention, **_WINDOWS, **_of_rows("attention", AttentionRow)),
-    "needle": Task(
+    "attention": _Task(key="attention", run=_attention, **_WINDOWS, **_of_rows("attention", AttentionRow)),
+    "needle": _Task(
         key="needle",
         prepare=lambda plan, _: needle.needle_prompts(plan.prepared, plan.text.text, plan.needle),
         check_exact=_exact_in_needles,
         run=_needle,
         **_of_rows("needle_summary", needle.NeedleSummary),
     ),
-    "lm_eval": Task(
+    "lm_eval": _Task(
         key="lm_eval",
         prepare=_load_lm_eval,
         run=_lm_eval,

@@ -1,5 +1,6 @@
 """Transfers between the host and the device, in which neither side waits for the other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from kvq.kernels.uploads import ring, send, upload, upload_all
 
-__all__ = ["Readback", "Readbacks", "send", "upload", "upload_all"]
+__all__ = ["Readback", "readbacks", "send", "upload", "upload_all"]
 
 _LEAST_ROOM = 1 << 16  # bytes
 _ROOMS = 8  # of the minimum size: a step reads two or three times, and two steps are in flight
@@ -22,26 +23,28 @@ class _Room:
     copied: torch.cuda.Event
 
 
-class Readbacks:
-    """Pool of copies to the host. On a GPU, pinned memory is allocated in advance, since pinning is slow."""
+def readbacks(device: torch.device) -> "Callable[[Tensor], Readback]":
+    """Return a function that begins to copy a tensor to the host.
 
-    def __init__(self, device: torch.device) -> None:
-        self._free: dict[int, list[_Room]] = {}  # by size in bytes
-        if device.type == "cuda":
-            ring(device)
-            self._free[_LEAST_ROOM] = [_new_room(_LEAST_ROOM) for _ in range(_ROOMS)]
+    On a GPU, pinned memory is allocated in advance, since pinning is slow.
+    """
+    rooms: dict[int, list[_Room]] = {}  # free ones, by size in bytes
+    if device.type == "cuda":
+        ring(device)
+        rooms[_LEAST_ROOM] = [_new_room(_LEAST_ROOM) for _ in range(_ROOMS)]
 
-    def begin(self, values: Tensor) -> "Readback":
-        """Begin to copy a tensor to the host."""
+    def begin(values: Tensor) -> Readback:
         if values.device.type != "cuda":
             return Readback(values, None, [])
         size = max(_LEAST_ROOM, 1 << (values.nbytes - 1).bit_length())
-        free = self._free.setdefault(size, [])
+        free = rooms.setdefault(size, [])
         room = free.pop() if free else _new_room(size)
         host = room.host[: values.nbytes].view(values.dtype).view(values.shape)
         host.copy_(values, non_blocking=True)
         room.copied.record(torch.cuda.current_stream(values.device))
         return Readback(host, room, free)
+
+    return begin
 
 
 class Readback:

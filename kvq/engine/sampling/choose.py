@@ -143,7 +143,7 @@ class Chooser:
 
     def choose(self, wanted: Wanted, output: StepOutput) -> Choices:
         """Sample the wanted tokens from the logits of a step whose forward pass has finished."""
-        bad_tokens = self.sampler.readbacks.begin(output.bad_tokens)
+        bad_tokens = self.sampler.read_back(output.bad_tokens)
         for job, row, num_rows, end in wanted.prompts:
             _read_prompt(job, output.logits[row : row + num_rows], end)
         samples = self._draw(wanted, output.logits) if wanted.draws else None

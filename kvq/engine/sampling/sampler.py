@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvq.engine.device.transfers import Readback, Readbacks, upload
+from kvq.engine.device.transfers import Readback, readbacks, upload
 from kvq.engine.params import SamplingParams, check_params
 from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
@@ -90,7 +90,7 @@ class Sampler:
         most = reference.MAX_VOCAB
         assert vocab_size <= most, f"masses of {vocab_size} tokens may overflow; {most} at most"
         self.vocab_size = vocab_size
-        self.readbacks = Readbacks(device)
+        self.read_back = readbacks(device)
         self._device = device
         self._table = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._counts = TokenCounts(device)
@@ -355,7 +355,7 @@ class Sampler:
                 pieces.append(measure(logits[chosen].float(), tokens[chosen], max(tops)).flatten())
             numbers = torch.cat(pieces)
         unpack = partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
-        return PendingSamples(tokens, self.readbacks.begin(numbers), unpack)
+        return PendingSamples(tokens, self.read_back(numbers), unpack)
 
 
 def _side_by_side(*numbers: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ WHOLE_TOLERANCE = 0.03  # for the whole process, whose libraries vary
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class _Line:
     """One term of the comparison, in bytes."""
 
     name: str
@@ -54,11 +54,11 @@ class Line:
 class _Reconciliation:
     """All terms of the comparison, and the total memory of the process (on a GPU, of PyTorch)."""
 
-    lines: tuple[Line, ...]
-    whole: Line
+    lines: tuple[_Line, ...]
+    whole: _Line
 
     @cached_property
-    def wrong(self) -> list[Line]:
+    def wrong(self) -> list[_Line]:
         """Terms that are off by more than the tolerance."""
         return [line for line in self.lines if line.is_wrong]
 
@@ -80,12 +80,12 @@ def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) 
     found = found_weights(weights.model)
     planned = _planned(model, found)
     lines = [
-        Line(name, planned.get(name, 0), found.get(name, 0)) for name in dict.fromkeys([*planned, *found])
+        _Line(name, planned.get(name, 0), found.get(name, 0)) for name in dict.fromkeys([*planned, *found])
     ]
-    pool = Line("KV pool", bytes_of(layout, num_blocks), cache.nbytes - bytes_of(layout, spare))
+    pool = _Line("KV pool", bytes_of(layout, num_blocks), cache.nbytes - bytes_of(layout, spare))
     rest = before - weights.held_bytes
     whole = rest + sum(planned.values()) + pool.planned
-    return _Reconciliation((*lines, pool), Line("in all", whole, held_bytes(weights.device)))
+    return _Reconciliation((*lines, pool), _Line("in all", whole, held_bytes(weights.device)))
 
 
 def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:

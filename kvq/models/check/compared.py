@@ -3,13 +3,14 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
 from kvq.cache.stores.base import Attended, LayerBatch, LayerStore
 from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.models.run.session import Session
 
 _TINY = 1e-30  # a norm of zero has no relative error
 
@@ -39,16 +40,24 @@ class Errors:
 Found = dict[tuple[str, int], Errors]  # keyed by (recipe digest, layer)
 
 
-class ComparedCache:
+def compare(session: Session, others: dict[str, CacheBackend]) -> Found:
+    """Let a session attend over other caches too, and return the errors, which grow with every pass.
+
+    `others`: the other caches, keyed by recipe digest.
+    """
+    found: Found = defaultdict(Errors)
+    if others:
+        session.cache = cast(CacheBackend, _ComparedCache(session.cache, others, found))
+    return found
+
+
+class _ComparedCache:
     """Wrapper of a session's cache that also writes to other caches and attends over them for comparison."""
 
-    def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
-        """`others`: the other caches, keyed by recipe digest."""
+    def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend], found: Found) -> None:
         self._baseline = baseline
-        self.found: Found = defaultdict(Errors)
         self.stores = {
-            layer: _ComparedStore(layer, store, others, self.found)
-            for layer, store in baseline.stores.items()
+            layer: _ComparedStore(layer, store, others, found) for layer, store in baseline.stores.items()
         }
 
     def __getattr__(self, name: str) -> Any:

@@ -13,18 +13,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvq import strict_json
-from kvq.cache.backend import CacheBackend
 from kvq.errors import BrokenFormat, ConfigError, ModelError, RequestError, UnfitFormat, UnsupportedKernel
 from kvq.fileio import write_text
 from kvq.formats import KVRecipe
-from kvq.models.check.compared import ComparedCache
+from kvq.models.check.compared import compare
 from kvq.models.check.verdict import BROKEN_CHANGE, BROKEN_KL, Verdict, chance_perplexity, verdict
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.prepared import PreparedModel
@@ -207,12 +206,10 @@ def _run(
     """
     session = model.session(max_tokens=len(ids))
     caches = {x.recipe.digest(): x.session(max_tokens=len(ids)).cache for x in others}
-    compared = ComparedCache(session.cache, caches)
-    if others:
-        session.cache = cast(CacheBackend, compared)
+    found = compare(session, caches)
     logits = session.forward([(session.new_sequence(), ids)], all_rows=True)[0].trusted_logits()
-    layers = sorted({layer for _, layer in compared.found})
-    return logits, [tuple(compared.found[digest, i].mean for i in layers) for digest in caches]
+    layers = sorted({layer for _, layer in found})
+    return logits, [tuple(found[digest, i].mean for i in layers) for digest in caches]
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:

@@ -112,6 +112,6 @@ def read_tensors(folder: Path) -> ModelTensors:
         ModelError: files are damaged or missing.
     """
     if is_gguf(folder):
-        return GgufTensors(read_gguf(folder))
+        return GgufTensors(read_gguf(folder).sources)
     named, unread = namer(folder), read_unread(folder)
     return _StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)

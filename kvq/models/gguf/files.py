@@ -17,7 +17,7 @@ RECIPE = "kvq.recipe"  # key of the metadata: a KV recipe as JSON
 _PROJECTOR = "mmproj"  # part of the names of files with a model's eyes or ears
 
 
-class GgufModel:
+class _GgufModel:
     """Description of a model in GGUF files, by their headers."""
 
     def __init__(
@@ -72,7 +72,7 @@ def _in_module(name: str) -> str:
     return name
 
 
-def read_gguf(path: Path) -> GgufModel:
+def read_gguf(path: Path) -> _GgufModel:
     """Return the description of the model that a GGUF file, or any part of a split one, belongs to.
 
     Raises:
@@ -89,7 +89,7 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 @lru_cache(maxsize=2)  # a model and its draft
-def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufModel:
+def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> _GgufModel:
     """Read the headers; `stamps`: of the files, so that changed files are read again."""
     headers = [read_gguf_header(path) for path in paths]
     for number, (path, (metadata, _)) in enumerate(zip(paths, headers, strict=True)):
@@ -99,7 +99,7 @@ def _read(paths: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufM
                 f"{path} says that it is part {said[0]!r:.20} of {said[1]!r:.20}, counted from 0, and "
                 f"its name stands for {number} of {len(paths)}; parts are called NAME-00001-of-00003.gguf"
             )
-    return GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
+    return _GgufModel(paths, headers[0][0], (tensor for _, tensors in headers for tensor in tensors))
 
 
 def find_gguf(folder: Path) -> Path | None:

@@ -11,14 +11,14 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.ggml import GgmlType
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.kernels.codec.ggml import dequantize
-from kvq.models.gguf.files import GgufModel
+from kvq.models.gguf.names import Source
 
 
 class GgufTensors(Mapping[str, Tensor]):
     """Mapping from transformers' names to dequantized tensors; each tensor is memory-mapped on access."""
 
-    def __init__(self, model: GgufModel) -> None:
-        self._sources = model.sources
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor's values: fp32, or those of F16 and BF16 as they are stored."""

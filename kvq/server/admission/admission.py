@@ -1,7 +1,7 @@
 """Admission control: limits on KV pools and the request queue, checked before any work is done."""
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +10,19 @@ from math import ceil
 from time import monotonic
 
 from kvq.engine import SamplingParams
-from kvq.errors import RequestError
+from kvq.engine.requests.outputs import Piece
+from kvq.errors import EngineError, RequestError
 from kvq.scheduler import most_blocks, resolve_max_tokens
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.rate_limits import Tenant, TenantLimits
-from kvq.server.admission.slots import EngineSlots, FirstTokens, SequenceSlots
-from kvq.server.engine.messages import Ready
+from kvq.server.admission.slots import EngineSlots, SequenceSlots
+from kvq.server.engine.messages import Ended, Ready
 from kvq.server.engine.remote import Remote
 from kvq.server.http.problems import Problem, unavailable
 
 _MAX_RETRY_S = 60
+_WINDOW_S = 10.0
+_MIN_STARTS = 16  # minimum number of first tokens in the window for an estimate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +40,7 @@ class AdmissionConfig:
 
 
 @dataclass(slots=True, eq=False)
-class Queued:
+class _Queued:
     """Prompt in the engine, with its worst-case block demand."""
 
     prompt_tokens: int
@@ -67,10 +70,10 @@ class Admission:
         self.config = config or AdmissionConfig()
         self._clock = clock
         self._chance = chance
-        self._first_tokens = FirstTokens(clock)
+        self._first_tokens = _FirstTokens(clock)
         self.tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(limits or TenantLimits(), clock))
         self._concurrency = EngineSlots(lambda: engine.num_slots)
-        self._queued: set[Queued] = set()
+        self._queued: set[_Queued] = set()
         self._waiting_tokens = 0
         self._overcommit = 0.0
         self._engine = engine
@@ -133,14 +136,14 @@ class Admission:
     @contextmanager
     def queue(
         self, tokens: Sequence[int], params: SamplingParams, info: Ready, slots: SequenceSlots
-    ) -> Iterator[Queued]:
+    ) -> Iterator[_Queued]:
         """Count one prompt of a request from its submission to the engine until it ends.
 
         Raises:
             Problem: 400 if the prompt can never fit, 503 if too much work is waiting.
         """
         need = blocks_wanted(params, len(tokens), info)
-        entry = Queued(
+        entry = _Queued(
             prompt_tokens=len(tokens),
             share=max(blocks / total for blocks, total in zip(need, info.shape.num_blocks, strict=True)),
             slots=slots,
@@ -158,17 +161,26 @@ class Admission:
         finally:
             self.ended(entry)
 
-    def started(self, entry: Queued) -> None:
+    def note(self, entry: _Queued, message: Piece | Ended | EngineError) -> None:
+        """Record a prompt's progress."""
+        if not isinstance(message, Piece):
+            self.ended(entry)
+            return
+        self.started(entry)
+        if message.finish_reason is not None:
+            self.ended_one(entry)
+
+    def started(self, entry: _Queued) -> None:
         """Record that a prompt has its first token."""
         if not entry.has_started:
             self._concurrency.begin(entry.slots, entry.left)
             self._wait_no_more(entry, started=True)
 
-    def ended_one(self, entry: Queued) -> None:
+    def ended_one(self, entry: _Queued) -> None:
         """Record that one of a prompt's sequences ended."""
         self._end(entry, min(1, entry.left))
 
-    def ended(self, entry: Queued) -> None:
+    def ended(self, entry: _Queued) -> None:
         """Record that a prompt ended, possibly before the client is notified. Further calls do nothing."""
         self._end(entry, entry.left)
         if not entry.has_started:
@@ -177,13 +189,13 @@ class Admission:
             self._queued.remove(entry)
             self._overcommit = self._overcommit - entry.share if self._queued else 0.0
 
-    def _wait_no_more(self, entry: Queued, *, started: bool) -> None:
+    def _wait_no_more(self, entry: _Queued, *, started: bool) -> None:
         entry.has_started = True
         self._waiting_tokens -= entry.prompt_tokens
         if entry.tells:
             self._first_tokens.leave(started=started)
 
-    def _end(self, entry: Queued, count: int) -> None:
+    def _end(self, entry: _Queued, count: int) -> None:
         entry.left -= count
         self._concurrency.end(entry.slots, count, begun=entry.has_started)
 
@@ -243,3 +255,46 @@ def blocks_wanted(params: SamplingParams, num_tokens: int, info: Ready) -> list[
         raise Problem(400, str(error), code="context_length_exceeded" if is_long else None) from error
     size, chunk = shape.block_size, config.max_num_batched_tokens
     return most_blocks(num_tokens, most, shape.reaches, size, chunk, num_branches=branches)
+
+
+class _FirstTokens:  # D300: waits follow from the rate of first tokens while a prompt waits
+    """Tracker of prompts without a first token, and of the recent rate of first tokens.
+
+    The rate counts only time during which some prompt was waiting, because an idle server produces few first
+    tokens per second even if it is fast.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.num_awaited = 0
+        self._clock = clock
+        self._awaited_s = 0.0  # time during which some prompt was waiting, up to the last clock reading
+        self._looked_s = clock()
+        self._starts: deque[tuple[float, float]] = deque()  # (time, `_awaited_s` at that time)
+
+    def await_one(self) -> None:
+        """Add a prompt that waits for its first token."""
+        self._look()
+        self.num_awaited += 1
+
+    def leave(self, *, started: bool) -> None:
+        """Remove a waiting prompt; `started` is True if it got its first token, False if it never will."""
+        now = self._look()
+        self.num_awaited -= 1
+        if started:
+            self._starts.append((now, self._awaited_s))
+
+    def per_s(self) -> float | None:
+        """Return the rate of first tokens per second, or None if there are too few measurements."""
+        self._look()
+        if len(self._starts) < _MIN_STARTS:
+            return None
+        return len(self._starts) / max(self._awaited_s - self._starts[0][1], 1e-3)
+
+    def _look(self) -> float:
+        now = self._clock()
+        if self.num_awaited:
+            self._awaited_s += now - self._looked_s
+        self._looked_s = now
+        while self._starts and now - self._starts[0][0] > _WINDOW_S:
+            self._starts.popleft()
+        return now

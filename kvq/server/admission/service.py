@@ -12,7 +12,7 @@ from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.errors import EngineError, RequestError
-from kvq.server.admission.admission import Admission, Queued, blocks_wanted
+from kvq.server.admission.admission import Admission, blocks_wanted
 from kvq.server.admission.bodies import HintBody
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
@@ -187,9 +187,8 @@ class Service:
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 entry = stack.enter_context(self.admission.queue(tokens, options.params, info, slots))
-            messages = self.remote.stream(
-                tokens, options, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
-            )
+            note = partial(self.admission.note, entry)  # even if the client reads slowly
+            messages = self.remote.stream(tokens, options, timeout_s=self._timeout_s, on_message=note)
             status = "cancelled"  # unless it is replaced below
             try:
                 async for message in messages:
@@ -216,15 +215,6 @@ class Service:
         self.check_ready()
         assert self.remote.info is not None, "a ready engine said what it is"
         return self.remote.info
-
-    def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
-        """Report a prompt's progress to admission, even if the client reads slowly."""
-        if not isinstance(message, Piece):
-            self.admission.ended(entry)
-            return
-        self.admission.started(entry)
-        if message.finish_reason is not None:
-            self.admission.ended_one(entry)
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting requests; return when all running requests have ended, or after `grace_s`."""

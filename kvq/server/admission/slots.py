@@ -1,10 +1,9 @@
-"""Engine slots: which requests are running or waiting, and the rate of first tokens.
+"""Engine slots: which requests are running or waiting.
 
 The engine starts prompts in order of arrival while it has free slots, so the waiting requests can be derived
 at any time, even during a step. The engine's own gauges are one step old and miss bursts since then.
 """
 
-from collections import deque
 from collections.abc import Callable
 
 _MANY = 1 << 62
@@ -80,50 +79,3 @@ class EngineSlots:  # D299: counted here, since the engine's figures are a step 
             free -= slots.coming
             num_new -= not slots.held
         return 0, free
-
-
-_WINDOW_S = 10.0
-_MIN_STARTS = 16  # minimum number of first tokens in the window for an estimate
-
-
-class FirstTokens:  # D300: waits follow from the rate of first tokens while a prompt waits
-    """Tracker of prompts without a first token, and of the recent rate of first tokens.
-
-    The rate counts only time during which some prompt was waiting, because an idle server produces few first
-    tokens per second even if it is fast.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.num_awaited = 0
-        self._clock = clock
-        self._awaited_s = 0.0  # time during which some prompt was waiting, up to the last clock reading
-        self._looked_s = clock()
-        self._starts: deque[tuple[float, float]] = deque()  # (time, `_awaited_s` at that time)
-
-    def await_one(self) -> None:
-        """Add a prompt that waits for its first token."""
-        self._look()
-        self.num_awaited += 1
-
-    def leave(self, *, started: bool) -> None:
-        """Remove a waiting prompt; `started` is True if it got its first token, False if it never will."""
-        now = self._look()
-        self.num_awaited -= 1
-        if started:
-            self._starts.append((now, self._awaited_s))
-
-    def per_s(self) -> float | None:
-        """Return the rate of first tokens per second, or None if there are too few measurements."""
-        self._look()
-        if len(self._starts) < _MIN_STARTS:
-            return None
-        return len(self._starts) / max(self._awaited_s - self._starts[0][1], 1e-3)
-
-    def _look(self) -> float:
-        now = self._clock()
-        if self.num_awaited:
-            self._awaited_s += now - self._looked_s
-        self._looked_s = now
-        while self._starts and now - self._starts[0][0] > _WINDOW_S:
-            self._starts.popleft()
-        return now

@@ -14,9 +14,8 @@ MAX_LINE = 8 << 20  # bytes, the limit of the server for one request
 MAX_CUSTOM_ID = 512  # characters
 FIELDS = ("custom_id", "method", "url", "body")
 _BOM = b"\xef\xbb\xbf"
-_ID = "batch_req_"
-BEGIN = f'{{"id":"{_ID}'.encode()  # beginning of every result line
-_PASSING = (429, 500, 502, 503, 504)  # statuses of failures that the request did not cause
+ID = "batch_req_"
+BEGIN = f'{{"id":"{ID}'.encode()  # beginning of every result line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,46 +81,6 @@ def _faulty(number: int, custom_id: str | None, message: str) -> Line:
     return Line(number=number, custom_id=custom_id, fault=f"line {number}: {message}")
 
 
-class _Response(msgspec.Struct, frozen=True):
-    status_code: int
-
-
-class _Error(msgspec.Struct, frozen=True):
-    code: str
-    line: int
-
-
-class Result(msgspec.Struct, frozen=True):
-    """Result line: the fields that a later run reads."""
-
-    id: str
-    custom_id: str | None
-    response: _Response | None
-    error: _Error | None
-
-    @property
-    def is_failed(self) -> bool:
-        """True if the line contains no successful response."""
-        return self.response is None or self.response.status_code != 200
-
-    @property
-    def is_passing(self) -> bool:
-        """True if the request failed because of the engine or the load; a retry may then succeed."""
-        return self.response is not None and self.response.status_code in _PASSING
-
-
-_decoder = msgspec.json.Decoder(Result)
-
-
-def parse_result(raw: bytes) -> Result | None:
-    """Return the result that an earlier run wrote in a line, or None if the line is anything else."""
-    try:
-        result = _decoder.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    return result if result.id.startswith(_ID) and (result.response or result.error) else None
-
-
 def encode_answer(line: Line, body: dict[str, Any], status: int = 200) -> bytes:
     """Encode the result of a request; `body`: a response, or an error object if the request failed."""
     response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
@@ -136,5 +95,5 @@ def encode_fault(line: Line) -> bytes:
 
 
 def _encode(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-    line = {"id": _ID + uuid4().hex, "custom_id": custom_id, "response": response, "error": error}
+    line = {"id": ID + uuid4().hex, "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(line)

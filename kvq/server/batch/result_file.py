@@ -9,11 +9,54 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Self
 
+import msgspec
+
 from kvq.errors import ConfigError
 from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
-from kvq.server.batch.lines import BEGIN, Line, Result, parse_result
+from kvq.server.batch.lines import BEGIN, ID, Line
 
+_PASSING = (429, 500, 502, 503, 504)  # statuses of failures that the request did not cause
 _FINISHED, _SEEN = 1, 2  # the line has a result; the line was in the input of this run
+
+
+class _Response(msgspec.Struct, frozen=True):
+    status_code: int
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str
+    line: int
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """Result line: the fields that a later run reads."""
+
+    id: str
+    custom_id: str | None
+    response: _Response | None
+    error: _Error | None
+
+    @property
+    def is_failed(self) -> bool:
+        """True if the line contains no successful response."""
+        return self.response is None or self.response.status_code != 200
+
+    @property
+    def is_passing(self) -> bool:
+        """True if the request failed because of the engine or the load; a retry may then succeed."""
+        return self.response is not None and self.response.status_code in _PASSING
+
+
+_decoder = msgspec.json.Decoder(_Result)
+
+
+def _parse(raw: bytes) -> _Result | None:
+    """Return the result that an earlier run wrote in a line, or None if the line is anything else."""
+    try:
+        result = _decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    return result if result.id.startswith(ID) and (result.response or result.error) else None
 
 
 class ResultFile:  # D334: results are the only record
@@ -104,7 +147,7 @@ class ResultFile:  # D334: results are the only record
                 self._numbers.add(result.error.line)
         return num_forgotten, end
 
-    def _results(self) -> Iterator[tuple[bytes, Result]]:
+    def _results(self) -> Iterator[tuple[bytes, _Result]]:
         """Yield the complete lines of the file and their results.
 
         Raises:
@@ -117,7 +160,7 @@ class ResultFile:  # D334: results are the only record
             raw = begin
             if begin == BEGIN:
                 raw += self._file.readline()
-            result = parse_result(raw) if raw.endswith(b"\n") else None
+            result = _parse(raw) if raw.endswith(b"\n") else None
             if result is not None:
                 yield raw, result
             elif raw.endswith(b"\n") or not (raw.startswith(BEGIN) or BEGIN.startswith(raw)):

@@ -1,6 +1,7 @@
 """HTTP/1.1 connections with limits on parsing, on buffers and on the arrival time of request heads."""
 
 import asyncio
+import errno
 import json
 import socket
 from typing import Any
@@ -11,6 +12,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from kvq.errors import ConfigError
 from kvq.server.http.limited_parser import SLICE_EVENTS, LimitedParser
 from kvq.server.http.listener import Slot, Stage
 from kvq.server.http.loop_budget import Again, LoopBudget
@@ -220,3 +222,21 @@ def prepare(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # D305
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address; clients can connect and queue from then on.
+
+    Raises:
+        ConfigError: the address can't be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        why = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            why = "another program has that port; end it, or give another --port"
+        raise ConfigError(f"can't listen on {host}:{port}: {why}") from error
+    prepare(sock)
+    return sock

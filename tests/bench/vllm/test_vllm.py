@@ -11,7 +11,7 @@ import kvq
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.vllm import vllm
 from kvq.bench.vllm.engine import OWN
-from kvq.bench.vllm.load import CLOCKED, WARM_UP, make_loads, require_context
+from kvq.bench.vllm.vllm import CLOCKED, WARM_UP, make_loads, require_context
 from kvq.commands.bench.vllm import _numbers
 from kvq.errors import ConfigError, EngineError
 from kvq.models import Model

@@ -9,7 +9,7 @@ import pytest
 
 from kvq.capacity.fleet.arrivals import traced
 from kvq.capacity.fleet.fleet import fewest_replicas
-from kvq.capacity.fleet.records import Histogram, percentile
+from kvq.capacity.fleet.records import _Histogram, percentile
 from kvq.capacity.lengths import read_lines, read_trace
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
@@ -162,19 +162,19 @@ def test_files_that_are_none(tmp_path: Path):
 def test_a_histogram_is_as_good_as_all_values():
     rng = random.Random(0)
     values = [rng.lognormvariate(-4, 1) for _ in range(5000)]
-    histogram = Histogram()
+    histogram = _Histogram()
     for value in values:
         histogram.add(value)
     for rank in (1, 50, 95, 99, 99.9):
         assert histogram.percentile(rank) == pytest.approx(percentile(values, rank), rel=2e-3)
     assert histogram.total == pytest.approx(sum(values))
-    twice = Histogram()
+    twice = _Histogram()
     twice.merge(histogram)
     twice.merge(histogram)
     assert twice.count == 10_000
     assert twice.percentile(50) == histogram.percentile(50)
-    assert Histogram().percentile(50) is None
-    nothing = Histogram()
+    assert _Histogram().percentile(50) is None
+    nothing = _Histogram()
     nothing.add(0.0, 3)
     assert nothing.percentile(99) == 0.0
 

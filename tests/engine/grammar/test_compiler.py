@@ -12,9 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvq.engine.grammar import compiler as compiler_module
-from kvq.engine.grammar import process as process_module
-from kvq.engine.grammar.compiler import GrammarCompiler
-from kvq.engine.grammar.process import CompileProcess
+from kvq.engine.grammar.compiler import GrammarCompiler, _CompileProcess
 from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.params import StructuredOutput
 from kvq.errors import Overloaded, RequestError
@@ -46,13 +44,13 @@ def stop(child):
 def tried(monkeypatch) -> list[str]:
     """Texts that went to a child."""
     texts: list[str] = []
-    check = CompileProcess.check
+    check = _CompileProcess.check
 
     def recorded(self, text):
         texts.append(text)
         return check(self, text)
 
-    monkeypatch.setattr(CompileProcess, "check", recorded)
+    monkeypatch.setattr(_CompileProcess, "check", recorded)
     return texts
 
 
@@ -80,7 +78,7 @@ def test_a_compile_that_takes_no_processor_time_for_minutes_is_ended(tokenizer, 
     with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
         stop(compiler._child._child)
-        monkeypatch.setattr(process_module, "STUCK_S", 0)
+        monkeypatch.setattr(compiler_module, "_STUCK_S", 0)
         with pytest.raises(RequestError, match=r"more than 1 s;"):
             matcher_of(compiler, regex="ab")
 
@@ -239,9 +237,9 @@ def test_compiling_gives_way_to_steps(tokenizer):
     with compiler_with(tokenizer) as compiler:
         compiler.submit(StructuredOutput(regex="a+")).result(HANG_S)
         child, thread = compiler._child, compiler._thread
-        assert os.getpriority(os.PRIO_PROCESS, child._child.pid) == process_module.NICENESS
+        assert os.getpriority(os.PRIO_PROCESS, child._child.pid) == compiler_module._NICENESS
         if sys.platform == "linux":
-            assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == process_module.NICENESS
+            assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == compiler_module._NICENESS
             assert (
-                os.getpriority(os.PRIO_PROCESS, threading.main_thread().native_id) < process_module.NICENESS
+                os.getpriority(os.PRIO_PROCESS, threading.main_thread().native_id) < compiler_module._NICENESS
             )

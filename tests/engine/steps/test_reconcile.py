@@ -12,7 +12,7 @@ from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.memory import Engine
 from kvq.capacity.plan.plan import CapacityPlan
 from kvq.engine import SamplingParams
-from kvq.engine.steps.reconcile import Line, _Reconciliation
+from kvq.engine.steps.reconcile import _Line, _Reconciliation
 
 CONTEXT, OUTPUT = 160, 64  # tokens
 
@@ -89,7 +89,7 @@ def test_as_many_users_as_planned_run_without_preemption_and_more_do_not(kv: str
     fits = plan.users.paged
     assert 20 <= fits <= 30
     with kvq.LLM(model, num_blocks=plan.num_blocks[0], max_num_seqs=64, max_num_batched_tokens=8192) as llm:
-        assert llm.core.memory.lines[-1] == Line("KV pool", plan.pool_bytes, plan.pool_bytes)
+        assert llm.core.memory.lines[-1] == _Line("KV pool", plan.pool_bytes, plan.pool_bytes)
         counters = llm.core.scheduler.counters
         peak = [0]
         llm.on_step(lambda stats: peak.append(max(peak[-1], stats.running)))
@@ -108,12 +108,12 @@ def test_as_many_users_as_planned_run_without_preemption_and_more_do_not(kv: str
 
 
 def test_what_is_off_is_a_warning_however_small_a_part_it_is(caplog: pytest.LogCaptureFixture):
-    whole = Line("in all", 1_000_000_000, 1_004_000_000)
-    pool = Line("KV pool", 900_000_000, 900_000_000)
-    small = Line("weight scales", 1000, 3000)
-    right = _Reconciliation((Line("linear weights", 8_000_000, 8_070_000), small, pool), whole)
-    wrong = _Reconciliation((Line("linear weights", 8_000_000, 12_000_000), small, pool), whole)
-    missing = _Reconciliation((Line("expert weights", 0, 2_000_000), pool), whole)
+    whole = _Line("in all", 1_000_000_000, 1_004_000_000)
+    pool = _Line("KV pool", 900_000_000, 900_000_000)
+    small = _Line("weight scales", 1000, 3000)
+    right = _Reconciliation((_Line("linear weights", 8_000_000, 8_070_000), small, pool), whole)
+    wrong = _Reconciliation((_Line("linear weights", 8_000_000, 12_000_000), small, pool), whole)
+    missing = _Reconciliation((_Line("expert weights", 0, 2_000_000), pool), whole)
     with caplog.at_level(logging.INFO, logger="kvq"):
         right.report()
         assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -19,7 +19,7 @@ from kvq.server.engine.process import EngineProcess
 from kvq.server.engine.remote import Remote, State
 from kvq.server.health import _DeepCheck
 from kvq.server.http.problems import Problem
-from kvq.server.http.server import HttpServer
+from kvq.server.run import _HttpServer
 from tests.waiting import HANG_S
 
 
@@ -69,7 +69,7 @@ def ask(tiny):
         remote._process = EngineProcess(popen=None, reader=None, writer=Mute(remote, first="stream" in body))
         made = make_service(config, "tiny", EMBEDDED["tiny"], remote, tiny.tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(create_app(made))
+            server = _HttpServer(create_app(made))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             answer = await asyncio.to_thread(post, listener.getsockname()[1], body)
             server.should_exit = True

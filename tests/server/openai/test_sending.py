@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from kvq.server.http import sending
 from kvq.server.http.problems import last_event, unavailable
-from kvq.server.http.sending import MAX_BEHIND, EventStream
+from kvq.server.openai import respond
+from kvq.server.openai.respond import _MAX_BEHIND, _EventStream
 from tests.waiting import HANG_S, wait_for_async
 
 PATH = "/v1/completions"
@@ -16,7 +16,7 @@ PATH = "/v1/completions"
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """Nobody is cut off who is only slow, unless a test says so."""
-    monkeypatch.setattr(sending, "_PATIENCE_S", HANG_S)
+    monkeypatch.setattr(respond, "_PATIENCE_S", HANG_S)
 
 
 class Reader:
@@ -56,7 +56,7 @@ async def numbers(count, size, closed, fail=None):
 
 async def run(reader, chunks, **options):
     ends = []
-    stream = EventStream(
+    stream = _EventStream(
         chunks, PATH, on_cut=lambda: ends.append("cut"), on_end=lambda: ends.append("end"), **options
     )
     await stream({"type": "http", "state": {"kvq_transport": reader}}, reader.receive, reader.send)
@@ -80,7 +80,7 @@ def test_everything_arrives_in_order_and_the_stream_ends():
 
 
 def test_a_reader_who_stops_is_cut_off_with_bounded_memory(monkeypatch):
-    monkeypatch.setattr(sending, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(respond, "_PATIENCE_S", 0.05)
 
     async def main():
         reader, closed, made = Reader(), [], 0
@@ -95,7 +95,7 @@ def test_a_reader_who_stops_is_cut_off_with_bounded_memory(monkeypatch):
 
         assert await asyncio.wait_for(run(reader, endless()), HANG_S) == ["cut", "end"]
         assert reader.aborted
-        assert made * 1000 < 50 * 1000 + MAX_BEHIND + 5000
+        assert made * 1000 < 50 * 1000 + _MAX_BEHIND + 5000
         assert len(reader.body) <= 51 * 1100
 
     asyncio.run(main())
