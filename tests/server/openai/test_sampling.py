@@ -19,7 +19,16 @@ message_params = partial(_params, offer=None)
 
 # How a request is served and what comes back, not how tokens are chosen.
 _OF_THE_REQUEST = {
-    *("model", "stream", "stream_options", "service_tier", "priority", "cache_salt"),
+    *(
+        "model",
+        "stream",
+        "stream_options",
+        "service_tier",
+        "priority",
+        "cache_salt",
+        "session_id",
+        "kv_retain",
+    ),
     *("prompt", "suffix", "echo"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls"),
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
