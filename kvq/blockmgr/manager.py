@@ -228,6 +228,17 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
         return sequence, missing
 
+    def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:
+        """Start a sequence whose first `length` tokens another engine has computed, perhaps not in whole blocks.
+
+        Like `adopt`, but nothing is announced, and blocks are indexed only once they are old enough.
+        """
+        starts, taken = self._tables.take_first(length)
+        sequence = self._begin(prompt)
+        sequence.adopt(length, starts, taken, self.blocks.block_bytes)
+        sequence.adopted = 0
+        return sequence
+
     def fill(self, block: BlockId, key: BlockKey, content: Any) -> None:
         """Queue the overwriting of a block of a sequence that is being restored."""
         self.blocks.orders.append(Fill(group=key.group, block=block, content=content))
