@@ -21,7 +21,7 @@ from kvq.models.describe.resolve import ModelSource
 from kvq.models.parts.fork_guard import NotCopyable
 
 if TYPE_CHECKING:  # msgspec is not needed without it
-    from kvq.engine.handover import HandOver
+    from kvq.engine.handover.handover import HandOver
 
 _log = logging.getLogger("kvq")
 

@@ -92,7 +92,7 @@ class EngineCore(NotCopyable):
         self._publisher = Publisher(model, self.scheduler)
         self.handover = None
         if config.hand_over_listen is not None or config.hand_over_to is not None:
-            from kvq.engine.handover import HandOver  # msgspec is not needed without it
+            from kvq.engine.handover.handover import HandOver  # msgspec is not needed without it
 
             require("hand-over", HAND_OVER)
             self.handover = HandOver(self)

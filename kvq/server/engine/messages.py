@@ -57,6 +57,7 @@ class Submit(Message, frozen=True):
 # "ping", even during a step; "look" is answered between two steps with one snapshot for all looks so far.
 Ping = Literal["ping"]
 Look = Literal["look"]
+Drain = Literal["drain"]  # lets the requests go on in another engine, if there is one to hand them over to
 
 
 # From the engine
@@ -145,5 +146,5 @@ class EngineSnapshot(Message, frozen=True):
     past: list[dict[str, Any]]  # ended requests, a few per tenant, latest first
 
 
-ToEngine = Start | Submit | int | Ping | Look
+ToEngine = Start | Submit | int | Ping | Look | Drain
 FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.handover.link import Link
-from kvq.handover.wire import Answer, Begin, Block, Blocks, block_digest, block_names
+from kvq.engine.handover.link import Link
+from kvq.engine.handover.wire import Answer, Begin, Block, Blocks, block_digest, block_names
 
 Place = tuple[int, int]  # layer group, index in the sequence
 PIECE = 2 << 20  # bytes of blocks in one message, unless one block has more
@@ -38,7 +38,7 @@ def send_blocks(
     names, some = block_names(begin.tokens, shape.block_size), max(1, PIECE // max(shape.block_bytes))
     for at in range(0, max(1, len(places)), some):
         blocks = []
-        for (group, index), content in zip(piece := places[at : at + some], read(piece), strict=True):
+        for (group, index), content in zip(piece := places[at : at + some], read(piece) if piece else [], strict=True):
             digest = block_digest(shape.contexts[group], names[index], (group, index), content)
             blocks.append((group, index, digest, content))
         link.send(Blocks(blocks, are_last=at + some >= len(places)))

@@ -30,9 +30,9 @@ from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.choose import as_known
 from kvq.errors import ConfigError, EngineError, KVQError, OutOfBlocks, RequestError
 from kvq.fileio import read_secret
-from kvq.handover.link import Link, listen, parse_address
-from kvq.handover.transfer import Place, Shape, receive_blocks, send_blocks
-from kvq.handover.wire import Answer, Begin, Block, Tokens
+from kvq.engine.handover.link import Link, listen, parse_address
+from kvq.engine.handover.transfer import Place, Shape, receive_blocks, send_blocks
+from kvq.engine.handover.wire import Answer, Begin, Block, Tokens
 
 _log = logging.getLogger("kvq")
 T = TypeVar("T")

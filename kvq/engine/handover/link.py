@@ -12,7 +12,7 @@ from typing import NoReturn, Self, TypeVar
 import msgspec
 
 from kvq.errors import ConfigError, EngineError
-from kvq.handover.wire import VERSION, AnyMessage, Hello, Proof, Refused, decoder, encoder
+from kvq.engine.handover.wire import VERSION, AnyMessage, Hello, Proof, Refused, decoder, encoder
 
 M = TypeVar("M")
 Address = str | tuple[str, int]  # path of a Unix socket, or host and port
