@@ -12,7 +12,7 @@ from tests.engine.kit import assert_balanced, engine
 
 
 
-_HANG_S = 60.0
+_HANG_S = 20.0
 
 
 class Pair:

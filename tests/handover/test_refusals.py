@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from dataclasses import replace
+import threading
 
 import pytest
 
@@ -75,29 +75,16 @@ def test_a_connection_cut_at_every_message_leaves_nothing_on_either_side(kv, mon
     both.close()
 
 
-def facts_differ(other, kv="auto", **options):
-    both = Pair(pair("llama")[0], kv, receiver=other, there=options)
-    _, found = submit(both.a, PROMPT, PARAMS)
-    both.steps(3)
-    both.drain()
-    assert found.output.error is None
-    assert both.b.core.scheduler.counters.added == 0
-    both.check()
-    both.close()
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [
         ("model", lambda: pair("llama", seed=1)[0]),
-        ("recipe", lambda: pair("llama")[0].with_kv("int8")),
+        ("layout", lambda: pair("llama")[0].with_kv("int8")),
         ("layout", lambda: pair("qwen3")[0]),
     ],
 )
 def test_foreign_models_recipes_and_layouts_are_refused_by_name_on_both_sides(name, make, caplog):
-    both = None
-    other = make()
-    receiver = engine(other, hand_over_listen="0")
+    receiver = engine(make(), hand_over_listen="0")
     sender = engine(pair("llama")[0], hand_over_to=receiver.hand_over.address)
     _, found = submit(sender, PROMPT, PARAMS)
     sender.step()
@@ -110,9 +97,7 @@ def test_foreign_models_recipes_and_layouts_are_refused_by_name_on_both_sides(na
     sender.close()
     told = [record.getMessage() for record in caplog.records if "hand-over refused" in record.getMessage()]
     assert len(told) == 2, "both sides say why"
-    assert both is None
-    if name != "layout":
-        assert all(f"another {name}" in one or "another layout" in one for one in told)
+    assert all(f"another {name}" in one for one in told)
 
 
 def test_another_order_of_heads_in_the_layout_is_refused(monkeypatch, caplog):
@@ -124,6 +109,7 @@ def test_another_order_of_heads_in_the_layout_is_refused(monkeypatch, caplog):
     sent = send_a_prefix(sender, receiver)
     with pytest.raises(EngineError, match="another layout"):
         sent.result()
+    receiver.close()
     assert "another layout" in refused(caplog)
 
 
@@ -292,8 +278,7 @@ def test_announcements_that_can_not_be_are_refused(change, monkeypatch):
 
     monkeypatch.setattr(Link, "send", announce)
     sent = send_a_prefix(both.a, both.b)
-    if change != {"prompt_length": 10**6}:
-        assert isinstance(sent.exception(), EngineError)
+    assert isinstance(sent.exception(), EngineError)
     both.check()
     both.close()
 
@@ -311,7 +296,7 @@ def test_both_need_the_same_key(tmp_path, caplog):
         with pytest.raises(EngineError, match=reason):
             send_a_prefix(sender, receiver).result()
     sender = engine(model, hand_over_to=receiver.hand_over.address, hand_over_key_file=paths[0])
-    assert send_a_prefix(sender, receiver).result() == 96
+    assert send_a_prefix(sender, receiver).result() == 80
     for address in ("0.0.0.0:7100", "example.org:7100", "192.0.2.1:1"):
         with pytest.raises(ConfigError, match="hand_over_key_file"):
             parse_address(address, None)
@@ -325,8 +310,6 @@ def test_a_proof_can_not_be_sent_back():
     """An impostor without the key that returns what it gets is refused."""
     ours, theirs = socket.socketpair()
     with Link(ours) as link, Link(theirs) as mirror:
-        import threading
-
         def reflect():
             mirror.send(mirror.expect(wire.Hello))
             mirror.send(mirror.expect(wire.Proof))
@@ -356,9 +339,11 @@ def test_bytes_that_are_no_messages_end_the_connection(raw):
     assert num_threads() == 0
 
 
-def test_replaced_options_are_those_of_the_request():
+def test_all_options_of_a_request_arrive():
     params = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={3: 2.0}, stop=["x"], stop_token_ids=[7])
     begin = wire.Begin(b"\0" * 4, 1, wire.RequestOptions(params=params, tenant="t", cache_salt="s"), 1, 2**53)
     found = wire.decoder.decode(wire.encoder.encode(begin))
-    assert found == begin
-    assert found.options.params == replace(params)
+    for name in (*SamplingParams.__slots__, "stop_strings"):
+        one, other = getattr(found.options.params, name), getattr(params, name)
+        assert one == other or list(one) == list(other), name
+    assert (found.options.tenant, found.options.cache_salt, found.seed) == ("t", "s", 2**53)

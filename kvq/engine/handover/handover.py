@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvq.blockmgr import PrefixQuery, Sequence
+from kvq.blockmgr.prefix import TOKEN_BYTES
 from kvq.cache.digests import digest_context, layout_digest
 from kvq.engine.exactness import engine_facts
 from kvq.engine.requests.outputs import Event, Piece
@@ -439,10 +440,11 @@ class HandOver:
 
 
 def _unpack(begin: Begin) -> "array[int]":
-    tokens = array("I")
-    if len(begin.tokens) % tokens.itemsize or not 0 <= begin.length * tokens.itemsize <= len(begin.tokens):
+    if len(begin.tokens) % TOKEN_BYTES:
         raise RequestError("the tokens are cut")
-    tokens.frombytes(begin.tokens)
+    tokens = array("I", begin.tokens)
+    if not (0 <= begin.length <= len(tokens) and 0 <= begin.prompt_length <= len(tokens)):
+        raise RequestError(f"{begin.length} and {begin.prompt_length} of {len(tokens)} tokens")
     return tokens
 
 
