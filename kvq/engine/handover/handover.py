@@ -411,6 +411,8 @@ class HandOver:
         """Index a sequence whose blocks are complete, and let its request go on. Return the tokens taken over."""
         if arrival.kv is not None:
             self._manager.commit(arrival.kv)
+        kind = "prefix" if arrival.job is None else "request"
+        _log.info("took over a %s with KV of %d tokens", kind, 0 if arrival.kv is None else arrival.begin.length)
         if arrival.job is not None:
             self._arrived[arrival.job] = arrival
             self._core.submit(arrival.job)
