@@ -229,7 +229,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         return sequence, missing
 
     def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:
-        """Start a sequence whose first `length` tokens another engine has computed, perhaps not in whole blocks.
+        """Start a sequence whose first `length` tokens another engine has computed, not only whole blocks.
 
         Like `adopt`, but nothing is announced, and blocks are indexed only once they are old enough.
         """

@@ -26,9 +26,9 @@ class EngineConfig:
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool;
     `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused blocks are
     dropped there. `kv_tenant_share`: largest share of one tenant.
-    `hand_over_listen`, `hand_over_to`: addresses (a port of loopback, HOST:PORT or unix:PATH) at which prefixes
-    and requests of other engines arrive, and of the engine to which they go; `hand_over_key_file`: a secret that
-    both know. `hand_over_prefilled`: whether requests go once their prompt is computed.
+    `hand_over_listen`, `hand_over_to`: a port of loopback, HOST:PORT or unix:PATH at which prefixes and
+    requests of other engines arrive, and to which they go; `hand_over_key_file`: a secret that both engines
+    know. `hand_over_prefilled`: whether requests go once their prompt is computed.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none

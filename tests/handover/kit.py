@@ -9,9 +9,6 @@ from typing import Any
 from kvq.engine import LLM
 from tests.engine.kit import assert_balanced, engine
 
-
-
-
 _HANG_S = 20.0
 
 
@@ -52,7 +49,7 @@ class Pair:
             assert_balanced(llm)
             assert llm.core.scheduler.num_away == 0
             hand_over = llm.hand_over
-            assert not (hand_over._away or hand_over._arrived or hand_over._links or hand_over._tried)
+            assert not any(getattr(hand_over, name) for name in ("_away", "_arrived", "_links", "_tried"))
 
     def close(self) -> None:
         self.a.close()

@@ -51,7 +51,7 @@ def test_a_connection_cut_at_every_message_leaves_nothing_on_either_side(kv, mon
     monkeypatch.setattr(Link, "send", send_or_cut)
     total, at = 10**9, 0
     while at <= total:
-        for within in (False, True):
+        for within in (False, True):  # noqa: B007 - read above
             both.a.hand_over.moves_all, sent, cut_at = False, 0, -1
             _, found = submit(both.a, PROMPT, PARAMS)
             both.steps(4)
@@ -310,6 +310,7 @@ def test_a_proof_can_not_be_sent_back():
     """An impostor without the key that returns what it gets is refused."""
     ours, theirs = socket.socketpair()
     with Link(ours) as link, Link(theirs) as mirror:
+
         def reflect():
             mirror.send(mirror.expect(wire.Hello))
             mirror.send(mirror.expect(wire.Proof))
@@ -321,7 +322,9 @@ def test_a_proof_can_not_be_sent_back():
         thread.join()
 
 
-@pytest.mark.parametrize("raw", [b"", b"\0", b"\xff" * 4, b"\0\0\1\0" + b"x" * 65536, b"\4\0\0\0abcd", b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\0", b"\xff" * 4, b"\0\0\1\0" + b"x" * 65536, b"\4\0\0\0abcd", b"GET / HTTP/1.1\r\n\r\n"]
+)
 def test_bytes_that_are_no_messages_end_the_connection(raw):
     both = Pair(pair("llama")[0])
     host, port = parse_address(both.b.hand_over.address, None)
@@ -340,7 +343,9 @@ def test_bytes_that_are_no_messages_end_the_connection(raw):
 
 
 def test_all_options_of_a_request_arrive():
-    params = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={3: 2.0}, stop=["x"], stop_token_ids=[7])
+    params = SamplingParams(
+        max_tokens=5, temperature=0.5, logit_bias={3: 2.0}, stop=["x"], stop_token_ids=[7]
+    )
     begin = wire.Begin(b"\0" * 4, 1, wire.RequestOptions(params=params, tenant="t", cache_salt="s"), 1, 2**53)
     found = wire.decoder.decode(wire.encoder.encode(begin))
     for name in (*SamplingParams.__slots__, "stop_strings"):

@@ -37,7 +37,8 @@ def test_a_server_that_ends_loses_no_token_of_its_streams():
         with Server(*OPTIONS, "--hand-over-to", str(port), "--grace", "0") as a:
             texts = [""] * len(PROMPTS)
             threads = [
-                threading.Thread(target=partial(stream, a, prompt, i, texts)) for i, prompt in enumerate(PROMPTS)
+                threading.Thread(target=partial(stream, a, prompt, i, texts))
+                for i, prompt in enumerate(PROMPTS)
             ]
             for thread in threads:
                 thread.start()
@@ -51,7 +52,8 @@ def test_a_server_that_ends_loses_no_token_of_its_streams():
         assert b.log.count("took over a request with KV of") == len(PROMPTS)
     with kvq.LLM("tiny", "int4", num_blocks=400, max_num_seqs=8) as llm:
         params = [
-            kvq.SamplingParams(max_tokens=NEW, temperature=1.0, seed=i, ignore_eos=True) for i in range(len(PROMPTS))
+            kvq.SamplingParams(max_tokens=NEW, temperature=1.0, seed=i, ignore_eos=True)
+            for i in range(len(PROMPTS))
         ]
         whole = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     assert texts == [f"{one.text}|{one.finish_reason}" for one in whole]

@@ -75,7 +75,9 @@ class _EngineOptions:
     hand_over_listen: str | None = option(
         None, "Take over requests and prefixes of other engines at a port, HOST:PORT or unix:PATH."
     )
-    hand_over_to: str | None = option(None, "Engine that takes over the requests at shutdown, as they listen.")
+    hand_over_to: str | None = option(
+        None, "Engine that takes over the requests at shutdown, as they listen."
+    )
     hand_over_key_file: str | None = path_option(
         "--hand-over-key-file", "Secret key of hand-overs, the same on both sides.", type=TO_READ
     )

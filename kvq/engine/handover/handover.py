@@ -1,8 +1,8 @@
 """Hand-overs of an engine: prefixes and running requests that move to another engine, or come from one.
 
-A thread for each transfer does the input and output. What concerns blocks and requests it asks of the engine's
-thread, which does a bounded part of it between two steps. A request that moved keeps its listener here: the other
-engine returns tokens. If that engine fails, the request goes on here.
+A thread for each transfer does the input and output. What concerns blocks and requests it asks of the
+engine's thread, which does a bounded part of it between two steps. A request that moved keeps its listener
+here: the other engine returns tokens. If that engine fails, the request goes on here.
 """
 
 import logging
@@ -11,29 +11,23 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from itertools import repeat
 from queue import Empty, SimpleQueue
-from socket import SHUT_RDWR
+from socket import SHUT_RDWR, socket
 from typing import Any, TypeVar
 
-import torch
-
-from kvq.blockmgr import PrefixQuery, Sequence
-from kvq.blockmgr.prefix import TOKEN_BYTES
-from kvq.cache.digests import digest_context, layout_digest
-from kvq.engine.exactness import engine_facts
+from kvq.engine.handover.link import Link, listen, parse_address
+from kvq.engine.handover.moving import Moving, MovingBlocks, facts_of, unpack
+from kvq.engine.handover.transfer import receive_blocks, send_blocks
+from kvq.engine.handover.wire import Answer, Begin, Tokens
 from kvq.engine.requests.outputs import Event, Piece
 from kvq.engine.requests.request_options import Prompt, RequestOptions, check_known, prompt_tokens
 from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.choose import as_known
 from kvq.errors import ConfigError, EngineError, KVQError, OutOfBlocks, RequestError
 from kvq.fileio import read_secret
-from kvq.engine.handover.link import Link, listen, parse_address
-from kvq.engine.handover.transfer import Place, Shape, receive_blocks, send_blocks
-from kvq.engine.handover.wire import Answer, Begin, Block, Tokens
 
 _log = logging.getLogger("kvq")
 T = TypeVar("T")
@@ -41,15 +35,6 @@ _SHARE = 0.1  # of the time of steps, while requests run
 _IDLE_S = 0.02  # at once while none runs
 _POLL_S = 0.01
 _MOST_THREADS = 1024
-
-
-@dataclass(slots=True, eq=False)
-class _Moving:
-    """Tokens and blocks that go to another engine or come from one."""
-
-    begin: Begin
-    kv: Sequence | None  # None: there are no blocks, or a request in the queues has them
-    job: Job | None = None  # None: a prefix
 
 
 class HandOver:
@@ -64,33 +49,26 @@ class HandOver:
         path, given = config.hand_over_key_file, config.hand_over_to
         self._key = None if path is None else read_secret(path, "key of hand-overs", "openssl rand -hex 32")
         self._to = None if given is None else parse_address(given, self._key)
-        self._facts, self._shape = _facts(core), _shape(core.model.layout)
-        self._scheduler, self._manager = core.scheduler, core.scheduler.manager
+        self._facts, self._shape = facts_of(core)
+        self._scheduler, self._blocks = core.scheduler, MovingBlocks(core)
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._away: dict[Job, Link] = {}  # requests that another engine computes, or is about to
         self._tried: set[Job] = set()
-        self._arrived: dict[Job, _Moving] = {}  # not in the queues yet
+        self._arrived: dict[Job, Moving] = {}  # not in the queues yet
         self._links: set[Link] = set()
         self._threads: list[threading.Thread] = []
         self._lock, self._is_closed = threading.Lock(), False
+        self.address = ""  # at which this engine listens
         self._listener = None
         if config.hand_over_listen is not None:
             self._listener = listen(parse_address(config.hand_over_listen, self._key))
+            name = self._listener.getsockname()
+            self.address = f"unix:{name}" if isinstance(name, str) else f"{name[0]}:{name[1]}"
             _log.info("listening for hand-overs at %s", self.address)
-            self._start(self._accept_all)
-
-    @property
-    def address(self) -> str:
-        """Address at which this engine listens."""
-        assert self._listener is not None, "it listens"
-        name = self._listener.getsockname()
-        return f"unix:{name}" if isinstance(name, str) else f"{name[0]}:{name[1]}"
+            self._start(self._accept_all, self._listener)
 
     def advance(self, *, is_free: bool = True) -> bool:
-        """Do a bounded part of the work that waits. Return False if there is none.
-
-        `is_free`: False while a step that was launched ahead runs; then, nothing is done.
-        """
+        """Do a bounded part of the work that waits, unless a step runs. Return False if there is none."""
         if not is_free:
             return not self._tasks.empty()
         if self._to is not None and (self.moves_all or self._core.config.hand_over_prefilled):
@@ -112,7 +90,7 @@ class HandOver:
     ) -> "Future[int]":
         """Send the cached prefix of a prompt, in whole blocks; the result is the number of its tokens.
 
-        May be called from any thread; `LLM` sends while it runs steps. Raises ConfigError without `hand_over_to`.
+        May be called from any thread; `LLM` sends while it runs steps. Raises ConfigError without an address.
         """
         if self._to is None:
             raise ConfigError("a prefix needs an engine to go to; give hand_over_to (--hand-over-to)")
@@ -122,10 +100,9 @@ class HandOver:
         return found
 
     def move_requests(self) -> None:
-        """Let all requests go on in the other engine from now on. Their results still come here.
+        """Let requests with one result go on in the other engine from now on; the results still come here.
 
-        A request with several results, or one that the other engine does not take, stays. May be called from any
-        thread.
+        May be called from any thread.
         """
         self.moves_all = True
         self.wake()
@@ -138,17 +115,14 @@ class HandOver:
             link.abort()
 
     def enter(self, job: Job) -> bool:
-        """Queue a request that came from another engine. Return False if it is a new one.
-
-        Raises:
-            KVQError: it can't go on from the tokens that it has.
-        """
+        """Queue a request if another engine sent it. Raise KVQError if it can't go on from its tokens."""
         if (arrival := self._arrived.get(job)) is None:
             return False
-        tokens, listener = _unpack(arrival.begin)[job.prompt_length :], job.listener
+        tokens, listener = unpack(arrival.begin)[job.prompt_length :], job.listener
         job.listener, job.max_tokens = None, self._scheduler.check(job)
-        if any([job.accept(0, token, None) for token in tokens]):
-            raise RequestError("the request has ended already")
+        for token in tokens:
+            if job.accept(0, token, None):
+                raise RequestError("the request has ended already")
         job.listener = listener
         branch = self._scheduler.take_over(job, tokens, self._core.intake.clock())
         branch.sequence, arrival.kv = arrival.kv, None
@@ -159,7 +133,7 @@ class HandOver:
         """Free what is left of a request that ended."""
         self._tried.discard(job)
         if (arrival := self._arrived.pop(job, None)) is not None:
-            self._drop(arrival)
+            self._blocks.drop(arrival)
 
     def close(self) -> None:
         """End all transfers and wait for their threads. Requests that are away return."""
@@ -179,7 +153,7 @@ class HandOver:
         for job in list(self._away):
             self.recall(job)
         for arrival in list(self._arrived.values()):
-            self._drop(arrival)
+            self._blocks.drop(arrival)
 
     # In threads of their own
 
@@ -209,7 +183,7 @@ class HandOver:
                 self._links.discard(link)
 
     @contextmanager
-    def _held(self, make: Callable[..., _Moving], *args: Any) -> Iterator[_Moving]:
+    def _held(self, make: Callable[..., Moving], *args: Any) -> Iterator[Moving]:
         """Let the engine's thread make a sequence, and give up what is left of it in the end."""
         found = self._call(make, *args)
         try:
@@ -218,16 +192,15 @@ class HandOver:
             with suppress(EngineError):
                 self._call(self._give_up, found)
 
-    def _send(self, link: Link, found: _Moving) -> int:
-        read = partial(self._call, self._read, found.kv)
-        return send_blocks(link, found.begin, self._places(found.kv), self._shape, read)
+    def _send(self, link: Link, found: Moving) -> int:
+        read = partial(self._call, self._blocks.read, found.kv)
+        return send_blocks(link, found.begin, self._blocks.places(found.kv), self._shape, read)
 
     def _send_prefix(self, tokens: "array[int]", options: RequestOptions, found: "Future[int]") -> None:
-        assert self._to is not None, "checked before"
         try:
             with (
-                self._linked(Link.connect(self._to), is_caller=True) as link,
-                self._held(self._hold, tokens, options) as prefix,
+                self._linked(Link.connect(self._to or ""), is_caller=True) as link,
+                self._held(self._blocks.hold, tokens, options) as prefix,
             ):
                 length = self._send(link, prefix)
             found.set_result(length)
@@ -235,9 +208,8 @@ class HandOver:
             found.set_exception(error if isinstance(error, KVQError) else EngineError(f"hand-over: {error}"))
 
     def _send_request(self, job: Job) -> None:
-        assert self._to is not None, "checked before"
         try:
-            with self._linked(Link.connect(self._to), is_caller=True) as link:
+            with self._linked(Link.connect(self._to or ""), is_caller=True) as link:
                 self._send(link, self._call(self._set_aside, job, link))
                 self._call(self._let_go, job)
                 link.wait_forever()
@@ -252,11 +224,10 @@ class HandOver:
             with suppress(EngineError):
                 self._call(self.recall, job)
 
-    def _accept_all(self) -> None:
-        assert self._listener is not None, "it listens"
+    def _accept_all(self, listener: socket) -> None:
         with suppress(OSError):  # closed
             while True:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
                 if len(self._threads) < _MOST_THREADS:
                     self._start(self._receive, Link(sock))
                 else:
@@ -268,9 +239,9 @@ class HandOver:
             with self._linked(link, is_caller=False):
                 begin, heard = link.expect(Begin), SimpleQueue[Event | None]()
                 try:
-                    with self._held(self._arrive, begin, heard.put) as arrival:
-                        put = partial(self._call, self._put, arrival)
-                        receive_blocks(link, begin, self._places(arrival.kv), self._shape, put)
+                    with self._held(self._blocks.arrive, begin, heard.put) as arrival:
+                        put = partial(self._call, self._blocks.put, arrival)
+                        receive_blocks(link, begin, self._blocks.places(arrival.kv), self._shape, put)
                         link.send(Answer(self._call(self._conclude, arrival)))
                         if arrival.job is not None:
                             self._relay(link, heard)
@@ -305,7 +276,7 @@ class HandOver:
     # Between two steps
 
     def _move_some(self) -> None:
-        """Begin to send requests that have one result, whose tokens are streamed, and a prompt that is done."""
+        """Begin to send requests with one result, except beams and prompts that need log-probabilities."""
         for job in list(self._core._jobs):
             is_due = self.moves_all or job.branches[0].num_generated > 0
             has_all = job.prompt_logprobs is None or len(job.prompt_logprobs) >= job.prompt_length
@@ -313,50 +284,21 @@ class HandOver:
                 self._tried.add(job)
                 self._start(self._send_request, job)
 
-    def _set_aside(self, job: Job, link: Link) -> _Moving:
+    def _set_aside(self, job: Job, link: Link) -> Moving:
         if job not in self._core._jobs:
             raise EngineError("the request has ended")
+        names = ("priority", "tenant", "shared_salt", "cache_salt")
         plain: dict[str, Any] = {"prompt_logprobs": None, "prompt_logprobs_start": 0, "echo": False}
-        options = RequestOptions(
-            params=replace(job.params, max_tokens=job.max_tokens, most_tokens=None, **plain),
-            priority=job.priority,
-            tenant=job.tenant,
-            shared_salt=job.shared_salt,
-            cache_salt=job.cache_salt,
-        )
+        params = replace(job.params, max_tokens=job.max_tokens, most_tokens=None, **plain)
+        options = RequestOptions(params=params, **{name: getattr(job, name) for name in names})
         branch = job.branches[0]
         self._core._release(branch)
-        self._carry_out()
+        self._blocks.carry_out()
         self._scheduler.set_aside(job)
         self._away[job], kv = link, branch.sequence
         self._scheduler.num_away += kv is not None
         length = 0 if kv is None else kv.length
-        return _Moving(Begin(branch.tokens.tobytes(), length, options, job.prompt_length, job.seed), kv, job)
-
-    def _hold(self, tokens: "array[int]", options: RequestOptions) -> _Moving:
-        """Hold a prompt's cached prefix, so that it is not evicted."""
-        length, _, _ = self._manager.held_prefix(self._prompt(tokens, options))
-        if not length:
-            raise RequestError("no whole block of this prompt is cached; run the prompt first")
-        self._carry_out()
-        sequence, _ = self._manager.restore(self._prompt(tokens[:length], options), length)
-        self._manager.commit(sequence)
-        self._scheduler.num_away += 1
-        return _Moving(Begin(tokens[:length].tobytes(), length, options), sequence)
-
-    def _places(self, sequence: Sequence | None) -> list[Place]:
-        """Return the places of the blocks that a token after the sequence needs."""
-        blocks, found = self._manager.blocks, list[Place]()
-        for group, table in enumerate([] if sequence is None else sequence.tables):
-            assert sequence is not None, "it has tables"
-            found += [(group, i) for i in range(blocks.first_seen(group, sequence.length), len(table))]
-        return found
-
-    def _read(self, sequence: Sequence, some: list[Place]) -> list[Any]:
-        if not sequence.ready:
-            raise EngineError("the blocks are gone")
-        cache = self._core.runner.cache
-        return [cache.read_block(group, sequence.tables[group][i]).numpy().data for group, i in some]
+        return Moving(Begin(branch.tokens.tobytes(), length, options, job.prompt_length, job.seed), kv, job)
 
     def _let_go(self, job: Job) -> None:
         """Free the blocks of a request that another engine has taken over."""
@@ -370,7 +312,7 @@ class HandOver:
             check_known(message.tokens, self._core.model.geometry.vocab_size)
             job.mark_token(self._core.intake.clock())
         for token, entry in zip(message.tokens, message.logprobs or repeat(None), strict=False):
-            if job not in self._away:  # its listener may have cancelled it
+            if job not in self._away:  # it was cancelled, perhaps by its listener
                 return
             job.branches[0].tokens.append(token)
             try:
@@ -383,90 +325,22 @@ class HandOver:
             job.results[0].output.kv_digest = message.kv_digest
             self._core._end(job, None, None)
 
-    def _arrive(self, begin: Begin, listener: Callable[[Event], object]) -> _Moving:
-        """Make room for a sequence. Raise KVQError if it can't be taken."""
-        tokens, job, sequence = _unpack(begin), None, None
-        check_known(tokens, self._core.model.geometry.vocab_size)
-        prompt = self._prompt(tokens, begin.options)
-        if begin.prompt_length:
-            job = self._core.intake.new_job(tokens[: begin.prompt_length], begin.options, listener=listener)
-            job.seed = begin.seed
-            with suppress(OutOfBlocks):
-                if begin.length:
-                    sequence = self._manager.take_over(prompt, begin.length)
-                    sequence.indexing = self._core.config.prefix_caching
-        elif self._manager.held_prefix(prompt)[0] < begin.length:
-            sequence = self._manager.adopt(prompt, begin.length)
-        self._scheduler.num_away += sequence is not None
-        self._carry_out()
-        return _Moving(begin, sequence, job)
-
-    def _put(self, arrival: _Moving, blocks: list[Block]) -> None:
-        for group, index, _, content in blocks:
-            assert arrival.kv is not None, "blocks are wanted"
-            block = arrival.kv.tables[group][index]
-            self._core.runner.cache.write_block(group, block, torch.frombuffer(content, dtype=torch.uint8))
-
-    def _conclude(self, arrival: _Moving) -> int:
-        """Index a sequence whose blocks are complete, and let its request go on. Return the tokens taken over."""
+    def _conclude(self, arrival: Moving) -> int:
+        """Index a sequence whose blocks are complete, and let its request go on. Return its KV's tokens."""
         if arrival.kv is not None:
-            self._manager.commit(arrival.kv)
+            self._scheduler.manager.commit(arrival.kv)
         kind = "prefix" if arrival.job is None else "request"
-        _log.info("took over a %s with KV of %d tokens", kind, 0 if arrival.kv is None else arrival.begin.length)
+        _log.info(
+            "took over a %s with KV of %d tokens", kind, 0 if arrival.kv is None else arrival.begin.length
+        )
         if arrival.job is not None:
             self._arrived[arrival.job] = arrival
             self._core.submit(arrival.job)
         return arrival.begin.length
 
-    def _give_up(self, moving: _Moving) -> None:
+    def _give_up(self, moving: Moving) -> None:
         """End what has not ended."""
         if moving.job is not None:
             self._core.cancel(moving.job)
-        self._drop(moving)
-
-    def _drop(self, moving: _Moving) -> None:
-        if moving.job is not None:
             self._arrived.pop(moving.job, None)
-        if moving.kv is not None:
-            self._manager.free(moving.kv)
-            self._scheduler.num_away -= 1
-            moving.kv = None
-
-    def _carry_out(self) -> None:
-        self._core.runner.cache.carry_out(self._manager.take_orders())
-
-    def _prompt(self, tokens: "array[int]", options: RequestOptions) -> PrefixQuery:
-        salts = {"shared_salt": options.shared_salt, "cache_salt": options.cache_salt}
-        prompt: PrefixQuery = self._manager.prompt(tokens, tenant=options.tenant, **salts)
-        return prompt
-
-
-def _unpack(begin: Begin) -> "array[int]":
-    if len(begin.tokens) % TOKEN_BYTES:
-        raise RequestError("the tokens are cut")
-    tokens = array("I", begin.tokens)
-    if not (0 <= begin.length <= len(tokens) and 0 <= begin.prompt_length <= len(tokens)):
-        raise RequestError(f"{begin.length} and {begin.prompt_length} of {len(tokens)} tokens")
-    return tokens
-
-
-def _facts(core: Any) -> dict[str, str]:
-    """Return what another engine must have in common with this one, by name."""
-    model, marking = core.model, core.intake.marking
-    facts = engine_facts(model, marking)
-    if not model.prepared.exact:
-        mark = None if marking is None else (marking.mode, marking.scheme, marking.key.word(b"hand-over", []))
-        facts["program"] = str(mark)
-    return facts | {
-        "recipe": model.recipe.digest(),
-        "layout": layout_digest(model.layout),
-        "block size": str(model.layout.block_size),
-    }
-
-
-def _shape(layout: Any) -> Shape:
-    return Shape(
-        block_size=layout.block_size,
-        block_bytes=[group.block_bytes for group in layout.groups],
-        contexts=[sha256(digest_context(group, layout.recipe)).digest() for group in layout.groups],
-    )
+        self._blocks.drop(moving)

@@ -11,8 +11,8 @@ from typing import NoReturn, Self, TypeVar
 
 import msgspec
 
-from kvq.errors import ConfigError, EngineError
 from kvq.engine.handover.wire import VERSION, AnyMessage, Hello, Proof, Refused, decoder, encoder
+from kvq.errors import ConfigError, EngineError
 
 M = TypeVar("M")
 Address = str | tuple[str, int]  # path of a Unix socket, or host and port
@@ -20,7 +20,7 @@ _MOST_EARLY = 1 << 16  # bytes of a message, before both sides have said hello
 _MOST = 64 << 20  # afterwards
 _CONNECT_S = 10.0
 _SILENT_S = 120.0  # until a silent peer counts as gone; a step may take as long
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # in seconds, and tries
+_KEEPALIVE_S = 10
 _HEAD = 4  # bytes of a message's length
 
 
@@ -47,7 +47,7 @@ def parse_address(text: str, key: bytes | None) -> Address:
 
 
 def listen(address: Address) -> socket.socket:
-    """Return a listening socket; a Unix socket is its owner's only. Raise ConfigError if there can be none."""
+    """Return a listening socket; a Unix socket is its owner's only. Raise ConfigError if it can't be."""
     sock = _socket(address)
     try:
         if not isinstance(address, str):
@@ -77,9 +77,8 @@ class Link:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
     @classmethod
     def connect(cls, address: Address) -> Self:
@@ -143,7 +142,7 @@ class Link:
         """Return the next message, which must be of one of these types.
 
         Raises:
-            EngineError: it is not, or is too long, or the peer has refused the transfer or ended the connection.
+            EngineError: it is not, or is too long, or the peer has refused or ended the transfer.
         """
         length = int.from_bytes(self._receive(_HEAD), "little")
         if length > self._most:

@@ -1,7 +1,7 @@
 """Transfer of one sequence's blocks, each of which is checked on arrival.
 
-The receiver reads a message only once the blocks of the previous one are stored, so the socket's buffers limit
-what is under way.
+The receiver reads a message only once the blocks of the previous one are stored, so the socket's buffers
+limit what is under way.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Shape:
 def send_blocks(
     link: Link, begin: Begin, places: list[Place], shape: Shape, read: Callable[[list[Place]], list[Any]]
 ) -> int:
-    """Send a sequence, and return how many of its tokens the peer has taken over. `read`: returns blocks' bytes.
+    """Send a sequence, and return how many of its tokens the peer took over. `read`: returns blocks' bytes.
 
     Raises:
         EngineError: the peer refused, or ended the connection.
@@ -38,7 +38,9 @@ def send_blocks(
     names, some = block_names(begin.tokens, shape.block_size), max(1, PIECE // max(shape.block_bytes))
     for at in range(0, max(1, len(places)), some):
         blocks = []
-        for (group, index), content in zip(piece := places[at : at + some], read(piece) if piece else [], strict=True):
+        for (group, index), content in zip(
+            piece := places[at : at + some], read(piece) if piece else [], strict=True
+        ):
             digest = block_digest(shape.contexts[group], names[index], (group, index), content)
             blocks.append((group, index, digest, content))
         link.send(Blocks(blocks, are_last=at + some >= len(places)))

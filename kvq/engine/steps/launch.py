@@ -93,7 +93,9 @@ class Launcher:
         return flight.following
 
     def _may_run_ahead(self, num_decodes: int) -> bool:
-        if self.holds or (self.speculator is not None and self.speculator.may_draft):  # drafts depend on tokens
+        if self.holds or (
+            self.speculator is not None and self.speculator.may_draft
+        ):  # drafts depend on tokens
             return False
         if self.runs_ahead is not None:
             return self.runs_ahead
