@@ -228,7 +228,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
         return sequence, missing
 
-    def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:
+    def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:  # D404: with the last, partial block
         """Start a sequence whose first `length` tokens another engine has computed, not only whole blocks.
 
         Like `adopt`, but nothing is announced, and blocks are indexed only once they are old enough.

@@ -37,7 +37,7 @@ _POLL_S = 0.01
 _MOST_THREADS = 1024
 
 
-class HandOver:
+class HandOver:  # D403: a request keeps its listener
     """Hand-overs of one engine. Methods that don't say otherwise are for the engine's thread."""
 
     def __init__(self, core: Any) -> None:
@@ -162,7 +162,7 @@ class HandOver:
         self._threads.append(threading.Thread(target=work, args=args, name="kvq-hand-over", daemon=True))
         self._threads[-1].start()
 
-    def _call(self, work: Callable[..., T], *args: Any) -> T:
+    def _call(self, work: Callable[..., T], *args: Any) -> T:  # D405: no credits
         """Let the engine's thread do something between two steps, and return the result."""
         future: Future[T] = Future()
         with self._lock:
