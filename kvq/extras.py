@@ -33,6 +33,7 @@ LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 RAY = ("ray",)
 ENCRYPTION = ("cryptography",)
+HAND_OVER = ("msgspec",)
 VLLM = ("vllm",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")  # D187: no auto-gptq, autoawq, gptqmodel, llmcompressor
 

@@ -198,6 +198,17 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.blocks.events.deliver()
         return sequence
 
+    def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:  # D404: with the last, partial block
+        """Start a sequence whose first `length` tokens another engine has computed, not only whole blocks.
+
+        Like `adopt`, but nothing is announced, and blocks are indexed only once they are old enough.
+        """
+        starts, taken = self._tables.take_first(length)
+        sequence = self._begin(prompt)
+        sequence.adopt(length, starts, taken, self.blocks.block_bytes)
+        sequence.adopted = 0
+        return sequence
+
     def can_append(self, work: Work) -> bool:
         """Return True if the pools have enough blocks for `append(work)`. Changes nothing."""
         self._live.check_work(work)

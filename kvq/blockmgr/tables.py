@@ -78,6 +78,11 @@ class Tables:
                 f"length must be a multiple of the block size {blocks.block_size} and at most the "
                 f"prompt's {num_tokens} tokens, got {length}"
             )
+        return self.take_first(length)
+
+    def take_first(self, length: int) -> tuple[list[int], list[list[BlockId]]]:
+        """Allocate the blocks that a token at position `length` needs, like `take_prefix`."""
+        blocks = self._blocks
         ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
         starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
         return starts, blocks.take([end - first for first, end in zip(starts, ends, strict=True)])

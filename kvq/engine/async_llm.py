@@ -35,6 +35,8 @@ class AsyncLLM(LoopedEngine):
     def _start(self) -> None:
         self._error: KVQError | None = None  # the reason if no command is accepted any more
         self._lock = threading.Lock()  # held to set the error, and to send commands if it is not set
+        if self.core.handover is not None:
+            self.core.handover.wake = self._loop.wake
         self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
         end_team()  # the team of this thread, which loaded the model
         self._thread.start()

@@ -28,6 +28,9 @@ class EngineConfig:
     dropped there. `kv_tenant_share`: largest share of one tenant.
     `kv_ladder`: formats of fewer bits, such as ("int4", "int3"), in which blocks that nobody reads stay in
     the pool before they leave it. `kv_cold_share`: largest share of a prompt that may have been in them.
+    `hand_over_listen`, `hand_over_to`: a port of loopback, HOST:PORT or unix:PATH at which prefixes and
+    requests of other engines arrive, and to which they go; `hand_over_key_file`: a secret that both engines
+    know. `hand_over_prefilled`: whether requests go once their prompt is computed.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none
@@ -50,6 +53,10 @@ class EngineConfig:
     kv_tenant_share: float = 1.0
     kv_ladder: Sequence[str] | str = ()
     kv_cold_share: float = 1.0
+    hand_over_listen: str | None = None
+    hand_over_to: str | None = None
+    hand_over_key_file: str | Path | None = None
+    hand_over_prefilled: bool = False
     prefix_caching: bool = True
     snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
@@ -79,7 +86,7 @@ class EngineConfig:
         swap_bytes = parse_bytes(self.swap_memory, "swap_memory")
         if self.swap_folder is not None and not swap_bytes:
             raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
-        for name in ("prefix_caching", "async_scheduling", "accept_divergence"):
+        for name in ("prefix_caching", "async_scheduling", "accept_divergence", "hand_over_prefilled"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("reserve_fraction", "aging_s", "max_step_stretch", "step_deadline_s"):

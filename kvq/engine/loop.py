@@ -8,16 +8,20 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq.engine.build import build
 from kvq.engine.params import SamplingParams
 from kvq.engine.requests.defaults import read_defaults
 from kvq.engine.steps.core import EngineCore
+from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.describe.resolve import ModelSource
 from kvq.models.parts.fork_guard import NotCopyable
+
+if TYPE_CHECKING:  # msgspec is not needed without it
+    from kvq.engine.handover.handover import HandOver
 
 _log = logging.getLogger("kvq")
 
@@ -75,6 +79,10 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
     def ask(self, command: Command | None) -> None:
         """Queue a command for the loop's thread; None ends the loop. May be called from any thread."""
         self._commands.put(command)
+
+    def wake(self) -> None:
+        """Make an idle loop look for work. May be called from any thread."""
+        self._commands.put(lambda: None)
 
     def step(self) -> bool:
         """Run one step; return False if nothing ran. Sleep briefly if all work is waiting for grammars."""
@@ -154,6 +162,13 @@ class LoopedEngine(NotCopyable):
         tokens.
         """
         return SamplingParams(**read_defaults(self.model.prepared.folder).fill({}, ()))
+
+    @property
+    def hand_over(self) -> "HandOver":
+        """Hand-overs to and from other engines. Raises ConfigError if the engine has no address for them."""
+        if self.core.handover is None:
+            raise ConfigError("hand-overs need hand_over_to or hand_over_listen, the address of an engine")
+        return self.core.handover
 
     def _start(self) -> None:
         """Start the threads of a subclass."""

@@ -125,6 +125,7 @@ class Upkeep:
     ) -> None:
         self._blocks, self._cache, self._sessions, self._clock = manager.blocks, cache, sessions, clock
         self._allowed_s = 0.0  # time that steps have earned
+        self.more: Callable[[], bool] = lambda: False  # does other work; returns False if there is none
 
     def after_step(self, seconds: float) -> None:
         """Save as many blocks as a small share of a step's `seconds` allows."""
@@ -134,7 +135,7 @@ class Upkeep:
 
     def when_idle(self) -> bool:
         """Work for a short time. Return False once there is nothing to do. No request may run."""
-        if self._sessions.prefetch_due():
+        if self.more() or self._sessions.prefetch_due():
             return True
         return self._save_some()
 

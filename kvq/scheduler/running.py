@@ -65,6 +65,18 @@ class Running:
         miss = self.manager.misses.explain(self.prompt(request), held(branch)) if self._caching else OFF
         return miss and miss.placed(request.texts)
 
+    def resume(self, request: Request) -> None:
+        """Let a preempted request that still has its blocks run again."""
+        self._enter(request)
+        self.active[request.live[0]] = None
+
+    def set_aside(self, request: Request) -> None:
+        """Take a request off its row, if it has one. It keeps its blocks, unless they were swapped out."""
+        branch = request.live[0]
+        if branch.sequence is not None and branch.sequence.is_swapped:
+            self._free(branch)
+        self._leave(request)
+
     def swap_in(self, request: Request) -> Branch:
         """Order the swap-in of a request's blocks. The branch becomes active once this is confirmed."""
         branch = request.live[0]

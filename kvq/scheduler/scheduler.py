@@ -50,6 +50,7 @@ class Scheduler:
         self.prompts_lack_time = False  # requests wait, and the last step had no prefill tokens left
         self.nobody_fits = False  # no waiting request can start before a running one ends
         self._holds_up = False  # the first waiting request could not start despite free rows
+        self.num_away = 0  # sequences that hold blocks because they move between engines
 
     @property
     def has_work(self) -> bool:
@@ -103,6 +104,27 @@ class Scheduler:
         self.waiting.queue.age(now)  # requests that have waited long enough precede this one
         self.waiting.queue.append(request)
         self.counters.added += 1
+        self.nobody_fits = False
+
+    def take_over(self, request: Request, tokens: Sequence[int], now: float) -> Branch:
+        """Queue a request that another engine has begun. `tokens`: generated so far. Return its branch."""
+        request.make_branches(max_tokens=self.check(request), now=now)
+        request.branches[0].tokens.extend(tokens)
+        request.admitted_s = now
+        self.counters.added += 1
+        self.put_back(request, now)
+        return request.branches[0]
+
+    def set_aside(self, request: Request) -> None:
+        """Take a request with one branch out of all queues, with its blocks, until `put_back`."""
+        if request not in self.running.requests:
+            self.waiting.remove(request)
+        self.running.set_aside(request)
+
+    def put_back(self, request: Request, now: float) -> None:
+        """Queue a request that was set aside, before those that were never admitted."""
+        request.state, request.preempted_s = RequestState.PREEMPTED, now
+        self.waiting.put_back(request)
         self.nobody_fits = False
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -308,14 +330,22 @@ class Scheduler:
                 if victim is not None:
                     only = swappable(victim, self.manager)
                     self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
-                elif len(self.running.requests) == 1:
-                    if not self.manager.pins.release_first():
+                elif len(self.running.requests) == 1 and not self.num_away:
+                    if not self._release_idle():
                         self._give_up(branch.request, error)
                 else:
                     return False
             else:
                 return True
         return False
+
+    def _release_idle(self) -> bool:
+        """Free the blocks of a request that waits with them, or of a pin. Return False if there are none."""
+        for request in self.waiting.preempted:
+            if (sequence := request.live[0].sequence) is not None and sequence.ready:
+                self.running.drop(request)
+                return True
+        return self.loading.give_back() or self.manager.pins.release_first()
 
     def _give_up(self, request: Request, error: KVQError) -> None:
         """End a request that can't continue although it is the only one running and no pins are left."""
@@ -339,8 +369,9 @@ class Scheduler:
                 self._holds_up = False
                 continue
             self._holds_up = self.running.has_rows(request) and not self.waiting.num_parked
-            if not self.running.requests and not self.waiting.num_parked and not self.loading:
-                if self.loading.give_back() or self.manager.pins.release_first():
+            is_moving = bool(self.waiting.num_parked or self.loading or self.num_away)
+            if not self.running.requests and not is_moving:
+                if self._release_idle():
                     continue
                 what = f"request {request.id!r} does not fit although nothing else runs"
                 self._give_up(
@@ -349,7 +380,7 @@ class Scheduler:
             elif request.is_preempted and self.waiting.rank(request, step.now) is Priority.BATCH:
                 below = Priority.BATCH  # a more urgent request may still fit
             else:
-                self.nobody_fits = not self.waiting.num_parked and not self.loading
+                self.nobody_fits = not is_moving
                 break
 
     def _start(self, step: Step, request: Request) -> bool:
@@ -357,11 +388,14 @@ class Scheduler:
         admission, is_back = self._admission, request.is_preempted
         if not admission.has_rows(request):
             return False
-        if request.live[0].sequence is not None:
-            if not admission.can_swap_in(step, request):
+        if (sequence := request.live[0].sequence) is not None:
+            if sequence.is_swapped and not admission.can_swap_in(step, request):
                 return False
             self.waiting.remove(request)
-            step.restored.append(self.running.swap_in(request))
+            if sequence.is_swapped:
+                step.restored.append(self.running.swap_in(request))
+            else:
+                self.running.resume(request)
             return True
         prompt = self.running.prompt(request)
         match = self.manager.lookup(prompt) if self.config.prefix_caching else Match(0, None)

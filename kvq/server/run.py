@@ -156,8 +156,9 @@ async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
         end.raise_reason()
         if not ready.done():
             raise KeyboardInterrupt
-        log_event("draining", requests=service.num_active, grace_s=config.grace_s)
-        await service.drain(config.grace_s)
+        grace_s = None if config.engine.get("hand_over_to") else config.grace_s
+        log_event("draining", requests=service.num_active, grace_s=grace_s)
+        await service.drain(grace_s)
     finally:
         ready.cancel()
         await asyncio.gather(ready, return_exceptions=True)

@@ -79,6 +79,16 @@ class _EngineOptions:
     kv_cold_share: float = option(
         1.0, "Most of a prompt that may have been in formats of --kv-ladder.", type=SHARE
     )
+    hand_over_listen: str | None = option(
+        None, "Take over requests and prefixes of other engines at a port, HOST:PORT or unix:PATH."
+    )
+    hand_over_to: str | None = option(
+        None, "Engine that takes over the requests at shutdown, as they listen."
+    )
+    hand_over_key_file: str | None = path_option(
+        "--hand-over-key-file", "Secret key of hand-overs, the same on both sides.", type=TO_READ
+    )
+    hand_over_prefilled: bool = option(False, "Hand over each request once its prompt is computed.")
     speculation: str | None = option(None, SPECULATION, type=TEXT_OR_MAPPING)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,

@@ -27,6 +27,7 @@ from kvq.engine.steps.publisher import Publisher
 from kvq.engine.steps.reconcile import reconcile
 from kvq.engine.tiering import Upkeep
 from kvq.errors import EngineError, KVQError
+from kvq.extras import HAND_OVER, require
 from kvq.kernels.gpu.support import current
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
@@ -91,6 +92,13 @@ class EngineCore(NotCopyable):
         self.upkeep = Upkeep(self.scheduler.manager, self.runner.cache, self.sessions, clock)
         self._publisher = Publisher(model, self.scheduler)
         self.on_step = self._publisher.subscribe
+        self.handover = None
+        if config.hand_over_listen is not None or config.hand_over_to is not None:
+            from kvq.engine.handover.handover import HandOver  # msgspec is not needed without it
+
+            require("hand-over", HAND_OVER)
+            self.handover = HandOver(self)
+            self.upkeep.more = self.handover.advance
         self._is_stepping = False
         self._flight: Flight | None = None  # the current step, or, between steps, the one launched ahead
         self._finished = 0  # requests finished in this step
@@ -156,6 +164,8 @@ class EngineCore(NotCopyable):
         self.scheduler.manager.expire(began)
         self.sessions.prefetch_due()
         self._begin_compiled()
+        if self.handover is not None:
+            self._launcher.holds = self.handover.advance(is_free=self._flight is None)
         flight = None if self._flight is None else self._resume(self._flight, began)
         flight = self._flight = flight or self._plan(began)
         if flight is None:
@@ -221,6 +231,8 @@ class EngineCore(NotCopyable):
             )
         self._publisher.publish(flight, finished=self._finished)
         self.upkeep.after_step(watch.seconds)
+        if self.handover is not None:
+            self.handover.step_s = watch.seconds
 
     def close(self, error: KVQError | None = None) -> None:
         """End every job, with `error` or as cancelled, and release resources that are not on the device."""
@@ -229,6 +241,8 @@ class EngineCore(NotCopyable):
         if not self._home.is_here:  # in a forked child, these resources still belong to its parent
             return
         self._forget()
+        if self.handover is not None:
+            self.handover.close()
         for job in self._grammars.close():
             self._complete(job, error, reason)
         for job in list(self._jobs):
@@ -266,11 +280,13 @@ class EngineCore(NotCopyable):
     def _begin(self, job: Job, matcher: "Matcher | None") -> None:
         try:
             job.begin(self.model.tokenizer, matcher)
+            has_arrived = self.handover is not None and self.handover.enter(job)
         except Exception as error:  # noqa: BLE001 - a tokenizer or grammar error affects only this request
             _log.exception("request %s failed", job.id)
             self._complete(job, as_known(error), "error")
             return
-        self.scheduler.add(job, job.timing.arrival_s)
+        if not has_arrived:
+            self.scheduler.add(job, job.timing.arrival_s)
         self._jobs[job] = None
         self.sessions.begin(job)
         self.pinning.add(job)
@@ -371,6 +387,8 @@ class EngineCore(NotCopyable):
 
     def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """End a job. After an error, its values can't be trusted, and none of its blocks stay cached."""
+        if self.handover is not None:
+            self.handover.recall(job)
         for branch in job.live:
             self._release(branch)
         if error is None:
@@ -389,6 +407,8 @@ class EngineCore(NotCopyable):
         self._jobs.pop(job, None)  # a job that never started is not included
         if self.speculator is not None:
             self.speculator.forget(job)
+        if self.handover is not None:
+            self.handover.forget(job)
         output = job.complete(self._clock(), error, reason)
         if error is None:
             self.sessions.end(job, self._clock())

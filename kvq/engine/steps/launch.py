@@ -32,6 +32,7 @@ class Launcher:
     clock: Callable[[], float]
     runs_ahead: bool | None
     speculator: Speculator | None
+    holds: bool = False  # whether something waits until no step runs
     _num_in_turns: int = 0  # upcoming steps that are not launched ahead unless this is configured
 
     def run(self, flight: Flight) -> None:
@@ -92,7 +93,9 @@ class Launcher:
         return flight.following
 
     def _may_run_ahead(self, num_decodes: int) -> bool:
-        if self.speculator is not None and self.speculator.may_draft:  # drafts depend on tokens
+        if self.holds or (
+            self.speculator is not None and self.speculator.may_draft
+        ):  # drafts depend on tokens
             return False
         if self.runs_ahead is not None:
             return self.runs_ahead

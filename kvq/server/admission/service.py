@@ -216,9 +216,13 @@ class Service:
         assert self.remote.info is not None, "a ready engine said what it is"
         return self.remote.info
 
-    async def drain(self, grace_s: float) -> None:
-        """Stop accepting requests; return when all running requests have ended, or after `grace_s`."""
+    async def drain(self, grace_s: float | None) -> None:
+        """Stop accepting requests, and hand the running ones over if the engine knows another one.
+
+        Returns when all have ended, or after `grace_s`.
+        """
         self._draining = True
+        self.remote.hand_over()
         self.loop_budget.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)

@@ -67,6 +67,7 @@ class Hint(Message, frozen=True):
 # "ping", even during a step; "look" is answered between two steps with one snapshot for all looks so far.
 Ping = Literal["ping"]
 Look = Literal["look"]
+Drain = Literal["drain"]  # lets the requests go on in another engine, if there is one to hand them over to
 
 
 # From the engine
@@ -160,5 +161,5 @@ class EngineSnapshot(Message, frozen=True):
     past: list[dict[str, Any]]  # ended requests, a few per tenant, latest first
 
 
-ToEngine = Start | Submit | Hint | int | Ping | Look
+ToEngine = Start | Submit | Hint | int | Ping | Look | Drain
 FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot

@@ -170,6 +170,11 @@ class Remote:
             process.say("look")
         return await asyncio.shield(self._looking)
 
+    def hand_over(self) -> None:
+        """Let the engine's requests go on in another one, if it knows one. Their results still come here."""
+        if self._process is not None:
+            self._process.say("drain")
+
     def _ready_process(self) -> EngineProcess:
         if self.state is not State.READY or self._process is None:
             raise EngineError(f"no engine is ready, it is {self.state.value}")

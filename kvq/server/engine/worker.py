@@ -81,6 +81,8 @@ class _Worker:
             self._send(messages.Refused(reason=reason, may_pass=may_pass, breaks_model=breaks))
             return
         loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
+        if core.handover is not None:
+            core.handover.wake = loop.wake
         core.scheduler.manager.subscribe(self._residency)
         if start.kv_events is not None:
             try:
@@ -142,7 +144,7 @@ class _Worker:
         self._events.flush()
 
     def _do(
-        self, core: EngineCore, message: messages.Submit | messages.Hint | int | messages.Look, came_s: float
+        self, core: EngineCore, message: messages.Submit | messages.Hint | int | str, came_s: float
     ) -> None:
         """Handle a message from the HTTP process between two steps."""
         if isinstance(message, messages.Submit):
@@ -151,6 +153,9 @@ class _Worker:
             core.sessions.hint(message.tenant, message.session, message.action, message.seconds)
         elif message == "look":
             self._is_looked_at = True
+        elif message == "drain":
+            if core.handover is not None:
+                core.handover.move_requests()
         elif message in self._jobs:
             core.cancel(self._jobs[message])
 

@@ -1,0 +1,128 @@
+"""Moving sequences: the blocks of prefixes and requests that leave an engine, or that it makes room for."""
+
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from kvq.blockmgr import PrefixQuery, Sequence
+from kvq.blockmgr.prefix import TOKEN_BYTES
+from kvq.cache.digests import digest_context, layout_digest
+from kvq.engine.exactness import engine_facts
+from kvq.engine.handover.transfer import Place, Shape
+from kvq.engine.handover.wire import Begin, Block
+from kvq.engine.requests.outputs import Event
+from kvq.engine.requests.request_options import RequestOptions, check_known
+from kvq.engine.requests.request_state import Job
+from kvq.errors import EngineError, OutOfBlocks, RequestError
+
+
+@dataclass(slots=True, eq=False)
+class Moving:
+    """Tokens and blocks that go to another engine or come from one."""
+
+    begin: Begin
+    kv: Sequence | None  # None: there are no blocks, or a request in the queues has them
+    job: Job | None = None  # None: a prefix
+
+
+class MovingBlocks:
+    """Blocks of one engine that move. All methods are for the engine's thread, between two steps."""
+
+    def __init__(self, core: Any) -> None:
+        """`core`: the `EngineCore` that owns the blocks."""
+        self._core, self._scheduler, self._manager = core, core.scheduler, core.scheduler.manager
+
+    def hold(self, tokens: "array[int]", options: RequestOptions) -> Moving:
+        """Hold a prompt's cached prefix, so that it is not evicted."""
+        length, _, _ = self._manager.prefixes.held(self._prompt(tokens, options))
+        if not length:
+            raise RequestError("no whole block of this prompt is cached; run the prompt first")
+        self.carry_out()
+        restore = self._manager.below.restore(self._prompt(tokens[:length], options), length)
+        self._manager.below.end(restore, is_complete=True)
+        self._scheduler.num_away += 1
+        return Moving(Begin(tokens[:length].tobytes(), length, options), restore.sequence)
+
+    def places(self, sequence: Sequence | None) -> list[Place]:
+        """Return the places of the blocks that a token after the sequence needs."""
+        blocks, found = self._manager.blocks, list[Place]()
+        for group, table in enumerate([] if sequence is None else sequence.tables):
+            assert sequence is not None, "it has tables"
+            found += [(group, i) for i in range(blocks.first_seen(group, sequence.length), len(table))]
+        return found
+
+    def read(self, sequence: Sequence, some: list[Place]) -> list[Any]:
+        """Return the bytes of blocks as buffers."""
+        if not sequence.ready:
+            raise EngineError("the blocks are gone")
+        cache = self._core.runner.cache
+        return [cache.read_block(group, sequence.tables[group][i]).numpy().data for group, i in some]
+
+    def arrive(self, begin: Begin, listener: Callable[[Event], object]) -> Moving:
+        """Make room for a sequence. Raise KVQError if it can't be taken."""
+        tokens, job, sequence = unpack(begin), None, None
+        check_known(tokens, self._core.model.geometry.vocab_size)
+        prompt = self._prompt(tokens, begin.options)
+        if begin.prompt_length:
+            job = self._core.intake.new_job(tokens[: begin.prompt_length], begin.options, listener=listener)
+            job.seed = begin.seed
+            with suppress(OutOfBlocks):
+                if begin.length:
+                    sequence = self._manager.take_over(prompt, begin.length)
+                    sequence.indexing = self._core.config.prefix_caching
+        elif self._manager.prefixes.held(prompt)[0] < begin.length:
+            sequence = self._manager.adopt(prompt, begin.length)
+        self._scheduler.num_away += sequence is not None
+        self.carry_out()
+        return Moving(begin, sequence, job)
+
+    def put(self, arrival: Moving, blocks: list[Block]) -> None:
+        """Store blocks that have arrived."""
+        for group, index, _, content in blocks:
+            assert arrival.kv is not None, "blocks are wanted"
+            block = arrival.kv.tables[group][index]
+            self._core.runner.cache.write_block(group, block, torch.frombuffer(content, dtype=torch.uint8))
+
+    def drop(self, moving: Moving) -> None:
+        """Free what is left of a sequence."""
+        if moving.kv is not None:
+            self._manager.free(moving.kv)
+            self._scheduler.num_away -= 1
+            moving.kv = None
+
+    def carry_out(self) -> None:
+        """Carry out the orders of the block manager that wait for a step."""
+        self._core.runner.cache.carry_out(self._manager.take_orders())
+
+    def _prompt(self, tokens: "array[int]", options: RequestOptions) -> PrefixQuery:
+        salts = {"shared_salt": options.shared_salt, "cache_salt": options.cache_salt}
+        prompt: PrefixQuery = self._manager.prompt(tokens, tenant=options.tenant, **salts)
+        return prompt
+
+
+def unpack(begin: Begin) -> "array[int]":
+    """Return the tokens of an announcement. Raise RequestError unless its numbers fit them."""
+    if len(begin.tokens) % TOKEN_BYTES:
+        raise RequestError("the tokens are cut")
+    tokens = array("I", begin.tokens)
+    if not (0 <= begin.length <= len(tokens) and 0 <= begin.prompt_length <= len(tokens)):
+        raise RequestError(f"{begin.length} and {begin.prompt_length} of {len(tokens)} tokens")
+    return tokens
+
+
+def facts_of(core: Any) -> tuple[dict[str, str], Shape]:
+    """Return what another engine must have in common with this one, by name, and the blocks' sizes."""
+    model, layout, marking = core.model, core.model.layout, core.intake.marking
+    facts = engine_facts(model, marking)
+    if not model.prepared.exact:
+        key = None if marking is None else marking.key.word(b"hand-over", [])
+        facts["program"] = "" if marking is None else f"{marking.mode} {marking.scheme} {key:016x}"
+    facts |= {"recipe": model.recipe.digest(), "layout": layout_digest(layout)}
+    contexts = [sha256(digest_context(group, layout.recipe)).digest() for group in layout.groups]
+    sizes = [group.block_bytes for group in layout.groups]
+    return facts, Shape(block_size=layout.block_size, block_bytes=sizes, contexts=contexts)
