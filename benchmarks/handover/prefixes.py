@@ -66,7 +66,7 @@ def make_up(llm: AsyncLLM, prompt: list[int]) -> None:
 def digest(llm: AsyncLLM, prompt: list[int]) -> str:
     """The digest of a cached prefix, and nothing is cached afterwards."""
     manager, hasher = llm.core.scheduler.manager, xxhash.xxh3_128()
-    length, starts, tables = manager.held_prefix(manager.prompt(prompt))
+    length, starts, tables = manager.prefixes.held(manager.prompt(prompt))
     for group, (start, table) in enumerate(zip(starts, tables, strict=True)):
         for block in table[start:]:
             hasher.update(llm.core.runner.cache.read_block(group, block).numpy())

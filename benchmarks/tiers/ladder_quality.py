@@ -58,7 +58,9 @@ def behind_ladder(model: Model, rung: str, samples: list[list[int]], length: int
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--prompts", type=int, default=12)
@@ -88,7 +90,9 @@ def main() -> None:
         predicted = (1 - share) * means["own"] + share * means["rung"]
         rows.append({"rung": rung, "cold_share": share, **means, "predicted": predicted})
         ratio = means["mix"] / predicted
-        print(f"{options.kv} -> {rung}: {share:.0%} cold, KL {means['mix']:.5f}, predicted {predicted:.5f}, {ratio:.2f}")
+        print(
+            f"{options.kv} -> {rung}: {share:.0%} cold, KL {means['mix']:.5f}, predicted {predicted:.5f}, {ratio:.2f}"
+        )
     if options.json is not None:
         write_json(options.json, envelope("ladder quality", rows=rows))
 

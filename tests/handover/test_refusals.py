@@ -223,7 +223,7 @@ def test_what_is_changed_on_the_way_is_refused_and_nothing_is_indexed(edit, reas
     both.until(sent.done)
     with pytest.raises(EngineError, match=reason):
         sent.result()
-    assert both.b.core.scheduler.manager.held_prefix(both.b.core.scheduler.manager.prompt(PROMPT))[0] == 0
+    assert both.b.core.scheduler.manager.prefixes.held(both.b.core.scheduler.manager.prompt(PROMPT))[0] == 0
     _, found = submit(both.a, PROMPT, PARAMS)
     both.steps(3)
     both.drain()
