@@ -70,7 +70,7 @@ class Running:
         self._enter(request)
         self.active[request.live[0]] = None
 
-    def set_aside(self, request: Request) -> None:
+    def detach(self, request: Request) -> None:
         """Take a request off its row, if it has one. It keeps its blocks, unless they were swapped out."""
         branch = request.live[0]
         if branch.sequence is not None and branch.sequence.is_swapped:

@@ -115,14 +115,14 @@ class Scheduler:
         self.put_back(request, now)
         return request.branches[0]
 
-    def set_aside(self, request: Request) -> None:
+    def detach(self, request: Request) -> None:
         """Take a request with one branch out of all queues, with its blocks, until `put_back`."""
         if request not in self.running.requests:
             self.waiting.remove(request)
-        self.running.set_aside(request)
+        self.running.detach(request)
 
     def put_back(self, request: Request, now: float) -> None:
-        """Queue a request that was set aside, before those that were never admitted."""
+        """Queue a request that was detached, before those that were never admitted."""
         request.state, request.preempted_s = RequestState.PREEMPTED, now
         self.waiting.put_back(request)
         self.nobody_fits = False

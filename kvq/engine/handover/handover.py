@@ -210,7 +210,7 @@ class HandOver:  # D403: a request keeps its listener
     def _send_request(self, job: Job) -> None:
         try:
             with self._linked(Link.connect(self._to or ""), is_caller=True) as link:
-                self._send(link, self._call(self._set_aside, job, link))
+                self._send(link, self._call(self._detach, job, link))
                 self._call(self._let_go, job)
                 link.wait_forever()
                 are_last = False
@@ -284,7 +284,7 @@ class HandOver:  # D403: a request keeps its listener
                 self._tried.add(job)
                 self._start(self._send_request, job)
 
-    def _set_aside(self, job: Job, link: Link) -> Moving:
+    def _detach(self, job: Job, link: Link) -> Moving:
         if job not in self._core._jobs:
             raise EngineError("the request has ended")
         names = ("priority", "tenant", "shared_salt", "cache_salt")
@@ -294,7 +294,7 @@ class HandOver:  # D403: a request keeps its listener
         branch = job.branches[0]
         self._core._release(branch)
         self._blocks.carry_out()
-        self._scheduler.set_aside(job)
+        self._scheduler.detach(job)
         self._away[job], kv = link, branch.sequence
         self._scheduler.num_away += kv is not None
         length = 0 if kv is None else kv.length
