@@ -69,10 +69,10 @@ class HandOver:  # D403: a request keeps its listener
 
     def advance(self, *, is_free: bool = True) -> bool:
         """Do a bounded part of the work that waits, unless a step runs. Return False if there is none."""
-        if not is_free:
-            return not self._tasks.empty()
         if self._to is not None and (self.moves_all or self._core.config.hand_over_prefilled):
             self._move_some()
+        if not is_free:
+            return not self._tasks.empty()
         clock, is_idle = self._core.intake.clock, not self._scheduler.running.requests
         until, did_work = clock() + (_IDLE_S if is_idle else _SHARE * self.step_s), False
         with suppress(Empty):
