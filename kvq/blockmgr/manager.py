@@ -65,7 +65,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)
         self._live = LiveSequences()
-        self.below = Below(self.blocks, self.prefixes, self._begin, self.commit, self.free)
+        self.below = Below(self._tables, self.prefixes, self._begin, self.commit, self.free)
 
     def prompt(
         self,
@@ -196,17 +196,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         sequence.adopt(length, starts, taken, self.blocks.block_bytes)
         self.prefixes.announce(sequence, prompt)
         self.blocks.events.deliver()
-        return sequence
-
-    def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:  # D404: with the last, partial block
-        """Start a sequence whose first `length` tokens another engine has computed, not only whole blocks.
-
-        Like `adopt`, but nothing is announced, and blocks are indexed only once they are old enough.
-        """
-        starts, taken = self._tables.take_first(length)
-        sequence = self._begin(prompt)
-        sequence.adopt(length, starts, taken, self.blocks.block_bytes)
-        sequence.adopted = 0
         return sequence
 
     def can_append(self, work: Work) -> bool:

@@ -5,13 +5,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Fill
 from kvq.blockmgr.hits import Prefixes, most_reused
 from kvq.blockmgr.packed.ladder import Packed
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import Sequence
+from kvq.blockmgr.tables import Tables
 from kvq.errors import OutOfBlocks
 from kvq.tiers.tiers import OWN_FORM, BlockKey, Form
 
@@ -33,14 +33,14 @@ class Below:
 
     def __init__(
         self,
-        blocks: Blocks,
+        tables: Tables,
         prefixes: Prefixes,
         begin: Callable[[PrefixQuery], Sequence],
         commit: Callable[[Sequence], None],
         free: Callable[[Sequence], object],
     ) -> None:
         """`begin`, `commit`, `free`: of the block manager, for sequences."""
-        self._blocks, self._prefixes = blocks, prefixes
+        self._blocks, self._tables, self._prefixes = tables.blocks, tables, prefixes
         self._begin, self._commit, self._free = begin, commit, free
 
     def restorable(self, prompt: PrefixQuery, *, cold_share: float = 1.0) -> int:
@@ -134,6 +134,17 @@ class Below:
             for new, own in zip(fresh, held, strict=True)
         ]
         return starts, tables, list(zip([block for own in taken for block in own], lacks, strict=True))
+
+    def take_over(self, prompt: PrefixQuery, length: int) -> Sequence:  # D404: with the last, partial block
+        """Start a sequence whose first `length` tokens another engine has computed, not only whole blocks.
+
+        Like `adopt`, but nothing is announced, and blocks are indexed only once they are old enough.
+        """
+        starts, taken = self._tables.take_first(length)
+        sequence = self._begin(prompt)
+        sequence.adopt(length, starts, taken, self._blocks.block_bytes)
+        sequence.adopted = 0
+        return sequence
 
     def fill(self, restore: Restore, index: int, content: Any = None, form: Form = OWN_FORM) -> None:
         """Queue the filling of missing block number `index`, from `content` or, by default, its extent."""

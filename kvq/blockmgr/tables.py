@@ -18,17 +18,17 @@ class Tables:
     """Operations on the block tables of sequences."""
 
     def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
 
     def fill(self, sequence: Sequence, hit: Hit) -> None:
         """Share a prefix hit with the prompt's new, empty sequence, and queue the copy of a partial block.
 
         The partial block is skipped if no block is free for the copy. Never raises OutOfBlocks.
         """
-        events = self._blocks.events
-        sequence.length = len(hit.nodes) * self._blocks.block_size
-        starts, held = needed_blocks(self._blocks, hit.nodes, sequence.length)
-        self._blocks.share(held)
+        events = self.blocks.events
+        sequence.length = len(hit.nodes) * self.blocks.block_size
+        starts, held = needed_blocks(self.blocks, hit.nodes, sequence.length)
+        self.blocks.share(held)
         if events.active:
             for group, blocks in enumerate(held):
                 for block in blocks:
@@ -42,11 +42,11 @@ class Tables:
             self._copy_part(sequence, hit.part, hit.length)
         sequence.committed = sequence.length
         sequence.receipt.reused = sequence.length
-        sequence.note_peak(self._blocks.block_bytes)
+        sequence.note_peak(self.blocks.block_bytes)
 
     def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
         """Copy a block whose first tokens come next in the prompt, if every group has a free block for it."""
-        blocks = self._blocks
+        blocks = self.blocks
         sources = [[] if block is None else [block] for block in part.blocks]
         copied = sum(map(len, sources))
         assert copied == blocks.num_groups_at(part.depth - 1), "a part is there in every layer group"
@@ -71,8 +71,8 @@ class Tables:
 
         Returns the table index of the first block and the allocated blocks, both by layer group.
         """
-        check_prompt(self._blocks, prompt)
-        blocks, num_tokens = self._blocks, len(prompt.tokens)
+        check_prompt(self.blocks, prompt)
+        blocks, num_tokens = self.blocks, len(prompt.tokens)
         if length % blocks.block_size or not 0 <= length <= num_tokens:
             raise ConfigError(
                 f"length must be a multiple of the block size {blocks.block_size} and at most the "
@@ -82,7 +82,7 @@ class Tables:
 
     def take_first(self, length: int) -> tuple[list[int], list[list[BlockId]]]:
         """Allocate the blocks that a token at position `length` needs, like `take_prefix`."""
-        blocks = self._blocks
+        blocks = self.blocks
         ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
         starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
         return starts, blocks.take([end - first for first, end in zip(starts, ends, strict=True)])
@@ -92,9 +92,9 @@ class Tables:
 
         `snapshots`: whether to keep snapshots of recurrent states where they are due.
         """
-        size, states = self._blocks.block_size, self._blocks.states
+        size, states = self.blocks.block_size, self.blocks.states
         plan: list[_Grow] = []
-        for group, pool in enumerate(self._blocks.pools):
+        for group, pool in enumerate(self.blocks.pools):
             if states is not None and group == states.group:
                 plan.append(self._plan_states(states, work, snapshots=snapshots))
                 continue
@@ -133,18 +133,18 @@ class Tables:
     def fitting(self, work: Work) -> tuple[list[_Grow], bool]:
         """Return (plan, whether it has snapshots). Snapshots are included if the pools have room for them."""
         plan = self.plan(work)
-        if self._blocks.states is None or self.can_take(plan):
+        if self.blocks.states is None or self.can_take(plan):
             return plan, True
         return self.plan(work, snapshots=False), False
 
     def can_take(self, plan: list[_Grow]) -> bool:
         """Return True if the pools have enough blocks for a plan. Changes nothing."""
         demand = self.demand(plan)
-        return self._blocks.can_take(demand, beside=[[] for _ in demand])
+        return self.blocks.can_take(demand, beside=[[] for _ in demand])
 
     def _within(self, work: Work, group: int) -> Work:
         """Return the part of `work` that gets slots in a layer group, that is, tokens below its limit."""
-        limit = self._blocks.limits[group]
+        limit = self.blocks.limits[group]
         if limit is None:
             return work
         return [(s, min(count, limit - s.length)) for s, count in work if s.length < limit]
@@ -157,8 +157,8 @@ class Tables:
         """Allocate the blocks for `work`, including copies, or raise OutOfBlocks. Lengths don't change."""
         plan, snapshots = self.fitting(work)
         if any(plan):
-            taken = self._blocks.take(self.demand(plan), plan)
-            states = self._blocks.states
+            taken = self.blocks.take(self.demand(plan), plan)
+            states = self.blocks.states
             for group, grow in enumerate(plan):
                 fresh = iter(taken[group])
                 if states is not None and group == states.group:
@@ -167,7 +167,7 @@ class Tables:
                 for sequence, need, copies in grow:
                     self._extend(sequence, group, fresh, need, copies)
             for sequence in {id(s): s for grow in plan for s, _, _ in grow}.values():
-                sequence.note_peak(self._blocks.block_bytes)
+                sequence.note_peak(self.blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
         """Return the slots of the last `count` tokens of each sequence, by layer group.
@@ -175,12 +175,12 @@ class Tables:
         A slot beyond a group's limit is -1. A group of recurrent states has no slots.
         """
         return [
-            [] if group == self._blocks.state_group else self._slots(work, group)
-            for group in range(len(self._blocks.pools))
+            [] if group == self.blocks.state_group else self._slots(work, group)
+            for group in range(len(self.blocks.pools))
         ]
 
     def _slots(self, work: Work, group: int) -> list[int]:
-        size, limit = self._blocks.block_size, self._blocks.limits[group]
+        size, limit = self.blocks.block_size, self.blocks.limits[group]
         slots: list[int] = []
         for sequence, count in work:
             table, at = sequence.tables[group], sequence.length - count
@@ -211,8 +211,8 @@ class Tables:
         """Replace a sequence's last block, which is shared, with a copy."""
         table = sequence.tables[group]
         source, table[-1] = table[-1], target
-        self._blocks.order(Copy(group=group, source=source, target=target))
-        self._blocks.pools[group].release(source)
+        self.blocks.order(Copy(group=group, source=source, target=target))
+        self.blocks.pools[group].release(source)
         sequence.receipt.copied += 1
 
     def _move_states(
@@ -228,11 +228,11 @@ class Tables:
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
         """Copy all tokens of `source` to the empty sequence `target`, and share the blocks of `source`."""
-        self._blocks.share(source.held)
+        self.blocks.share(source.held)
         target.starts, target.tables = source.starts[:], [table[:] for table in source.tables]
         target.mark_all()
         target.receipt.shared = target.num_held
-        target.note_peak(self._blocks.block_bytes)
+        target.note_peak(self.blocks.block_bytes)
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
         target.adopted, target.tail = source.adopted, source.tail
@@ -241,9 +241,9 @@ class Tables:
 
     def can_shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> bool:
         """Return True if every layer group still holds the blocks that a token at position `length` sees."""
-        states = self._blocks.states
+        states = self.blocks.states
         return all(
-            not length or start <= self._blocks.first_seen(group, length)
+            not length or start <= self.blocks.first_seen(group, length)
             for group, start in enumerate(sequence.starts)
             if states is None or group != states.group
         ) and (states is None or states.can_rewind(sequence, length, is_due=state_is_due))
@@ -258,11 +258,11 @@ class Tables:
                 f"window, of recent tokens or as a recurrent state, was given back; truncate before commit, "
                 f"or to 0"
             )
-        if self._blocks.states is not None:
-            self._blocks.states.rewind(sequence, length)
-        size = self._blocks.block_size
+        if self.blocks.states is not None:
+            self.blocks.states.rewind(sequence, length)
+        size = self.blocks.block_size
         keep = -(-length // size)
-        for group, pool in enumerate(self._blocks.pools):
+        for group, pool in enumerate(self.blocks.pools):
             table = sequence.tables[group]
             pool.release_all(b for b in reversed(table[max(keep, sequence.starts[group]) :]) if b != HOLE)
             del table[keep:]
@@ -279,23 +279,23 @@ class Tables:
     def drop_lost(self, sequence: Sequence, index: int) -> None:
         """Shorten a sequence that lost the block at a table index, so that its tokens are computed again."""
         before = sequence.length
-        length = min(index * self._blocks.block_size, before)
+        length = min(index * self.blocks.block_size, before)
         self.shorten(sequence, length if self.can_shorten(sequence, length) else 0)
         sequence.receipt.recomputed += before - sequence.length
 
     def release_unseen(self, sequence: Sequence) -> None:
         """Release the sliding-window groups' blocks that no later token can see."""
-        for group, window in enumerate(self._blocks.windows):
+        for group, window in enumerate(self.blocks.windows):
             if window is None:
                 continue
             table, start = sequence.tables[group], sequence.starts[group]
-            first = min(self._blocks.first_seen(group, sequence.committed), len(table))
-            if self._blocks.states is not None and group == self._blocks.states.group:
-                first = self._blocks.states.first_needed(sequence, first)
+            first = min(self.blocks.first_seen(group, sequence.committed), len(table))
+            if self.blocks.states is not None and group == self.blocks.states.group:
+                first = self.blocks.states.first_needed(sequence, first)
                 if sequence.committed == sequence.length:
                     sequence.move = None
             if first > start:
-                self._blocks.pools[group].release_all(b for b in table[start:first] if b != HOLE)
+                self.blocks.pools[group].release_all(b for b in table[start:first] if b != HOLE)
                 gone = HOLE if group == sequence.state_group else BlockId(0)
                 table[start:first] = [gone] * (first - start)
                 sequence.starts[group] = first
@@ -304,16 +304,16 @@ class Tables:
         """Queue zeroing of all blocks from index `first` on that no other sequence sees."""
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
             for block in table[max(start, first) :]:
-                if block != HOLE and self._blocks.pools[group].is_writable(block):
-                    self._blocks.orders.append(Scrub(group=group, block=block))
+                if block != HOLE and self.blocks.pools[group].is_writable(block):
+                    self.blocks.orders.append(Scrub(group=group, block=block))
 
     def utilization(self, sequences: list[Sequence]) -> float:
         """Return tokens held / slots of live blocks, over all groups except states, or 1.0 without blocks."""
-        size = self._blocks.block_size
+        size = self.blocks.block_size
         slots = unused = 0
         sequences = [sequence for sequence in sequences if not sequence.is_swapped]
-        for group, pool in enumerate(self._blocks.pools):
-            if self._blocks.states is not None and group == self._blocks.states.group:
+        for group, pool in enumerate(self.blocks.pools):
+            if self.blocks.states is not None and group == self.blocks.states.group:
                 continue
             slots += pool.num_live * size
             tails: dict[BlockId, int] = {}  # last blocks that are not full, and their empty slots

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvq.blockmgr import BlockManager
 from kvq.cache.backend import CacheBackend
@@ -19,6 +20,9 @@ from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
 from kvq.tiers.sealing import Sealing, keyed_sealing
 from kvq.tiers.tiers import Form, Tiers
+
+if TYPE_CHECKING:
+    from kvq.engine.handover.handover import HandOver
 
 _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
@@ -125,17 +129,19 @@ class Upkeep:
     ) -> None:
         self._blocks, self._cache, self._sessions, self._clock = manager.blocks, cache, sessions, clock
         self._allowed_s = 0.0  # time that steps have earned
-        self.more: Callable[[], bool] = lambda: False  # does other work; returns False if there is none
+        self.handover: HandOver | None = None
 
     def after_step(self, seconds: float) -> None:
         """Save as many blocks as a small share of a step's `seconds` allows."""
+        if self.handover is not None:
+            self.handover.step_s = seconds
         if self._blocks.unsaved:
             self._allowed_s = min(self._allowed_s + _SHARE * seconds, _PIECE_S)
             self._allowed_s -= self._save(self._allowed_s)
 
     def when_idle(self) -> bool:
         """Work for a short time. Return False once there is nothing to do. No request may run."""
-        if self.more() or self._sessions.prefetch_due():
+        if (self.handover is not None and self.handover.advance()) or self._sessions.prefetch_due():
             return True
         return self._save_some()
 

@@ -70,6 +70,14 @@ class Running:
         self._enter(request)
         self.active[request.live[0]] = None
 
+    def release_idle(self, preempted: Items[Request]) -> bool:
+        """Free the blocks of a request that waits with them, or of a pin. Return False if there are none."""
+        for request in preempted:
+            if (sequence := request.live[0].sequence) is not None and sequence.ready:
+                self.drop(request)
+                return True
+        return self.manager.pins.release_first()
+
     def detach(self, request: Request) -> None:
         """Take a request off its row, if it has one. It keeps its blocks, unless they were swapped out."""
         branch = request.live[0]

@@ -106,27 +106,6 @@ class Scheduler:
         self.counters.added += 1
         self.nobody_fits = False
 
-    def take_over(self, request: Request, tokens: Sequence[int], now: float) -> Branch:
-        """Queue a request that another engine has begun. `tokens`: generated so far. Return its branch."""
-        request.make_branches(max_tokens=self.check(request), now=now)
-        request.branches[0].tokens.extend(tokens)
-        request.admitted_s = now
-        self.counters.added += 1
-        self.put_back(request, now)
-        return request.branches[0]
-
-    def detach(self, request: Request) -> None:
-        """Take a request with one branch out of all queues, with its blocks, until `put_back`."""
-        if request not in self.running.requests:
-            self.waiting.remove(request)
-        self.running.detach(request)
-
-    def put_back(self, request: Request, now: float) -> None:
-        """Queue a request that was detached, before those that were never admitted."""
-        request.state, request.preempted_s = RequestState.PREEMPTED, now
-        self.waiting.put_back(request)
-        self.nobody_fits = False
-
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. Return None if nothing can run.
 
@@ -168,11 +147,10 @@ class Scheduler:
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
         if waits or plan.restored or not all(plan.samples) or len(running) != len(self.running.active):
             return None
-        if not all(plan.branches[i].request.is_forked for i in running):
-            return None
+        is_forked = all(plan.branches[i].request.is_forked for i in running)
         follows = [i for i in running if not plan.branches[i].is_last]
         branches = [plan.branches[i] for i in follows]
-        if not branches:
+        if not branches or not is_forked:
             return None
         try:
             self.manager.extend([(held(branch), 1) for branch in branches])
@@ -283,8 +261,7 @@ class Scheduler:
         else:
             self.running.drop(request)
             self.counters.recomputes += 1
-        request.preempted_s = now
-        request.preemptions += 1
+        request.preempted_s, request.preemptions = now, request.preemptions + 1
         self.waiting.put_back(request)
 
     def _decode(self, step: Step) -> None:
@@ -331,21 +308,13 @@ class Scheduler:
                     only = swappable(victim, self.manager)
                     self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
                 elif len(self.running.requests) == 1 and not self.num_away:
-                    if not self._release_idle():
+                    if not self.running.release_idle(self.waiting.preempted):
                         self._give_up(branch.request, error)
                 else:
                     return False
             else:
                 return True
         return False
-
-    def _release_idle(self) -> bool:
-        """Free the blocks of a request that waits with them, or of a pin. Return False if there are none."""
-        for request in self.waiting.preempted:
-            if (sequence := request.live[0].sequence) is not None and sequence.ready:
-                self.running.drop(request)
-                return True
-        return self.loading.give_back() or self.manager.pins.release_first()
 
     def _give_up(self, request: Request, error: KVQError) -> None:
         """End a request that can't continue although it is the only one running and no pins are left."""
@@ -371,7 +340,7 @@ class Scheduler:
             self._holds_up = self.running.has_rows(request) and not self.waiting.num_parked
             is_moving = bool(self.waiting.num_parked or self.loading or self.num_away)
             if not self.running.requests and not is_moving:
-                if self._release_idle():
+                if self.loading.give_back() or self.running.release_idle(self.waiting.preempted):
                     continue
                 what = f"request {request.id!r} does not fit although nothing else runs"
                 self._give_up(
@@ -418,8 +387,7 @@ class Scheduler:
             self._count_admission(branch, step.now)
         self._prefill(step, branch)
         if branch.sequence is not None:  # otherwise the request was given up
-            left = admission.taken(branch.sequence.length, len(prompt.tokens))
-            step.promised = added(step.promised, left)
+            step.promised = added(step.promised, admission.taken(branch.sequence.length, len(prompt.tokens)))
         return True
 
     def _count_admission(self, branch: Branch, now: float) -> None:

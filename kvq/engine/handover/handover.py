@@ -111,7 +111,7 @@ class HandOver:  # D403: a request keeps its listener
         """Queue a request again if it is away."""
         if (link := self._away.pop(job, None)) is not None:
             self._scheduler.num_away -= job.branches[0].sequence is not None
-            self._scheduler.put_back(job, self._core.intake.clock())
+            self._blocks.put_back(job, self._core.intake.clock())
             link.abort()
 
     def enter(self, job: Job) -> bool:
@@ -124,7 +124,7 @@ class HandOver:  # D403: a request keeps its listener
             if job.accept(0, token, None):
                 raise RequestError("the request has ended already")
         job.listener = listener
-        branch = self._scheduler.take_over(job, tokens, self._core.intake.clock())
+        branch = self._blocks.take_over(job, tokens, self._core.intake.clock())
         branch.sequence, arrival.kv = arrival.kv, None
         self._scheduler.num_away -= branch.sequence is not None
         return True
@@ -294,7 +294,7 @@ class HandOver:  # D403: a request keeps its listener
         branch = job.branches[0]
         self._core._release(branch)
         self._blocks.carry_out()
-        self._scheduler.detach(job)
+        self._blocks.detach(job)
         self._away[job], kv = link, branch.sequence
         self._scheduler.num_away += kv is not None
         length = 0 if kv is None else kv.length

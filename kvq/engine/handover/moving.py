@@ -19,6 +19,8 @@ from kvq.engine.requests.outputs import Event
 from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.engine.requests.request_state import Job
 from kvq.errors import EngineError, OutOfBlocks, RequestError
+from kvq.scheduler import Branch
+from kvq.scheduler.request import RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,7 @@ class MovingBlocks:
             job.seed = begin.seed
             with suppress(OutOfBlocks):
                 if begin.length:
-                    sequence = self._manager.take_over(prompt, begin.length)
+                    sequence = self._manager.below.take_over(prompt, begin.length)
                     sequence.indexing = self._core.config.prefix_caching
         elif self._manager.prefixes.held(prompt)[0] < begin.length:
             sequence = self._manager.adopt(prompt, begin.length)
@@ -94,6 +96,28 @@ class MovingBlocks:
             self._manager.free(moving.kv)
             self._scheduler.num_away -= 1
             moving.kv = None
+
+    def take_over(self, job: Job, tokens: "array[int]", now: float) -> Branch:
+        """Queue a request that another engine has begun. `tokens`: generated so far. Return its branch."""
+        scheduler = self._scheduler
+        job.make_branches(max_tokens=scheduler.check(job), now=now)
+        job.branches[0].tokens.extend(tokens)
+        job.admitted_s = now
+        scheduler.counters.added += 1
+        self.put_back(job, now)
+        return job.branches[0]
+
+    def detach(self, job: Job) -> None:
+        """Take a request with one branch out of all queues, with its blocks, until `put_back`."""
+        if job not in self._scheduler.running.requests:
+            self._scheduler.waiting.remove(job)
+        self._scheduler.running.detach(job)
+
+    def put_back(self, job: Job, now: float) -> None:
+        """Queue a request that was detached, before those that were never admitted."""
+        job.state, job.preempted_s = RequestState.PREEMPTED, now
+        self._scheduler.waiting.put_back(job)
+        self._scheduler.nobody_fits = False
 
     def carry_out(self) -> None:
         """Carry out the orders of the block manager that wait for a step."""

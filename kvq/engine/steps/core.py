@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import keep_kv_digest, make_signer
+from kvq.engine.handover import make_hand_over
 from kvq.engine.requests.intake import Intake
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
@@ -20,14 +22,13 @@ from kvq.engine.sampling.choose import Choices, Chooser, Token, Wanted, as_known
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.engine.speculation_config import parse_speculation
-from kvq.engine.steps.flight import Flight, Phase, Stopwatch
+from kvq.engine.steps.flight import Flight, Phase, Stopwatch, kept_tokens
 from kvq.engine.steps.grammars import PendingGrammars
 from kvq.engine.steps.launch import Launcher
 from kvq.engine.steps.publisher import Publisher
 from kvq.engine.steps.reconcile import reconcile
 from kvq.engine.tiering import Upkeep
 from kvq.errors import EngineError, KVQError
-from kvq.extras import HAND_OVER, require
 from kvq.kernels.gpu.support import current
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
@@ -83,8 +84,7 @@ class EngineCore(NotCopyable):
             speculation, helper, self.scheduler, self.runner, self._chooser, clock
         )
         ahead = config.async_scheduling
-        if ahead is None and weights.device.type == "cuda":
-            ahead = True
+        ahead = ahead is not False if weights.device.type == "cuda" else ahead
         self._launcher = Launcher(self.scheduler, self.runner, clock, ahead, self.speculator)
         self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
@@ -92,13 +92,7 @@ class EngineCore(NotCopyable):
         self.upkeep = Upkeep(self.scheduler.manager, self.runner.cache, self.sessions, clock)
         self._publisher = Publisher(model, self.scheduler)
         self.on_step = self._publisher.subscribe
-        self.handover = None
-        if config.hand_over_listen is not None or config.hand_over_to is not None:
-            from kvq.engine.handover.handover import HandOver  # msgspec is not needed without it
-
-            require("hand-over", HAND_OVER)
-            self.handover = HandOver(self)
-            self.upkeep.more = self.handover.advance
+        self.handover = self.upkeep.handover = make_hand_over(self)
         self._is_stepping = False
         self._flight: Flight | None = None  # the current step, or, between steps, the one launched ahead
         self._finished = 0  # requests finished in this step
@@ -231,8 +225,6 @@ class EngineCore(NotCopyable):
             )
         self._publisher.publish(flight, finished=self._finished)
         self.upkeep.after_step(watch.seconds)
-        if self.handover is not None:
-            self.handover.step_s = watch.seconds
 
     def close(self, error: KVQError | None = None) -> None:
         """End every job, with `error` or as cancelled, and release resources that are not on the device."""
@@ -298,7 +290,8 @@ class EngineCore(NotCopyable):
         bad: set[int] = set()
         if choices.errors:
             bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
-        tokens = [[] if i in bad else self._kept(flight, choices, i) for i in range(len(plan.branches))]
+        keep = partial(kept_tokens, flight, choices, self.speculator)
+        tokens = [[] if i in bad else keep(i) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=flight.failed_swaps)
         self.pinning.apply(now)
         for job, error in choices.errors.items():
@@ -359,19 +352,6 @@ class EngineCore(NotCopyable):
             self.scheduler.finish(branch)
             if not job.live and job in self._jobs:  # its listener may have cancelled it
                 self._complete(job, None, None)
-
-    def _kept(self, flight: Flight, choices: Choices, index: int) -> list[int]:
-        """Return the tokens that continue a branch: none, one, or the accepted drafts and the next token."""
-        branch, drafts = flight.plan.branches[index], flight.plan.drafts[index]
-        chosen = [token for token, _ in choices.tokens.get(index, ())]
-        if not drafts or branch.is_done or not chosen:
-            return chosen
-        accepted = len(chosen) - 1
-        assert self.speculator is not None, "drafts come from it"
-        self.speculator.learn(branch, drafts, accepted)
-        if accepted == drafts:
-            flight.result().keep_states(index)
-        return chosen[: as_job(branch.request).until_end(branch, chosen)]
 
     def _expand(self, job: Job, now: float) -> None:
         """Let beam search select the beams that continue."""

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from kvq.blockmgr import SwapIn
 from kvq.engine.device.runner import StepOutput
-from kvq.engine.requests.request_state import Job
-from kvq.engine.sampling.choose import Wanted
-from kvq.engine.speculation.speculator import Drafts
+from kvq.engine.requests.request_state import Job, as_job
+from kvq.engine.sampling.choose import Choices, Wanted
+from kvq.engine.speculation.speculator import Drafts, Speculator
 from kvq.errors import KVQError
 from kvq.scheduler import StepPlan
 
@@ -100,3 +100,17 @@ class Flight:
         """Return the step's output, which must exist."""
         assert self.output is not None, f"a step that is {self.phase.value} has no output"
         return self.output
+
+
+def kept_tokens(flight: Flight, choices: Choices, speculator: Speculator | None, index: int) -> list[int]:
+    """Return the tokens that continue a branch: none, one, or the accepted drafts and the next token."""
+    branch, drafts = flight.plan.branches[index], flight.plan.drafts[index]
+    chosen = [token for token, _ in choices.tokens.get(index, ())]
+    if not drafts or branch.is_done or not chosen:
+        return chosen
+    accepted = len(chosen) - 1
+    assert speculator is not None, "drafts come from it"
+    speculator.learn(branch, drafts, accepted)
+    if accepted == drafts:
+        flight.result().keep_states(index)
+    return chosen[: as_job(branch.request).until_end(branch, chosen)]
