@@ -139,12 +139,14 @@ def rows(variants: Sequence[Variant], runs: Mapping[str, list[Run]]) -> list[dic
         names = ("commit", "kv", "pool_blocks", "demand_blocks")
         facts = {name: runs[variant.name][0][name] for name in names}
         peak = max(run["peak_rss_bytes"] for run in runs[variant.name])
+        cpu_s = [run["cpu_s"] for run in runs[variant.name]]
         found.append(
             {
                 "variant": variant.name,
                 "options": json.loads(variant.options),
                 **facts,
                 "peak_rss_bytes": peak,
+                "cpu_s": statistics.median(cpu_s),
                 **medians,
                 "runs": each,
             }

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -213,7 +213,9 @@ async def replay(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         warm_up = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         await engine.generate(tokens(Piece(-1, 600)), warm_up)
         run = Replay(trace, engine, tokens, is_actual=given.answers == "actual")
+        cpu_s = process_time()
         await run.run()
+        cpu_s = process_time() - cpu_s
         counters = engine.core.scheduler.counters
         facts = {
             "trace": trace.about,
@@ -224,6 +226,7 @@ async def replay(given: argparse.Namespace, folder: str) -> dict[str, Any]:
             "swaps": counters.swaps,
             "recomputes": counters.recomputes,
             "steps": counters.steps,
+            "cpu_s": cpu_s,  # of all threads; far less than both cores' time: others ran, too, or it waited
         }
     facts["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     command = ["python", "-m", "benchmarks.agents.replay", *sys.argv[1:]]

@@ -80,7 +80,14 @@ def test_a_variants_row_has_medians_of_its_runs(replayed):
     class Variant:
         name, options = "a", '{"kv": "int8"}'
 
-    facts = {"commit": "x", "kv": "int8", "pool_blocks": [60], "demand_blocks": 200, "peak_rss_bytes": 7}
+    facts = {
+        "commit": "x",
+        "kv": "int8",
+        "pool_blocks": [60],
+        "demand_blocks": 200,
+        "peak_rss_bytes": 7,
+        "cpu_s": 1,
+    }
     slow = [row | {"end_s": 3 * row["end_s"]} for row in replayed]
     slower = [row | {"end_s": 9 * row["end_s"]} for row in replayed]
     runs = {"a": [{"turns": each, **facts} for each in (slower, replayed, slow)]}
