@@ -10,7 +10,7 @@ from typing import Any
 
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
-from kvq.tiers.sealing import KeyedSealing, Sealing
+from kvq.tiers.sealing import Sealing, keyed_sealing
 
 FACTS = {"model": "m" * 64, "kv": "int8", "recipe": "r" * 32}
 OWNERS = ("tone", "ttwo", "sthree")
@@ -37,7 +37,7 @@ class Made:
 
 def sealing_of(key: Path | None) -> Sealing:
     """Return the sealing with a key file, or without one."""
-    return Sealing() if key is None else KeyedSealing(key)
+    return Sealing() if key is None else keyed_sealing(key)
 
 
 def make_key(folder: Path) -> Path:
@@ -63,7 +63,8 @@ def read_all(tier: DiskTier, made: Made, numbers: Iterable[int]) -> dict[str, li
     numbers = list(numbers)
     coming: Future[list[Any]] = tier.read([made.block(number) for number in numbers])
     found: dict[str, list[int]] = {"right": [], "missing": [], "wrong": []}
-    for number, content in zip(numbers, coming.result(_SECONDS), strict=True):
+    for number, read in zip(numbers, coming.result(_SECONDS), strict=True):
+        content = None if read is None else read[0]
         is_right = content is not None and bytes(memoryview(content)) == made.content(number)
         found["missing" if content is None else "right" if is_right else "wrong"].append(number)
     return found

@@ -10,6 +10,7 @@ was written. `--scale` shortens counts. Results go to benchmarks/results/tiers-<
 """
 
 import argparse
+import atexit
 import json
 import logging
 import os
@@ -46,7 +47,7 @@ class Writer:
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit(self._process.communicate()[1])
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
@@ -63,6 +64,8 @@ class Writer:
         return self._ended()
 
     def _ended(self) -> int:
+        if self._process.stderr is None or self._process.stderr.closed:
+            return 0
         self._process.wait()
         self._reader.join()
         assert self._process.stderr is not None, "it is a pipe"
@@ -90,6 +93,7 @@ def kills(scale: float, seed: int, folder: Path) -> Rows:
     made = Made(sealing_of(None), nbytes)
     settings = {"folder": str(folder), "budget": budget, "nbytes": nbytes, "key": None, "count": _APART}
     beside = Writer(first=_APART * 1000, pause_s=0.05, **settings)
+    atexit.register(beside.kill)  # whatever ends this process
     lost = wrong = read = torn = failed = 0
     certain: dict[int, int] = {}  # blocks by first number
     for i in range(count):

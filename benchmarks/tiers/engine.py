@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from benchmarks.findings import RESULTS, Rows, finding, report
 from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.models import Model, load
 from kvq.tiers import disk
-from kvq.tiers.segment import HEADER_BYTES, SUFFIX, Record, content_digest, records
+from kvq.tiers.segment import HEADER_BYTES, SUFFIX, content_digest, records
 
 _BLOCKS = 60  # of the pool
 _DISK = "256MiB"
@@ -242,12 +242,7 @@ def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     for one in found:
         stored = change(raw[one.offset : one.end])
         digest = content_digest(one.name, one.group, stored)
-        parts += [
-            Record(
-                one.name, one.group, one.owner, one.written_s, len(stored), digest, one.is_encrypted
-            ).pack(),
-            stored,
-        ]
+        parts += [replace(one, nbytes=len(stored), digest=digest).pack(), stored]
     path.write_bytes(b"".join(parts))
 
 
