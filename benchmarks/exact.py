@@ -213,9 +213,28 @@ def restarted(case: Case) -> Results:
         return ran(case, llm)
 
 
+def tiered(case: Case) -> Results:
+    """Let blocks leave a small pool for host memory and a folder, and run again in a new engine over that."""
+    with tempfile.TemporaryDirectory() as folder:
+        for again in (False, True):
+            options = {
+                "num_blocks": case.rng.randint(50, 80),
+                "kv_host": case.rng.choice(["0", "256KiB", "64MiB"]),
+                "kv_disk": "64MiB",
+                "kv_dir": folder,
+            }
+            with case.engine(**options) as llm:
+                if again:
+                    llm.generate(case.prompts[:4], case.params[:4])
+                found = [said(output) for output in llm.generate(case.prompts, case.params)]
+    return found
+
+
 SCHEDULES: dict[str, Callable[[Case], Results]] = {
     run.__name__: run
-    for run in (*(batched, hits, chunked, ahead, crowded, recomputed, swapped, drafted, threads, restarted),)
+    for run in (
+        *(batched, hits, chunked, ahead, crowded, recomputed, swapped, drafted, threads, restarted, tiered),
+    )
 }
 
 
