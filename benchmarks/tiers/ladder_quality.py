@@ -1,4 +1,4 @@
-"""Quality behind a ladder: KL of tokens after a prompt that was packed, beside what its share of cold tokens predicts.
+"""Quality behind a ladder: KL of tokens after packed prompts, beside what the share of cold tokens predicts.
 
     python -m benchmarks.tiers.ladder_quality --model DIR --text FILE [--prompts 12] [--json result.json]
 
@@ -11,6 +11,7 @@ import argparse
 import math
 import random
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,10 @@ def main() -> None:
         predicted = (1 - share) * means["own"] + share * means["rung"]
         rows.append({"rung": rung, "cold_share": share, **means, "predicted": predicted})
         ratio = means["mix"] / predicted
-        print(
-            f"{options.kv} -> {rung}: {share:.0%} cold, KL {means['mix']:.5f}, predicted {predicted:.5f}, {ratio:.2f}"
-        )
+        print(f"{options.kv} -> {rung}: {share:.0%} cold, KL {means['mix']:.5f}", end=", ")
+        print(f"predicted {predicted:.5f}, ratio {ratio:.2f}")
     if options.json is not None:
-        write_json(options.json, envelope("ladder quality", rows=rows))
+        write_json(options.json, envelope(sys.argv, model.weights.device, rows))
 
 
 if __name__ == "__main__":

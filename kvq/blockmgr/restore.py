@@ -55,17 +55,17 @@ class Below:
         size = blocks.block_size
         most = most_reused(prompt) // size
         nodes, max_cold = blocks.index.walk(prompt, most), int(cold_share * most)
-        num_cold = sum(node.coldest > 0 for node in nodes)
+        cold = {index for index, node in enumerate(nodes) if node.coldest}
 
         def has(group: int, index: int) -> bool:
-            nonlocal num_cold
             if index < len(nodes) and nodes[index].blocks[group] is not None:
                 return True
             key = BlockKey(prompt.root, blocks.index.digest_at(prompt, index), group)
             packed = blocks.ladder.find(key)
             form = packed.form if packed is not None else None if tiers is None else tiers.find(key)
-            num_cold += form is not None and form.coldest > 0
-            return form is not None and num_cold <= max_cold
+            if form is not None and form.coldest:
+                cold.add(index)
+            return form is not None and (not form.coldest or len(cold) <= max_cold)
 
         depth = most
         for group, window in enumerate(blocks.windows):

@@ -27,18 +27,6 @@ class _SwapStore(Protocol):
     def close(self) -> None: ...
 
 
-class _Codec(Protocol):
-    """Codec of a ladder; `kvq.cache.cold.ColdCodec`."""
-
-    def block_bytes(self, rung: int, group: int) -> int: ...
-
-    def encode(self, group: int, blocks: Sequence[int], rung: int) -> list[Tensor]: ...
-
-    def decode(self, group: int, contents: Sequence[Tensor], rung: int, blocks: Sequence[int]) -> None: ...
-
-    def recode(self, group: int, contents: Sequence[Tensor], rung: int, colder: int) -> list[Tensor]: ...
-
-
 class BlockCache:
     """Base class of cache backends: the part of `CacheBackend` that moves whole blocks.
 
@@ -48,7 +36,7 @@ class BlockCache:
 
     states: StateSlots | None = None  # recurrent states
     tiers: Tiers | None = None  # take evicted blocks
-    codec: "_Codec | None" = None  # of a ladder
+    codec: Any = None  # of a ladder: `kvq.cache.cold.ColdCodec`
 
     def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
@@ -133,7 +121,6 @@ class BlockCache:
         """Return a copy of the bytes of a block or a packed block on the device."""
         if not isinstance(source, Packed):
             return self.block_content(group, source)
-        assert self.codec is not None, "it packed them"
         size, total = self.codec.block_bytes(source.form.rung, group), self.codec.block_bytes(0, group)
         start = source.slot * size
         first, last = start // total, (start + size - 1) // total
@@ -142,7 +129,6 @@ class BlockCache:
 
     def _pack(self, order: Pack) -> None:
         """Rewrite blocks, or packed blocks, in the format of a rung."""
-        assert self.codec is not None, "the block manager has a ladder"
         group, source = order.group, order.sources[0]
         if isinstance(source, Packed):
             contents = [self._content(group, one) for one in order.sources]
@@ -164,7 +150,6 @@ class BlockCache:
             for fill in fills
         ]
         if rung:
-            assert self.codec is not None, "only a ladder has rungs"
             self.codec.decode(group, contents, rung, [fill.block for fill in fills])
             return
         for fill, content in zip(fills, contents, strict=True):

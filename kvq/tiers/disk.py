@@ -173,9 +173,10 @@ class DiskTier:
         except OSError:  # deleted, by age or for room
             self._lose(segment, name)
             return None
-        if content_digest(name, group, stored) == record.digest:
+        label = name + bytes(record.form)  # the form is bound to the block, too
+        if content_digest(label, group, stored) == record.digest:
             with suppress(DamagedData):
-                content = self.sealing.open(owner, name, stored)
+                content = self.sealing.open(owner, label, stored)
                 if self._sizes is None or memoryview(content).nbytes == self._sizes(group, record.form[0]):
                     self.counts.read += 1
                     self._folder.touch(segment.path)
@@ -191,7 +192,7 @@ class DiskTier:
             if not self._may_write():
                 self.counts.dropped += 1
                 return
-            self._append(block, self.sealing.close(block[0], name, content), form)
+            self._append(block, self.sealing.close(block[0], name + bytes(form), content), form)
         except OSError as error:
             _log.warning("can't write KV to %s: %s", self._folder.path, error.strerror or error)
             self._failed_s = self._clock()
@@ -209,7 +210,7 @@ class DiskTier:
         sealing, written_s = self.sealing, self._clock()
         record = Record(
             *(name, group, sealing.owner_tag(owner), written_s, nbytes),
-            *(content_digest(name, group, stored), sealing.is_encrypted, form),
+            *(content_digest(name + bytes(form), group, stored), sealing.is_encrypted, form),
         )
         tail_bytes = (len(self._written) + 2) * RECORD_BYTES
         if self._open is not None:
@@ -297,7 +298,7 @@ class DiskTier:
             with open(path, "rb", buffering=0) as file:
                 return bool(read_header(file.fileno()))
         except DamagedData as error:
-            if not is_written(path):  # otherwise, its header is still to come
+            if path.stat().st_size and not is_written(path):  # otherwise, its header is still to come
                 _log.warning("segment %s is not used: %s", path, error)
                 self.counts.damaged += 1
                 self._unusable.add(path)

@@ -10,7 +10,7 @@ import os
 from functools import lru_cache
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvq.errors import DamagedData
 from kvq.extras import ENCRYPTION, require
@@ -41,12 +41,6 @@ class Sealing:
         return content
 
 
-class _Cipher(Protocol):
-    def encrypt(self, nonce: bytes, data: Any, associated_data: bytes) -> bytes: ...
-
-    def decrypt(self, nonce: bytes, data: Any, associated_data: bytes) -> bytes: ...
-
-
 class _Keyed(Sealing):  # D398
     """Names by HMAC-SHA256, and encryption by AES-256-GCM, with keys of every owner."""
 
@@ -75,7 +69,7 @@ class _Keyed(Sealing):  # D398
         except (InvalidTag, ValueError) as error:
             raise DamagedData("it was not encrypted with this key") from error
 
-    def _make_keys(self, owner: str) -> tuple[bytes, _Cipher]:
+    def _make_keys(self, owner: str) -> tuple[bytes, Any]:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return self._derive(b"name", owner), AESGCM(self._derive(b"cipher", owner))

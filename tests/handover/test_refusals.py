@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvq.engine import SamplingParams
-from kvq.engine.handover import wire
+from kvq.engine.handover import link as wire
 from kvq.engine.handover.link import Link, parse_address
 from kvq.errors import ConfigError, EngineError
 from tests.engine.kit import engine, pair, submit, tokens_of
@@ -31,7 +31,7 @@ def refused(caplog):
 def test_a_connection_cut_at_every_message_leaves_nothing_on_either_side(kv, monkeypatch):
     """Before and within every message of either side, for a request and for a prefix."""
     model = pair("llama")[0].with_kv(kv)
-    monkeypatch.setattr("kvq.engine.handover.transfer.PIECE", 1)  # a block in each message
+    monkeypatch.setattr("kvq.engine.handover.moving.PIECE", 1)  # a block in each message
     send, whole = Link.send, expected(model)
     both = Pair(model)
     files = num_files()
@@ -116,8 +116,8 @@ def test_another_version_is_refused(monkeypatch, caplog):
     model = pair("llama")[0]
     receiver = engine(model, hand_over_listen="0")
     with Link.connect(parse_address(receiver.hand_over.address, None)) as link:
-        link.send(wire.Hello(wire.VERSION + 1, b"", False, {}))
-        link.expect(wire.Hello)
+        link.send(wire._Hello(wire.VERSION + 1, b"", False, {}))
+        link.expect(wire._Hello)
         with pytest.raises(EngineError, match=f"version {wire.VERSION + 1} there, {wire.VERSION} here"):
             link.expect()
 
@@ -311,8 +311,8 @@ def test_a_proof_can_not_be_sent_back():
     with Link(ours) as link, Link(theirs) as mirror:
 
         def reflect():
-            mirror.send(mirror.expect(wire.Hello))
-            mirror.send(mirror.expect(wire.Proof))
+            mirror.send(mirror.expect(wire._Hello))
+            mirror.send(mirror.expect(wire._Proof))
 
         thread = threading.Thread(target=reflect)
         thread.start()

@@ -18,10 +18,8 @@ from queue import Empty, SimpleQueue
 from socket import SHUT_RDWR, socket
 from typing import Any, TypeVar
 
-from kvq.engine.handover.link import Link, listen, parse_address
-from kvq.engine.handover.moving import Moving, MovingBlocks, facts_of, unpack
-from kvq.engine.handover.transfer import receive_blocks, send_blocks
-from kvq.engine.handover.wire import Answer, Begin, Tokens
+from kvq.engine.handover.link import Answer, Begin, Link, Tokens, listen, parse_address
+from kvq.engine.handover.moving import Moving, MovingBlocks, facts_of, receive_blocks, send_blocks, unpack
 from kvq.engine.requests.outputs import Event, Piece
 from kvq.engine.requests.request_options import Prompt, RequestOptions, check_known, prompt_tokens
 from kvq.engine.requests.request_state import Job

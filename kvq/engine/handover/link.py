@@ -1,5 +1,11 @@
-"""Link: a socket to another engine that carries messages, and the handshake that begins it."""
+"""Link: a socket to another engine, the typed messages that it carries, and the handshake that begins it.
 
+After hello, the sender announces tokens and sends their blocks; digests bind their bytes to their place. For
+a request, the receiver then returns the tokens that follow. A connection has one transfer; ending it early
+cancels the transfer.
+"""
+
+import hashlib
 import hmac
 import os
 import socket
@@ -7,12 +13,101 @@ from collections.abc import Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
+import xxhash
 
-from kvq.engine.handover.wire import VERSION, AnyMessage, Hello, Proof, Refused, decoder, encoder
+from kvq.blockmgr.prefix import TOKEN_BYTES
+from kvq.engine.requests.outputs import TokenLogprobs
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import ConfigError, EngineError
+
+VERSION = 1
+Block = tuple[int, int, bytes, bytearray]  # layer group, index in the sequence, digest, content
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Hello(_Message, frozen=True):
+    """First message of both sides. `facts`: what must be the same on both sides, by name."""
+
+    version: int
+    nonce: bytes
+    has_key: bool
+    facts: dict[str, str] = {}
+
+
+class _Proof(_Message, frozen=True):
+    """Message: a proof that the sender knows the key."""
+
+    mac: bytes
+
+
+class _Refused(_Message, frozen=True):
+    """Message: why the transfer has failed."""
+
+    reason: str
+
+
+class Begin(_Message, frozen=True):
+    """Message: the tokens whose blocks follow: a prefix, or a request's prompt and its generated tokens."""
+
+    tokens: bytes  # ids, packed
+    length: int  # leading tokens whose K and V are complete
+    options: RequestOptions  # of a prefix, only tenant and salts count
+    prompt_length: int = 0  # of a request; 0: a prefix
+    seed: int = 0
+
+
+class Answer(_Message, frozen=True):
+    """Message: how many tokens' blocks the receiver wants, and then, how many tokens it has taken over."""
+
+    tokens: int
+
+
+class Blocks(_Message, frozen=True):
+    """Message: blocks. The receiver reads the next message once they are stored."""
+
+    blocks: list[Block]
+    are_last: bool
+
+
+class Tokens(_Message, frozen=True):
+    """Message: the next tokens of a request. It ends with the last message, perhaps by an error."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    are_last: bool = False
+    kv_digest: str = ""
+    error: str | None = None
+
+
+AnyMessage = _Hello | _Proof | _Refused | Begin | Answer | Blocks | Tokens
+encoder = msgspec.msgpack.Encoder()
+decoder: "msgspec.msgpack.Decoder[AnyMessage]" = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def block_names(tokens: bytes, block_size: int) -> list[bytes]:
+    """Return a digest for each block of these tokens and all before it. The last block may be partial."""
+    step, last, found = block_size * TOKEN_BYTES, b"kvq hand-over", []
+    for at in range(0, len(tokens), step):
+        last = hashlib.sha256(last + tokens[at : at + step]).digest()
+        found.append(last)
+    return found
+
+
+def block_digest(context: bytes, name: bytes, place: tuple[int, int], content: Any) -> bytes:
+    """Return the digest of a block's bytes, any buffer: xxh3-128.
+
+    `context`: of layout and recipe. `name`: from `block_names`. `place`: layer group and index.
+    """
+    hasher = xxhash.xxh3_128(context + name + b"".join(number.to_bytes(8, "little") for number in place))
+    hasher.update(content)
+    return hasher.digest()
+
 
 M = TypeVar("M")
 Address = str | tuple[str, int]  # path of a Unix socket, or host and port
@@ -115,8 +210,8 @@ class Link:
             EngineError: something differs; the message names it.
         """
         own, (role, other) = os.urandom(32), (b"caller", b"listener")[:: 1 if is_caller else -1]
-        self.send(Hello(VERSION, own, key is not None, dict(facts)))
-        hello = self.expect(Hello)
+        self.send(_Hello(VERSION, own, key is not None, dict(facts)))
+        hello = self.expect(_Hello)
         if hello.version != VERSION:
             self.refuse(f"version {hello.version} there, {VERSION} here")
         if hello.has_key != (key is not None):
@@ -126,9 +221,9 @@ class Link:
             if there != here:
                 self.refuse(f"another {name}: {there!r:.100} there, {here!r:.100} here")
         if key is not None:
-            self.send(Proof(hmac.digest(key, role + own + hello.nonce, "sha256")))
+            self.send(_Proof(hmac.digest(key, role + own + hello.nonce, "sha256")))
             known = hmac.digest(key, other + hello.nonce + own, "sha256")
-            if not hmac.compare_digest(self.expect(Proof).mac, known):
+            if not hmac.compare_digest(self.expect(_Proof).mac, known):
                 self.refuse("another key")
         self._most = _MOST
 
@@ -153,13 +248,13 @@ class Link:
             raise EngineError(f"not a message of version {VERSION}: {error}") from error
         if isinstance(message, kinds):
             return message
-        reason = message.reason if isinstance(message, Refused) else f"{type(message).__name__} out of turn"
+        reason = message.reason if isinstance(message, _Refused) else f"{type(message).__name__} out of turn"
         raise EngineError(f"the other engine refused the hand-over: {reason:.500}")
 
     def refuse(self, reason: str) -> NoReturn:
         """Tell the peer why the transfer fails, and raise EngineError."""
         with suppress(OSError):
-            self.send(Refused(reason))
+            self.send(_Refused(reason))
         raise EngineError(f"hand-over refused: {reason}")
 
     def _receive(self, count: int) -> bytearray:
