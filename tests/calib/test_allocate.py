@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.calib.allocate import Allocation
+from kvq.calib.search import _Allocation
 from kvq.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def test_the_choice_is_the_best_of_all(drawn, budget, parts):
         for picked in itertools.product(*units)
     ]
     fitting = [found for found in every if found[0] <= budget]
-    allocation = Allocation(units)
+    allocation = _Allocation(units)
     assert allocation.least_bytes == min(found[0] for found in every)
     assert allocation.most_bytes == max(found[0] for found in every)
     if not fitting:
@@ -60,7 +60,7 @@ def test_the_choice_is_the_best_of_all(drawn, budget, parts):
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_the_best():
-    allocation = Allocation([[Option(choice="a", nbytes=8, kl=0.5)]])
+    allocation = _Allocation([[Option(choice="a", nbytes=8, kl=0.5)]])
     with pytest.raises(ConfigError, match=r"expected to cost 0\.1 or less; the best costs 0\.5"):
         allocation.budget_for(0.1)
 
@@ -71,5 +71,5 @@ def test_a_large_model_is_solved_in_seconds():
         8 * (bits * 16 + 128 // group) + mean for bits in (3, 4, 6) for group in (64, 32) for mean in (0, 17)
     ]
     options = [Option(choice=i, nbytes=size, kl=1.0 / size) for i, size in enumerate(sizes)]
-    allocation = Allocation([options] * 252)
+    allocation = _Allocation([options] * 252)
     assert allocation.cost(252 * 700) <= allocation.cost(252 * 600)

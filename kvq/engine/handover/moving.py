@@ -30,7 +30,7 @@ PIECE = 2 << 20  # bytes of blocks in one message, unless one block has more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class _Shape:
     """Sizes and meaning of an engine's blocks, by layer group."""
 
     block_size: int  # tokens
@@ -39,7 +39,7 @@ class Shape:
 
 
 def send_blocks(
-    link: Link, begin: Begin, places: list[Place], shape: Shape, read: Callable[[list[Place]], list[Any]]
+    link: Link, begin: Begin, places: list[Place], shape: _Shape, read: Callable[[list[Place]], list[Any]]
 ) -> int:
     """Send a sequence, and return how many of its tokens the peer took over. `read`: returns blocks' bytes.
 
@@ -62,7 +62,7 @@ def send_blocks(
 
 
 def receive_blocks(
-    link: Link, begin: Begin, places: list[Place], shape: Shape, put: Callable[[list[Block]], object]
+    link: Link, begin: Begin, places: list[Place], shape: _Shape, put: Callable[[list[Block]], object]
 ) -> None:
     """Receive the blocks for these places, and pass them on to `put`, a message at a time.
 
@@ -205,7 +205,7 @@ def unpack(begin: Begin) -> "array[int]":
     return tokens
 
 
-def facts_of(core: Any) -> tuple[dict[str, str], Shape]:
+def facts_of(core: Any) -> tuple[dict[str, str], _Shape]:
     """Return what another engine must have in common with this one, by name, and the blocks' sizes."""
     model, layout, marking = core.model, core.model.layout, core.intake.marking
     facts = engine_facts(model, marking)
@@ -215,4 +215,4 @@ def facts_of(core: Any) -> tuple[dict[str, str], Shape]:
     facts |= {"recipe": model.recipe.digest(), "layout": layout_digest(layout)}
     contexts = [sha256(digest_context(group, layout.recipe)).digest() for group in layout.groups]
     sizes = [group.block_bytes for group in layout.groups]
-    return facts, Shape(block_size=layout.block_size, block_bytes=sizes, contexts=contexts)
+    return facts, _Shape(block_size=layout.block_size, block_bytes=sizes, contexts=contexts)

@@ -8,7 +8,7 @@ has left the pools is brought back, unless requests wait.
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import exp, log
 from typing import get_args
@@ -38,7 +38,7 @@ class _Session:
     spread: float = 0.5  # of the logarithms' distance from it
     num_pauses: int = 0
     pinned: PrefixQuery | None = None
-    requests: int = field(default=0)  # that run or wait
+    requests: int = 0  # that run or wait
 
 
 def check_action(action: str) -> None:

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.errors import EngineError
-from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import Line
+from kvq.server.batch.run import _Calls
 from kvq.server.engine.remote import State
 from kvq.server.http.problems import Problem
 from kvq.server.openai.sampling import _take_structured
 
 
-class Deaths(Calls):
+class Deaths(_Calls):
     """An engine that a line with `poison` ends, with all that run beside it."""
 
     def __init__(self):
@@ -46,7 +46,7 @@ class Deaths(Calls):
 def calls(monkeypatch):
     made = Deaths()
     answer = lambda service, line, tenant: SimpleNamespace(answer=lambda: made.run(line))  # noqa: E731
-    monkeypatch.setattr("kvq.server.batch.calls.Completions", answer)
+    monkeypatch.setattr("kvq.server.batch.run.Completions", answer)
     return made
 
 
@@ -79,9 +79,9 @@ def test_a_line_that_is_tried_again_still_has_its_schema(monkeypatch):
     async def checked(given, body):
         return []
 
-    monkeypatch.setattr("kvq.server.batch.calls.Chat", taken)
+    monkeypatch.setattr("kvq.server.batch.run.Chat", taken)
     remote = SimpleNamespace(state=State.READY)
-    calls = Calls(SimpleNamespace(remote=remote, check_fields=checked, is_strict=False))
+    calls = _Calls(SimpleNamespace(remote=remote, check_fields=checked, is_strict=False))
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     body = {"messages": [{"role": "user", "content": "a"}], "response_format": wanted}
     asyncio.run(calls.answer(Line(number=1, url="/v1/chat/completions", body=body)))

@@ -15,9 +15,8 @@ from kvq.models.templates.forms import Forms
 from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.assembly import make_service
-from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import parse_line
-from kvq.server.batch.run import Summary
+from kvq.server.batch.run import Calls, Summary
 from kvq.server.http.guard import Access
 from kvq.server.http.ignored import HEADER, find_ignored
 from kvq.server.http.problems import Problem

@@ -17,8 +17,7 @@ import uvicorn
 
 from kvq.server.http import limited_parser, protocol
 from kvq.server.http.guard import Access, Guard
-from kvq.server.http.limited_parser import LimitedParser
-from kvq.server.http.protocol import Connection
+from kvq.server.http.protocol import Connection, _LimitedParser
 from tests.waiting import HANG_S, wait_for
 
 HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
@@ -129,7 +128,7 @@ def test_however_a_body_is_cut_it_arrives_whole(seed):
 
 def test_one_read_full_of_events_is_parsed_in_turns():
     """64 KB of one-byte chunks: ten thousand events, which would take a third of a second at once."""
-    parser = LimitedParser()
+    parser = _LimitedParser()
     parser.receive_data(HEAD + b"1\r\na\r\n" * 1000)
     num_events, num_turns = 0, 0
     while num_events < 1001:
@@ -221,7 +220,7 @@ def test_a_parser_leaves_nothing_to_look_for():
     gc.disable()
     try:
         for data in (HEAD, HEAD[:-2] + b"a:\r\n" * 2 * limited_parser.MAX_LINES + b"\r\n"):
-            parser = LimitedParser()
+            parser = _LimitedParser()
             parser.receive_data(data)
             with contextlib.suppress(h11.RemoteProtocolError):
                 parser.next_event()

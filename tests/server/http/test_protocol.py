@@ -11,9 +11,8 @@ import pytest
 import uvicorn
 
 from kvq.server.http import protocol
-from kvq.server.http.limited_parser import LimitedParser
 from kvq.server.http.loop_budget import Again
-from kvq.server.http.protocol import Connection, prepare
+from kvq.server.http.protocol import Connection, _LimitedParser, prepare
 from tests.waiting import HANG_S, wait_for
 
 HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
@@ -100,7 +99,7 @@ def test_who_is_gone_before_its_turn_is_not_read_on():
     """A closed TLS transport has nothing to pause or resume any more."""
     connection = object.__new__(Connection)
     connection.transport = SimpleNamespace(is_closing=lambda: True)
-    connection.conn, connection.flow = LimitedParser(), None
+    connection.conn, connection.flow = _LimitedParser(), None
     connection._slot = connection._head_timer = None
     connection._is_in_line, connection._is_resting = True, True
     assert connection._parse_on() is Again.NO
