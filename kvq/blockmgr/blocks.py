@@ -9,7 +9,7 @@ from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order, SwapIn, Sw
 from kvq.blockmgr.eviction import LeastRecent, Segmented
 from kvq.blockmgr.misses import Misses
 from kvq.blockmgr.misses.memory import Takers
-from kvq.blockmgr.packed.ladder import Extent, Ladder
+from kvq.blockmgr.packed.ladder import Ladder
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import Node, PrefixIndex
 from kvq.blockmgr.states import SNAPSHOT_EVERY, States
@@ -208,9 +208,9 @@ class Blocks:
     def _evicted(self, group: int, blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
         """Forget blocks that a group's pool evicts or packs. Return others that can't be found any more."""
         nodes, stranded = entries, []
-        if any(isinstance(entry, Extent) for entry in entries):
+        if not all(isinstance(entry, Node) for entry in entries):
             nodes = [entry for entry in entries if isinstance(entry, Node)]
-            for extent in {entry for entry in entries if isinstance(entry, Extent)}:
+            for extent in {entry for entry in entries if not isinstance(entry, Node)}:
                 stranded += self._evict_extent(group, extent)
         if self.events.active or self.tiers is not None:
             for block, node in zip(blocks, entries, strict=True):
@@ -242,7 +242,7 @@ class Blocks:
         end = -(-node.depth * self.block_size // every) * every
         return node.depth > self.first_seen(group, end)
 
-    def _evict_extent(self, group: int, extent: Extent) -> list[BlockId]:
+    def _evict_extent(self, group: int, extent: Any) -> list[BlockId]:
         """Pass on what an extent holds to the tiers, unless it is rewritten. Return its other blocks."""
         if self._is_packing:
             return []

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import pairwise
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.packed.ladder import Extent, Ladder
+from kvq.blockmgr.packed.ladder import Ladder
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node
@@ -24,7 +24,7 @@ def check_integrity(
         pool.check_integrity()
         _check_references(group, pool, sequences, pins, blocks.ladder)
         blocks.ladder.check_integrity(group)
-        _check_order(group, pool, blocks.windows[group])
+        _check_order(group, pool, blocks)
         _check_slots(group, sequences, swap)
     _check_index(blocks)
     for sequence in sequences:
@@ -55,14 +55,15 @@ def _check_references(
     assert pins.num_pinned(group) <= pins.limit(group), f"group {group}: more blocks are pinned than may be"
 
 
-def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
+def _check_order(group: int, pool: BlockPool, blocks: Blocks) -> None:
     """Check that cached blocks of a full-attention group are evicted before the prefix that they need."""
-    if window is not None:
+    if blocks.windows[group] is not None:
         return
+    extents = blocks.ladder.extents(group)
     rank = {block: i for i, block in enumerate(pool.cached_blocks())}
     for block, i in rank.items():
         node = pool.entry(block)
-        if isinstance(node, Extent):
+        if node in extents:
             continue
         assert isinstance(node, Node), f"group {group}, block {block} is cached for no node"
         assert node.parent is not None, f"group {group}, block {block} is a root's"

@@ -20,7 +20,7 @@ _LEAST = 4  # fewer save too little
 
 
 @dataclass(slots=True, eq=False)
-class Extent:
+class _Extent:
     """Blocks of a pool that hold the packed blocks of one rung. They are cached blocks of the pool."""
 
     blocks: list[BlockId]
@@ -58,7 +58,7 @@ class _Level:
 
     pool: BlockPool
     sizes: list[int]  # bytes of a block by rung; rung 0 is the pool's own format
-    extents: list[OrderedDict[Extent, None]] = field(init=False)
+    extents: list[OrderedDict[_Extent, None]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.extents = [OrderedDict() for _ in self.sizes]
@@ -74,8 +74,8 @@ class Ladder:  # D401
     def __init__(self, pools: list[BlockPool], sizes: dict[int, list[int]]) -> None:
         """`sizes`: bytes of a block by rung, for each layer group with rungs, from the pool's own format."""
         self._levels = {group: _Level(pools[group], own) for group, own in sizes.items()}
-        self._held: set[Extent] = set()
-        self._where: dict[BlockKey, tuple[Extent, int, int]] = {}  # slot, and the coldest rung so far
+        self._held: set[_Extent] = set()
+        self._where: dict[BlockKey, tuple[_Extent, int, int]] = {}  # slot, and the coldest rung so far
         self.is_worth = True  # whether rewriting takes less time than computing
         self.num_packed = self.num_evicted = 0  # blocks, since the start
 
@@ -92,7 +92,7 @@ class Ladder:  # D401
         found = self._where.get(key)
         return None if found is None else _packed(*found)
 
-    def extents(self, group: int) -> list[Extent]:
+    def extents(self, group: int) -> list[_Extent]:
         """Return all extents of a layer group."""
         level = self._levels.get(group)
         if level is None:
@@ -152,7 +152,7 @@ class Ladder:  # D401
             for block in extent.blocks:
                 level.pool.free_cached(block)
 
-    def evicted(self, extent: Extent, group: int) -> list[tuple[Packed, BlockKey]]:
+    def evicted(self, extent: _Extent, group: int) -> list[tuple[Packed, BlockKey]]:
         """Forget an extent one of whose blocks was evicted. Return what it held."""
         level = self._levels[group]
         level.extents[extent.rung].pop(extent, None)
@@ -204,7 +204,7 @@ class Ladder:  # D401
         `keys`: what is packed, with the coldest rung that it has been on. Returns the complete order.
         """
         count = level.num_blocks(len(keys), order.rung)
-        extent = Extent(blocks[:count], order.rung, list(keys))
+        extent = _Extent(blocks[:count], order.rung, list(keys))
         for slot, (key, coldest) in enumerate(keys.items()):
             self._where[key] = extent, slot, max(coldest, order.rung)
         level.extents[order.rung][extent] = None
@@ -227,5 +227,5 @@ class Ladder:  # D401
                     assert self._where[key][:2] == (extent, slot), "a packed block can't be found"
 
 
-def _packed(extent: Extent, slot: int, coldest: int) -> Packed:
+def _packed(extent: _Extent, slot: int, coldest: int) -> Packed:
     return Packed(tuple(extent.blocks), slot, Form(extent.rung, coldest))

@@ -15,13 +15,13 @@ from kvq.bench.kernels.workload import lengths
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.triton import attend as kernel
 from kvq.kernels.attend.triton import step, work
-from kvq.kernels.attend.triton.work import Cut, work_list
+from kvq.kernels.attend.triton.step import _Cut, work_list
 from kvq.kernels.gpu.shapes import TileShape, least_split
 from tests.kernels.attend.triton.test_attend import filled
 from tests.kernels.kit import poisoned_memory
 
 MULTIPROCESSORS, KV_HEADS = 132, 8
-CUT = Cut(
+CUT = _Cut(
     share=4, rows=16, keys=64, fewest=1, most=64, window=None, pieces=198, least=256
 )  # of an int4 decode step on an H100 or H200, 8 KV heads
 WIDE = TileShape(rows=64, keys=64, warps=4, stages=5)
@@ -43,7 +43,7 @@ def batch_of(new: Sequence[int], contexts: Sequence[int], limit: int | None = No
     return replace(batch, context_lens=limits, lens=batch.device_lens(), is_captured=limit is not None)
 
 
-def tiles(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[tuple[int, ...], range]]:
+def tiles(batch: SequenceBatch, cut: _Cut) -> Iterator[tuple[tuple[int, ...], range]]:
     """Sequence, row, first token, new tokens and context of every tile, and its keys, by definition."""
     assert batch.lens is not None
     for i, (first, new, context) in enumerate(zip(*batch.lens.tolist(), strict=True)):
@@ -57,14 +57,14 @@ def tiles(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[tuple[int, ...], ran
             yield (i, row, first, new, context), range(oldest, end)
 
 
-def pieces_of(batch: SequenceBatch, cut: Cut) -> list[int]:
+def pieces_of(batch: SequenceBatch, cut: _Cut) -> list[int]:
     """Keys of the list's items in their order, of unused ones -1."""
     found = work_list(batch, cut)
     assert found is not None
     return [max(0, end - begin * cut.keys) if i >= 0 else -1 for i, *_, begin, end, _ in found.items.tolist()]
 
 
-def check(batch: SequenceBatch, cut: Cut) -> int:
+def check(batch: SequenceBatch, cut: _Cut) -> int:
     """Every key of every tile is in one piece, every piece in its place; returns the number of parts."""
     found = work_list(batch, cut)
     wanted = dict(tiles(batch, cut))
