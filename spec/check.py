@@ -3,9 +3,11 @@
     python spec/check.py spec/vectors
     python spec/check.py my.kvqprefix --layout layout.json
     python spec/check.py kvq.json
+    python spec/check.py /var/kvq-blocks
 
 `layout.json` holds {"geometry": [{"kv_heads", "k_head_dim", "v_head_dim", "window"}, ...], "block_size",
-"recipe": a kvq.json's object}. Exits 1, naming vector and field or bytes, if anything is wrong.
+"recipe": a kvq.json's object}. A folder may hold segments of blocks, as `--kv-dir` has
+them. Exits 1, naming vector and field or bytes, if anything is wrong.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from layouts import PARTS, block_regions, read_layout
 from names import parse
 from prefixes import chain, check_prefix
 from recipes import read_recipe
+from segments import SUFFIX, check_segment, check_segments
 
 from findings import Wrong, load_json, need, sha256
 
@@ -201,6 +204,10 @@ def check_folder(folder: Path) -> list[str]:
 
 
 def _told(path: Path, layout: str | None) -> list[str]:
+    if path.is_dir() and any(path.rglob(f"*{SUFFIX}")):
+        return check_segments(path)
+    if path.suffix == SUFFIX:
+        return [check_segment(path)]
     if path.is_dir():
         return check_folder(path)
     if path.suffix == ".json":
@@ -217,7 +224,9 @@ def main() -> int:  # D81: shares no line with kvq
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="a folder of vectors, a prefix file, or a kvq.json")
+    parser.add_argument(
+        "path", type=Path, help="a folder of vectors or segments, a segment, a prefix file, or a kvq.json"
+    )
     parser.add_argument("--layout", help="JSON of the layout that a prefix file was made for")
     options = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""XXH3 of 128 bits, seed 0, of more than 240 bytes: all that digests of blocks need.
+"""XXH3 of 128 and 64 bits, seed 0, of the lengths that blocks and the headers of segments have.
 
 Source: Collet, xxHash 0.8, doc/xxhash_spec.md, "XXH3 algorithm for large inputs".
 """
@@ -59,3 +59,34 @@ def xxh3_128(data: bytes) -> bytes:
     low = _merged(acc, 11, size * _P64[0] & _MASK)
     high = _merged(acc, 117, ~(size * _P64[1]) & _MASK)
     return high.to_bytes(8, "big") + low.to_bytes(8, "big")
+
+
+def _fold(data: bytes, at: int, key: int) -> int:
+    words, keys = _words(data, at, 2), _words(_SECRET, key, 2)
+    product = int(words[0] ^ keys[0]) * int(words[1] ^ keys[1])
+    return (product & _MASK) ^ (product >> 64)
+
+
+def _turned(value: int, bits: int) -> int:
+    return (value << bits | value >> (64 - bits)) & _MASK
+
+
+def xxh3_64(data: bytes) -> bytes:
+    """The digest of 64 bits, for 8 bytes, 17 to 128, or more than 240."""
+    size = len(data)
+    if size > 240:
+        return xxh3_128(data)[8:]
+    if size == 8:
+        first, second = (int(word) for word in np.frombuffer(data, "<u4"))
+        keys = _words(_SECRET, 8, 2)
+        value = (second + (first << 32)) ^ int(keys[0] ^ keys[1])
+        value = (value ^ _turned(value, 49) ^ _turned(value, 24)) * 0x9FB21C651E98DF25 & _MASK
+        value = (value ^ ((value >> 35) + size)) * 0x9FB21C651E98DF25 & _MASK
+        return (value ^ (value >> 28)).to_bytes(8, "big")
+    assert 17 <= size <= 128, "other lengths are hashed otherwise"
+    value = size * _P64[0]
+    for i in reversed(range((size - 1) // 32 + 1)):
+        value += _fold(data, 16 * i, 32 * i) + _fold(data, size - 16 * (i + 1), 32 * i + 16)
+    value &= _MASK
+    value = (value ^ (value >> 37)) * 0x165667919E3779F9 & _MASK
+    return (value ^ (value >> 32)).to_bytes(8, "big")

@@ -231,7 +231,8 @@ def test_a_request_that_is_cancelled_ends_in_both_engines():
     job, found = submit(both.a, random_tokens(50, seed=1), SamplingParams(max_tokens=190, ignore_eos=True))
     both.steps(3)
     both.a.hand_over.move_requests()
-    both.until(lambda: len(found.pieces) > 10 and both.b.core.has_work)
+    both.until(lambda: both.b.core.has_work and len(found.pieces) > 10)
+    assert both.b.core.has_work
     both.a.core.cancel(job)
     assert found.output.outputs[0].finish_reason == "cancelled"
     both.until(lambda: not both.b.core.has_work)
@@ -248,7 +249,8 @@ def test_a_request_goes_on_here_if_the_other_engine_ends():
     _, found = submit(both.a, prompt, params)
     both.steps(3)
     both.a.hand_over.move_requests()
-    both.until(lambda: len(found.pieces) > 10 and both.b.core.has_work)
+    both.until(lambda: both.b.core.has_work and len(found.pieces) > 10)
+    assert both.b.core.has_work
     both.b.close()
     while both.a.core.has_work:
         both.a.step()
@@ -260,7 +262,7 @@ def test_closing_the_sender_ends_its_requests():
     _, found = submit(both.a, random_tokens(50, seed=1), SamplingParams(max_tokens=190, ignore_eos=True))
     both.steps(3)
     both.a.hand_over.move_requests()
-    both.until(lambda: len(found.pieces) > 10)
+    both.until(lambda: both.b.core.has_work and len(found.pieces) > 10)
     both.a.close()
     assert found.output.outputs[0].finish_reason == "cancelled"
     while both.b.core.has_work:

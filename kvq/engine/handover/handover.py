@@ -16,6 +16,7 @@ from functools import partial
 from itertools import repeat
 from queue import Empty, SimpleQueue
 from socket import SHUT_RDWR, socket
+from time import sleep
 from typing import Any, TypeVar
 
 from kvq.engine.handover.link import Answer, Begin, Link, Tokens, listen, parse_address
@@ -223,13 +224,16 @@ class HandOver:  # D403: a request keeps its listener
                 self._call(self.recall, job)
 
     def _accept_all(self, listener: socket) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while not self._is_closed:
+            try:
                 sock, _ = listener.accept()
-                if len(self._threads) < _MOST_THREADS:
-                    self._start(self._receive, Link(sock))
-                else:
-                    sock.close()
+            except OSError:  # closed, or no descriptor is left
+                sleep(_POLL_S)
+                continue
+            if len(self._threads) < _MOST_THREADS:
+                self._start(self._receive, Link(sock))
+            else:
+                sock.close()
 
     def _receive(self, link: Link) -> None:
         """Receive a sequence, and return the tokens of its request."""

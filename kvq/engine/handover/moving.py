@@ -48,16 +48,16 @@ def send_blocks(
         OSError: the connection broke, or the peer is silent.
     """
     link.send(begin)
-    places = places if link.expect(Answer).tokens else []
-    names, some = block_names(begin.tokens, shape.block_size), max(1, PIECE // max(shape.block_bytes))
-    for at in range(0, max(1, len(places)), some):
+    names, pieces = block_names(begin.tokens, shape.block_size), list[list[Place]]()
+    for group, size in enumerate(shape.block_bytes) if link.expect(Answer).tokens else ():
+        own, some = [place for place in places if place[0] == group], max(1, PIECE // size)
+        pieces += [own[at : at + some] for at in range(0, len(own), some)]
+    for number, piece in enumerate(pieces or [[]], 1):
         blocks = []
-        for (group, index), content in zip(
-            piece := places[at : at + some], read(piece) if piece else [], strict=True
-        ):
+        for (group, index), content in zip(piece, read(piece) if piece else [], strict=True):
             digest = block_digest(shape.contexts[group], names[index], (group, index), content)
             blocks.append((group, index, digest, content))
-        link.send(Blocks(blocks, are_last=at + some >= len(places)))
+        link.send(Blocks(blocks, are_last=number >= len(pieces)))
     return link.expect(Answer).tokens
 
 
