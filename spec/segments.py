@@ -66,10 +66,10 @@ def check_segment(path: Path) -> str:
     facts, wrong, count, nbytes, listed = _facts(raw), [], 0, 0, b""
     end, stated = _end(raw)
     for at, fields, record in _records(raw, end, wrong):
-        _, group, encrypted, _, _, size, name, _, _, digest = record
+        _, group, encrypted, *form, size, name, _, _, digest = record
         where = f"bytes {at + _STEP}..{at + _STEP + size}: block {count} of layer group {group}"
         content = raw[at + _STEP : at + _STEP + size]
-        hashed = name + group.to_bytes(2, "little") + content
+        hashed = name + bytes(form) + group.to_bytes(2, "little") + content
         if encrypted > 1 or len(hashed) <= 240:
             wrong.append(f"{where} can't be")
         elif xxh3_128(hashed) != digest:
