@@ -298,7 +298,7 @@ class DiskTier:
             with open(path, "rb", buffering=0) as file:
                 return bool(read_header(file.fileno()))
         except DamagedData as error:
-            if path.stat().st_size and not is_written(path):  # otherwise, its header is still to come
+            if not is_written(path):  # otherwise, its header is still to come
                 _log.warning("segment %s is not used: %s", path, error)
                 self.counts.damaged += 1
                 self._unusable.add(path)

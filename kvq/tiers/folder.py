@@ -96,8 +96,10 @@ class Folder:  # D400
             if not self._make_room():
                 return None
             path = self.path / f"{int(self.clock() * 1e3):013x}-{secrets.token_hex(6)}{SUFFIX}"
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+            new = path.with_suffix(".new")  # under its name, others see it locked from the start
+            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
             fcntl.flock(file, fcntl.LOCK_EX)
+            new.rename(path)
             return path, file
 
     def _make_room(self) -> bool:

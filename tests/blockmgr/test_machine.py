@@ -24,7 +24,14 @@ from tests.blockmgr.drive import PATHS
 from tests.blockmgr.simulation import Simulation
 
 EXPECTED = set(PATHS) - {"evicted", "grown"}
-EXPECTED -= {"packed", "packed again", "unpacked", "restore lost", "refused restore"}  # see test_drive.py
+EXPECTED -= {
+    "packed",
+    "packed again",
+    "unpacked",
+    "restored",
+    "restore lost",
+    "refused restore",
+}  # see test_drive.py
 BASE = [0, 1, 0, 0, 1, 1, 0]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 SMALL = st.integers(0, 5)

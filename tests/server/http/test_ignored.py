@@ -16,7 +16,7 @@ from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.assembly import make_service
 from kvq.server.batch.lines import parse_line
-from kvq.server.batch.run import Calls, Summary
+from kvq.server.batch.run import Summary, _Calls
 from kvq.server.http.guard import Access
 from kvq.server.http.ignored import HEADER, find_ignored
 from kvq.server.http.problems import Problem
@@ -410,9 +410,9 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"
 def test_lines_of_batches_are_looked_at_too(change, body, names, said):
     found = []
     line = parse_line(1, json.dumps(LINE | change | {"body": LINE["body"] | body}).encode())
-    asyncio.run(Calls(service(), found.append)._body(line))
+    asyncio.run(_Calls(service(), found.append)._body(line))
     assert found == ([] if names is None else [names])
-    strict = Calls(service(is_strict=True))
+    strict = _Calls(service(is_strict=True))
     if said is None:
         asyncio.run(strict._body(line))
         return

@@ -15,7 +15,7 @@ import h11
 import pytest
 import uvicorn
 
-from kvq.server.http import limited_parser, protocol
+from kvq.server.http import protocol
 from kvq.server.http.guard import Access, Guard
 from kvq.server.http.protocol import Connection, _LimitedParser
 from tests.waiting import HANG_S, wait_for
@@ -132,11 +132,11 @@ def test_one_read_full_of_events_is_parsed_in_turns():
     parser.receive_data(HEAD + b"1\r\na\r\n" * 1000)
     num_events, num_turns = 0, 0
     while num_events < 1001:
-        parser.allowance, parser.ran_out, num_turns = limited_parser.SLICE_EVENTS, False, num_turns + 1
+        parser.allowance, parser.ran_out, num_turns = protocol.SLICE_EVENTS, False, num_turns + 1
         while parser.next_event() is not h11.NEED_DATA:
             num_events += 1
         assert parser.ran_out == (num_events < 1001)
-    assert num_turns == -(-1002 // limited_parser.SLICE_EVENTS)
+    assert num_turns == -(-1002 // protocol.SLICE_EVENTS)
 
 
 def test_requests_behind_one_another_are_all_answered():
@@ -190,14 +190,14 @@ def test_floods_of_crumbs_keep_nobody_waiting():
 def test_heads_and_trailers_have_so_many_lines(line):
     """One event of h11 each, however long it takes."""
     head = HEAD.replace(b"\r\n\r\n", b"\r\n")
-    many = line * limited_parser.MAX_LINES
+    many = line * protocol.MAX_LINES
     with World() as world:
         for sent in (head + many + b"\r\n", HEAD + b"0\r\n" + many + 2 * line + b"\r\n"):
             with world.connect() as sock:
                 sock.sendall(sent)
                 status, body = read(sock)
             assert status in (400, 431)
-            assert f"may have {limited_parser.MAX_LINES} lines" in json.loads(body)["error"]["message"]
+            assert f"may have {protocol.MAX_LINES} lines" in json.loads(body)["error"]["message"]
         assert world.post(chunk(5), b"0\r\n" + line * 100 + b"\r\n") == (200, b"5")
 
 
@@ -219,7 +219,7 @@ def test_a_parser_leaves_nothing_to_look_for():
     """Nobody collects garbage in the process that has one for each connection."""
     gc.disable()
     try:
-        for data in (HEAD, HEAD[:-2] + b"a:\r\n" * 2 * limited_parser.MAX_LINES + b"\r\n"):
+        for data in (HEAD, HEAD[:-2] + b"a:\r\n" * 2 * protocol.MAX_LINES + b"\r\n"):
             parser = _LimitedParser()
             parser.receive_data(data)
             with contextlib.suppress(h11.RemoteProtocolError):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvq.bench.kernels.workload import lengths
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.triton import attend as kernel
-from kvq.kernels.attend.triton import step, work
+from kvq.kernels.attend.triton import step
 from kvq.kernels.attend.triton.step import _Cut, work_list
 from kvq.kernels.gpu.shapes import TileShape, least_split
 from tests.kernels.attend.triton.test_attend import filled
@@ -119,7 +119,7 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
 
 
 def test_a_list_may_be_longer_than_what_is_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_BLOCK", 16)
+    monkeypatch.setattr(step, "_BLOCK", 16)
     new = [1, 3, 9, 1, 12] * 8
     assert check(batch_of(new, [100 * n for n in new]), CUT._replace(pieces=90, least=64)) > 0
 
@@ -157,7 +157,7 @@ def test_layers_share_a_list_and_nothing_comes_from_the_host(
 ) -> None:
     """Per layer attend and merge, of both heights if there are both; grids don't know the contexts."""
     monkeypatch.undo()  # memory is made by torch.empty alone
-    modules = {"attend_kernel": kernel, "merge_kernel": step, "list_kernel": work}
+    modules = {"attend_kernel": kernel, "merge_kernel": step, "list_kernel": step}
     fake = {name: Launches(getattr(module, name)) for name, module in modules.items()}
     for name, launches in fake.items():
         monkeypatch.setattr(modules[name], name, launches)
