@@ -3,6 +3,8 @@
 import socket
 import struct
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -84,12 +86,13 @@ def test_a_connection_cut_at_every_message_leaves_nothing_on_either_side(kv, mon
 def test_foreign_models_recipes_and_layouts_are_refused_by_name_on_both_sides(name, make, caplog):
     receiver = engine(make(), hand_over_listen="0")
     sender = engine(pair("llama")[0], hand_over_to=receiver.hand_over.address)
-    _, found = submit(sender, PROMPT, PARAMS)
+    _, found = submit(sender, PROMPT, replace(PARAMS, max_tokens=150))
     sender.step()
     sender.hand_over.move_requests()
     while sender.core.has_work:
         sender.step()
         receiver.step()
+        time.sleep(0.005)  # the connection has to be refused before the request ends
     assert found.output.error is None
     receiver.close()
     sender.close()
