@@ -9,7 +9,6 @@ from typing import Any, cast
 from kvq.blockmgr.events import Demote, Fill, Order
 from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.layout import Holding
-from kvq.scheduler.costs import CostModel
 from kvq.tiers.disk import Block, DiskTier
 from kvq.tiers.sealing import Sealing
 from kvq.tiers.tiers import Tiers
@@ -28,58 +27,46 @@ class TierSpec:
     host_s: float = 1 / 20e9  # per byte that moves between pools and host memory, or is packed
     disk_s: float = 1 / 2e9  # per byte read from the disk
 
+    def tiers(self, disk: "SimulatedDisk") -> Tiers | None:
+        """Return tiers with empty host memory for an engine, or None if it has none."""
+        below = cast(DiskTier, disk) if self.disk_bytes else None
+        has_tiers = self.host_bytes or self.disk_bytes
+        return Tiers(self.host_bytes // _UNIT, below, groups=self.groups) if has_tiers else None
 
-class SimulatedTiers:
-    """What keeps the blocks of one engine beyond the pools. The disk outlives the engine."""
-
-    def __init__(self, spec: TierSpec) -> None:
-        self._spec, self.holding, rungs = spec, spec.holding, spec.holding.get("rungs", {})
-        sizes = enumerate(spec.holding.get("block_bytes", []))
-        self._sizes = [[size, *rungs.get(group, [])] for group, size in sizes]
-        self.disk = _Disk(spec.disk_bytes // _UNIT, spec.disk_s * _UNIT)
-        self._tiers = self.begin()
-
-    def begin(self) -> Tiers | None:
-        """Return tiers with empty host memory, for a new engine, or None if it has none."""
-        spec, disk = self._spec, cast(DiskTier, self.disk) if self._spec.disk_bytes else None
-        has_tiers = spec.host_bytes or spec.disk_bytes
-        self._tiers = Tiers(spec.host_bytes // _UNIT, disk, groups=spec.groups) if has_tiers else None
-        return self._tiers
-
-    def carry_out(self, orders: Iterable[Order], costs: CostModel) -> float:
-        """Carry out a step's orders. Return the seconds that this takes, and report them to `costs`."""
-        moved: list[int] = []  # bytes
+    def carry_out(self, orders: Iterable[Order], tiers: Tiers | None) -> list[int]:
+        """Carry out a step's orders, and return the number of bytes that each moves."""
+        moved = []
         for order in orders:
-            match order:
-                case Demote(group=group, form=form) if self._tiers is not None:
-                    moved.append(self._sizes[group][form.rung])
-                    self._tiers.put(order.key, bytes(moved[-1] // _UNIT or 1), form)
-                case Fill(group=group, rung=rung, content=content):
-                    moved.append(self._sizes[group][0 if isinstance(content, Packed) else rung])
-                case Pack(group=group, sources=sources):
-                    moved += [self._sizes[group][0]] * len(sources)
-        seconds = self._spec.host_s * sum(moved)
-        if moved:
-            costs.observe_swap(len(moved) / 2, seconds)
-        return seconds
+            if not isinstance(order, Demote | Fill | Pack):
+                continue
+            own = self.holding["block_bytes"][order.group]
+            sizes = [own, *self.holding.get("rungs", {}).get(order.group, [])]
+            if isinstance(order, Pack):
+                moved += [own] * len(order.sources)
+            elif isinstance(order, Fill):
+                moved.append(own if isinstance(order.content, Packed) else sizes[order.rung])
+            elif tiers is not None:
+                moved.append(sizes[order.form.rung])
+                tiers.put(order.key, bytes(moved[-1] // _UNIT or 1), order.form)
+        return moved
 
 
-class _Disk:
+class SimulatedDisk:
     """Stand-in for a `DiskTier`: reads take simulated time, and the least recently used blocks leave."""
 
-    def __init__(self, budget: int, byte_s: float) -> None:
-        self._left, self._byte_s, self.sealing = budget, byte_s, Sealing()
+    def __init__(self, spec: TierSpec) -> None:
+        self._left, self._byte_s, self.sealing = spec.disk_bytes // _UNIT, spec.disk_s * _UNIT, Sealing()
         self._blocks: OrderedDict[bytes, tuple[Any, Any]] = OrderedDict()  # content and form by name
         self._reads: list[tuple[float, Future[list[Any]], list[Any]]] = []  # with the times of their ends
-        self._now = 0.0
-
-    def holds(self, name: bytes) -> bool:
-        return name in self._blocks
+        self._now = self._busy_s = 0.0
+        self.holds = self._blocks.__contains__
 
     def find(self, name: bytes) -> Any:
+        """Return the form of a block, or None."""
         return self._blocks.get(name, (None, None))[1]
 
     def write(self, block: Block, content: Any, form: Any) -> None:
+        """Store a block."""
         if block[1] not in self._blocks:
             self._blocks[block[1]] = content, form
             self._left -= len(content)
@@ -87,15 +74,17 @@ class _Disk:
             self._left += len(self._blocks.popitem(last=False)[1][0])
 
     def read(self, blocks: list[Block]) -> Future[list[Any]]:
+        """Begin to read blocks."""
         found = [self._blocks.get(name) for _, name, _ in blocks]
         for name in [name for _, name, _ in blocks if name in self._blocks]:
             self._blocks.move_to_end(name)
         seconds = self._byte_s * sum([len(one[0]) for one in found if one])
-        self._reads.append((max([self._now, *(end for end, _, _ in self._reads)]) + seconds, Future(), found))
+        self._busy_s = max(self._now, self._busy_s) + seconds
+        self._reads.append((self._busy_s, Future(), found))
         return self._reads[-1][1]
 
     def refresh(self) -> None:
-        """Nobody else writes."""
+        """Do nothing, since nobody else writes."""
 
     def advance(self, now: float) -> None:
         """End the reads that have ended by `now`."""

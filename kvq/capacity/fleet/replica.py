@@ -11,7 +11,7 @@ from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.closed_form import is_settled, repeat
 from kvq.capacity.fleet.drafting import Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.memory import SimulatedTiers, TierSpec
+from kvq.capacity.fleet.memory import SimulatedDisk, TierSpec
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
@@ -106,27 +106,23 @@ class Replica:
         self._trouble = faults.of_replica(index)
         self._leaps = leaps and spec.can_leap
         self._rng = random.Random(f"drafts/{spec.drafting.seed if spec.drafting else 0}/{index}")
-        self._tiers = SimulatedTiers(spec.tiers or TierSpec())
+        self._tiers = spec.tiers or TierSpec()
+        self._disk = SimulatedDisk(self._tiers)  # outlives the engine
         self._begin()
 
     def _begin(self) -> None:
         """Start an empty engine."""
         spec = self._spec
+        time = spec.time
+        limits, windows = list(time.limits or [None] * len(time.windows)), list(time.windows)
+        own = Holding(windows=windows, limits=limits, lag=time.lag, state_group=time.state_group)
         self.manager = BlockManager(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             reserve_blocks=reserve_blocks(spec.num_blocks),
-            **(
-                Holding(
-                    windows=list(spec.time.windows),
-                    limits=list(spec.time.limits or [None] * len(spec.time.windows)),
-                    lag=spec.time.lag,
-                    state_group=spec.time.state_group,
-                )
-                | self._tiers.holding
-            ),
+            **(own | self._tiers.holding),
         )
-        self.manager.blocks.tiers = self._tiers.begin()
+        self.manager.blocks.tiers = self._tiers.tiers(self._disk)
         most = spec.config.max_num_batched_tokens
         self._costs: CostModel = FixedCosts()
         if spec.computes_prompts:
@@ -197,7 +193,7 @@ class Replica:
         if self._guesser is not None:
             self._guesser.plan(is_steady=bool(self._steady))
         self._steady = []
-        self._tiers.disk.advance(began)
+        self._disk.advance(began)
         plan = scheduler.schedule(began)
         for request in scheduler.take_failed():
             self._end(request, Fate.FAILED, began)
@@ -205,7 +201,9 @@ class Replica:
             self.now += _IDLE_S
             return
         seconds = self._seconds(plan) if plan.branches else 1e-9
-        seconds += self._tiers.carry_out(plan.orders, self._costs)
+        if moved := self._tiers.carry_out(plan.orders, self.manager.blocks.tiers):
+            seconds += self._tiers.host_s * sum(moved)
+            self._costs.observe_swap(len(moved) / 2, self._tiers.host_s * sum(moved))
         end = self.now = began + seconds
         tickets = [self.live[branch.request] for branch in plan.branches]
         tokens = [
