@@ -210,7 +210,7 @@ class Blocks:
         nodes, stranded = entries, []
         if any(isinstance(entry, Extent) for entry in entries):
             nodes = [entry for entry in entries if isinstance(entry, Node)]
-            for extent in {entry for entry in entries if isinstance(entry, Extent)}:
+            for extent in dict.fromkeys(entry for entry in entries if isinstance(entry, Extent)):
                 stranded += self._evict_extent(group, extent)
         if self.events.active or self.tiers is not None:
             for block, node in zip(blocks, entries, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvq.blockmgr.events import Demote, Fill, Order
-from kvq.blockmgr.packed.ladder import Pack, Packed
+from kvq.blockmgr.packed.ladder import Pack
 from kvq.layout import Holding
 from kvq.tiers.disk import Block, DiskTier
 from kvq.tiers.sealing import Sealing
@@ -27,39 +27,35 @@ class TierSpec:
     host_s: float = 1 / 20e9  # per byte that moves between pools and host memory, or is packed
     disk_s: float = 1 / 2e9  # per byte read from the disk
 
-    def tiers(self, disk: "SimulatedDisk") -> Tiers | None:
-        """Return tiers with empty host memory for an engine, or None if it has none."""
-        below = cast(DiskTier, disk) if self.disk_bytes else None
-        has_tiers = self.host_bytes or self.disk_bytes
-        return Tiers(self.host_bytes // _UNIT, below, groups=self.groups) if has_tiers else None
-
     def carry_out(self, orders: Iterable[Order], tiers: Tiers | None) -> list[int]:
         """Carry out a step's orders, and return the number of bytes that each moves."""
         moved = []
-        for order in orders:
-            if not isinstance(order, Demote | Fill | Pack):
-                continue
+        for order in (order for order in orders if isinstance(order, Demote | Fill | Pack)):
             own = self.holding["block_bytes"][order.group]
             sizes = [own, *self.holding.get("rungs", {}).get(order.group, [])]
             if isinstance(order, Pack):
                 moved += [own] * len(order.sources)
-            elif isinstance(order, Fill):
-                moved.append(own if isinstance(order.content, Packed) else sizes[order.rung])
-            elif tiers is not None:
-                moved.append(sizes[order.form.rung])
+                continue
+            moved.append(sizes[order.form.rung if isinstance(order, Demote) else order.rung])
+            if isinstance(order, Demote) and tiers is not None:
                 tiers.put(order.key, bytes(moved[-1] // _UNIT or 1), order.form)
         return moved
 
 
 class SimulatedDisk:
-    """Stand-in for a `DiskTier`: reads take simulated time, and the least recently used blocks leave."""
+    """Stand-in for a `DiskTier`, in which reads take simulated time and the oldest blocks leave."""
 
     def __init__(self, spec: TierSpec) -> None:
-        self._left, self._byte_s, self.sealing = spec.disk_bytes // _UNIT, spec.disk_s * _UNIT, Sealing()
+        self._spec, self.sealing, self._left = spec, Sealing(), spec.disk_bytes // _UNIT
         self._blocks: OrderedDict[bytes, tuple[Any, Any]] = OrderedDict()  # content and form by name
         self._reads: list[tuple[float, Future[list[Any]], list[Any]]] = []  # with the times of their ends
         self._now = self._busy_s = 0.0
-        self.holds = self._blocks.__contains__
+        self.holds, self.refresh = self._blocks.__contains__, bool  # nobody else writes
+
+    def tiers(self) -> Tiers | None:
+        """Return tiers over this disk, with empty host memory, or None if an engine has none."""
+        host, disk = self._spec.host_bytes // _UNIT, cast(DiskTier, self) if self._spec.disk_bytes else None
+        return Tiers(host, disk, groups=self._spec.groups) if host or disk else None
 
     def find(self, name: bytes) -> Any:
         """Return the form of a block, or None."""
@@ -67,24 +63,18 @@ class SimulatedDisk:
 
     def write(self, block: Block, content: Any, form: Any) -> None:
         """Store a block."""
-        if block[1] not in self._blocks:
-            self._blocks[block[1]] = content, form
-            self._left -= len(content)
+        self._left -= 0 if block[1] in self._blocks else len(content)
+        self._blocks[block[1]] = content, form
         while self._left < 0:
             self._left += len(self._blocks.popitem(last=False)[1][0])
 
     def read(self, blocks: list[Block]) -> Future[list[Any]]:
         """Begin to read blocks."""
         found = [self._blocks.get(name) for _, name, _ in blocks]
-        for name in [name for _, name, _ in blocks if name in self._blocks]:
-            self._blocks.move_to_end(name)
-        seconds = self._byte_s * sum([len(one[0]) for one in found if one])
-        self._busy_s = max(self._now, self._busy_s) + seconds
+        nbytes = _UNIT * sum([len(one[0]) for one in found if one])
+        self._busy_s = max(self._now, self._busy_s) + self._spec.disk_s * nbytes
         self._reads.append((self._busy_s, Future(), found))
         return self._reads[-1][1]
-
-    def refresh(self) -> None:
-        """Do nothing, since nobody else writes."""
 
     def advance(self, now: float) -> None:
         """End the reads that have ended by `now`."""

@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
@@ -36,7 +36,7 @@ class EngineSpec:
     time: StepTime  # includes the sliding windows
     computes_prompts: bool = True  # False: prompts arrive with their KV
     drafting: Drafting | None = None
-    tiers: TierSpec | None = None  # what keeps blocks beyond the pools
+    tiers: TierSpec = field(default_factory=TierSpec)
 
     @property
     def can_leap(self) -> bool:
@@ -106,8 +106,7 @@ class Replica:
         self._trouble = faults.of_replica(index)
         self._leaps = leaps and spec.can_leap
         self._rng = random.Random(f"drafts/{spec.drafting.seed if spec.drafting else 0}/{index}")
-        self._tiers = spec.tiers or TierSpec()
-        self._disk = SimulatedDisk(self._tiers)  # outlives the engine
+        self._disk = SimulatedDisk(spec.tiers)  # outlives the engine
         self._begin()
 
     def _begin(self) -> None:
@@ -120,9 +119,9 @@ class Replica:
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             reserve_blocks=reserve_blocks(spec.num_blocks),
-            **(own | self._tiers.holding),
+            **(own | spec.tiers.holding),
         )
-        self.manager.blocks.tiers = self._tiers.tiers(self._disk)
+        self.manager.blocks.tiers = self._disk.tiers()
         most = spec.config.max_num_batched_tokens
         self._costs: CostModel = FixedCosts()
         if spec.computes_prompts:
@@ -201,9 +200,10 @@ class Replica:
             self.now += _IDLE_S
             return
         seconds = self._seconds(plan) if plan.branches else 1e-9
-        if moved := self._tiers.carry_out(plan.orders, self.manager.blocks.tiers):
-            seconds += self._tiers.host_s * sum(moved)
-            self._costs.observe_swap(len(moved) / 2, self._tiers.host_s * sum(moved))
+        if moved := self._spec.tiers.carry_out(plan.orders, self.manager.blocks.tiers):
+            moving_s = self._spec.tiers.host_s * sum(moved)
+            self._costs.observe_swap(len(moved) / 2, moving_s)
+            seconds += moving_s
         end = self.now = began + seconds
         tickets = [self.live[branch.request] for branch in plan.branches]
         tokens = [

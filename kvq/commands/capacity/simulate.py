@@ -1,5 +1,6 @@
 """`kvq simulate`: KV formats and policies under one simulated load."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -89,20 +90,17 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
             row["wins"] = row is best if len(group) > 1 else None
 
 
-def gains(rows: list[dict[str, Any]], key: str, place: str) -> list[str]:
-    """Return what a GiB of a tier buys, in a line for each pair of successive sizes."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: int(row[key])):
-        groups.setdefault(tuple(row[one] for one in _COMPARED if one != key), []).append(row)
-    lines = []
-    for less, more in (pair for group in groups.values() for pair in pairwise(group)):
-        gib, sizes = (more[key] - less[key]) / (1 << 30), f"{binary(less[key])} to {binary(more[key])}"
-        tokens, p95, hits = [((more[name] or 0) - (less[name] or 0)) / gib for name in _GAINS]
-        lines.append(
-            f"{more['kv']}, {sizes} of {place}: each GiB brings {tokens:+,.3g} tokens/s, {p95:+,.0f} ms of "
-            f"TTFT p95, {hits:+.1%} hits"
-        )
-    return lines
+def gains(rows: list[dict[str, Any]], key: str, place: str) -> Iterator[str]:
+    """Yield what a GiB of a tier buys, for each pair of successive sizes in rows that are otherwise alike."""
+    alike = [name for name in _COMPARED if name != key]
+    for less, more in pairwise(sorted(rows, key=lambda row: [row[name] for name in (*alike, key)])):
+        if [less[name] for name in alike] == [more[name] for name in alike]:
+            gib = (more[key] - less[key]) / (1 << 30)
+            tokens, p95, hits = [((more[name] or 0) - (less[name] or 0)) / gib for name in _GAINS]
+            yield (
+                f"{more['kv']}, {binary(less[key])} to {binary(more[key])} of {place}: each GiB buys "
+                f"{tokens:+,.3g} tokens/s, {p95:+,.0f} ms of TTFT p95, {hits:+.1%} of hits"
+            )
 
 
 def columns(rows: list[dict[str, Any]]) -> Columns:

@@ -160,22 +160,17 @@ class Study:
             drafting=self._drafting,
         )
 
-    def _tiers(self, case: _Case, plan: CapacityPlan) -> TierSpec | None:
-        """Return what an engine has beyond its pools, or None. Sizes are of all of a replica's GPUs."""
-        ladder, gpus = self._options.kv_ladder, plan.split.gpus
-        if not (case.host_bytes or case.disk_bytes or ladder):
-            return None
+    def _tiers(self, case: _Case, plan: CapacityPlan) -> TierSpec:
+        """Return what an engine has beyond its pools. Sizes are of all of a replica's GPUs."""
         geometry, size = split_geometry(self._target.geometry, self._target.split), self._sizing.block_size
-        names = [case.kv, *(ladder.split(",") if ladder else ())]
-        own, *rungs = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
-        holding = Holding(block_bytes=[group.block_bytes for group in own.groups])
-        host, groups = case.host_bytes // gpus, None
-        if rungs:
-            holding["rungs"] = rung_bytes([own, *rungs])
-            if not case.host_bytes and not case.disk_bytes:  # as in the engine
-                host = bytes_of(own, plan.num_blocks) // BESIDE
-                groups = {*range(len(own.groups))} - holding["rungs"].keys()
-        return TierSpec(holding=holding, host_bytes=host, disk_bytes=case.disk_bytes // gpus, groups=groups)
+        names = [case.kv, *filter(None, self._options.kv_ladder.split(","))]
+        layouts = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
+        holding = layouts[0].holding | Holding(rungs=rung_bytes(layouts) if layouts[1:] else {})
+        host, disk, groups = case.host_bytes // plan.split.gpus, case.disk_bytes // plan.split.gpus, None
+        if layouts[1:] and not host and not disk:  # as in the engine
+            host = bytes_of(layouts[0], plan.num_blocks) // BESIDE
+            groups = {*range(len(plan.num_blocks))} - holding["rungs"].keys()
+        return TierSpec(holding=holding, host_bytes=host, disk_bytes=disk, groups=groups)
 
 
 def _one_gpu(sizing: SizingOptions) -> Gpu:

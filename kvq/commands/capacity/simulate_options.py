@@ -54,11 +54,9 @@ class SimulateOptions:
     max_num_batched_tokens: tuple[int, ...] = option(
         "2048", "Most new tokens of a step; several to compare.", type=Several(TOKENS)
     )
-    kv_host: tuple[str, ...] = option(
-        "0", "Host memory for blocks that left the pool; several to compare.", type=Several(SIZE)
-    )
-    kv_disk: tuple[str, ...] = option("0", "Disk for such blocks; several to compare.", type=Several(SIZE))
-    kv_ladder: str | None = option(None, "Formats in which the coldest cached blocks stay in the pool.")
+    kv_host: tuple[str, ...] = option("0", "Host memory for KV; several to compare.", type=Several(SIZE))
+    kv_disk: tuple[str, ...] = option("0", "Disk for KV; several to compare.", type=Several(SIZE))
+    kv_ladder: str = option("", "Formats in which cold blocks stay in the pool.")
     prefix_caching: bool = option(
         True, "Reuse the KV of common prefixes.", names="--prefix-caching/--no-prefix-caching"
     )
