@@ -20,6 +20,7 @@ from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
 
+Load = Iterable[Call] | AgentTrace
 Progress = Callable[[int], object]  # receives the number of requests that have arrived
 _OBJECTS = 100_000  # objects allocated between collections of the young generation
 
@@ -44,11 +45,7 @@ class FleetSpec:
 
 
 def serve(
-    calls: Iterable[Call] | AgentTrace,
-    spec: FleetSpec,
-    *,
-    leaps: bool = True,
-    progress: Progress = lambda done: None,
+    calls: Load, spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
 ) -> FleetRun:
     """Serve requests in order of arrival, or turns when they are due, until all of them have finished.
 
@@ -127,9 +124,8 @@ class _Fleet:
         busy = sorted([engine for engine in self.engines if engine.live], key=lambda engine: engine.now)
         if not busy or busy[0].now >= until:
             return False
-        busy[0].advance(
-            min([until, *(other.now for other in busy[1:] if other.now > busy[0].now)]), once=True
-        )
+        others = [other.now for other in busy if other.now > busy[0].now]
+        busy[0].advance(min([until, *others]), once=True)
         return True
 
     def end(self) -> None:

@@ -40,8 +40,9 @@ class EngineSpec:
 
     @property
     def can_leap(self) -> bool:
-        """True if several steps may be simulated at once, because no block can leave a sliding window."""
-        return self.tiers is None and all(window is None for window in self.time.windows)
+        """True if several steps may be simulated at once, because no block leaves a sliding window or a pool."""
+        has_tiers = self.tiers.host_bytes or self.tiers.disk_bytes or self.tiers.holding.get("rungs")
+        return not has_tiers and all(window is None for window in self.time.windows)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,9 +113,8 @@ class Replica:
     def _begin(self) -> None:
         """Start an empty engine."""
         spec = self._spec
-        time = spec.time
-        limits, windows = list(time.limits or [None] * len(time.windows)), list(time.windows)
-        own = Holding(windows=windows, limits=limits, lag=time.lag, state_group=time.state_group)
+        limits, windows = list(spec.time.limits or [None] * len(spec.time.windows)), list(spec.time.windows)
+        own = Holding(windows=windows, limits=limits, lag=spec.time.lag, state_group=spec.time.state_group)
         self.manager = BlockManager(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,

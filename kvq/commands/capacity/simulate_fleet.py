@@ -167,6 +167,9 @@ class Study:
         layouts = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
         holding = layouts[0].holding | Holding(rungs=rung_bytes(layouts) if layouts[1:] else {})
         host, disk, groups = case.host_bytes // plan.split.gpus, case.disk_bytes // plan.split.gpus, None
+        sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
+        if sizes != sorted(set(sizes), reverse=True):
+            raise ConfigError(f"--kv-ladder must name ever smaller formats, got {', '.join(names)}")
         if layouts[1:] and not host and not disk:  # as in the engine
             host = bytes_of(layouts[0], plan.num_blocks) // BESIDE
             groups = {*range(len(plan.num_blocks))} - holding["rungs"].keys()

@@ -26,9 +26,7 @@ class SimulateOptions:
     """Options for the load, the fleet that serves the load, the goals, and faults."""
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
-    trace: Path | None = option(
-        None, "Requests as JSON lines (kvq's, agents', Mooncake's) or Azure's CSV.", type=FILE
-    )
+    trace: Path | None = option(None, "JSON lines (kvq's, agents', Mooncake's) or Azure's CSV.", type=FILE)
     requests: int | None = option(
         None, "Number of requests.  [default: 2000, or the trace's]", type=AT_LEAST_1
     )

@@ -19,8 +19,10 @@ from tests.capacity.fleet.kit import engine
 BLOCK = 1 << 20  # bytes
 
 
-def turn(session: str, number: int, base: Any, after: list[Any], pause_s: float, *added: int) -> dict[str, Any]:
-    """A turn whose pieces' seeds tell them apart; the first turn of a session adds seed 0, the system prompt."""
+def turn(
+    session: str, number: int, base: Any, after: list[Any], pause_s: float, *added: int
+) -> dict[str, Any]:
+    """A turn whose pieces have seeds of their own; those of all sessions begin with seed 0."""
     seed = 100 * (1 + ord(session[0])) + 10 * int(session[1:]) + number
     pieces = [[0 if base is None and i == 0 else 1000 * seed + i, n] for i, n in enumerate(added)]
     return {
