@@ -27,6 +27,10 @@ class TierSpec:
     host_s: float = 1 / 20e9  # per byte that moves between pools and host memory, or is packed
     disk_s: float = 1 / 2e9  # per byte read from the disk
 
+    def disk(self) -> "_Disk":
+        """Return an empty disk, for an engine and those that replace it."""
+        return _Disk(self)
+
     def carry_out(self, orders: Iterable[Order], tiers: Tiers | None) -> list[int]:
         """Carry out a step's orders, and return the number of bytes that each moves."""
         moved = []
@@ -42,7 +46,7 @@ class TierSpec:
         return moved
 
 
-class SimulatedDisk:
+class _Disk:
     """Stand-in for a `DiskTier`, in which reads take simulated time and the oldest blocks leave."""
 
     def __init__(self, spec: TierSpec) -> None:
@@ -58,18 +62,15 @@ class SimulatedDisk:
         return Tiers(host, disk, groups=self._spec.groups) if host or disk else None
 
     def find(self, name: bytes) -> Any:
-        """Return the form of a block, or None."""
         return self._blocks.get(name, (None, None))[1]
 
     def write(self, block: Block, content: Any, form: Any) -> None:
-        """Store a block."""
         self._left -= 0 if block[1] in self._blocks else len(content)
         self._blocks[block[1]] = content, form
         while self._left < 0:
             self._left += len(self._blocks.popitem(last=False)[1][0])
 
     def read(self, blocks: list[Block]) -> Future[list[Any]]:
-        """Begin to read blocks."""
         found = [self._blocks.get(name) for _, name, _ in blocks]
         nbytes = _UNIT * sum([len(one[0]) for one in found if one])
         self._busy_s = max(self._now, self._busy_s) + self._spec.disk_s * nbytes

@@ -11,7 +11,7 @@ from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.closed_form import is_settled, repeat
 from kvq.capacity.fleet.drafting import Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.memory import SimulatedDisk, TierSpec
+from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
@@ -40,7 +40,7 @@ class EngineSpec:
 
     @property
     def can_leap(self) -> bool:
-        """True if several steps may be simulated at once, because no block leaves a sliding window or a pool."""
+        """True if several steps may be simulated at once, because no block leaves a window or a pool."""
         has_tiers = self.tiers.host_bytes or self.tiers.disk_bytes or self.tiers.holding.get("rungs")
         return not has_tiers and all(window is None for window in self.time.windows)
 
@@ -107,7 +107,7 @@ class Replica:
         self._trouble = faults.of_replica(index)
         self._leaps = leaps and spec.can_leap
         self._rng = random.Random(f"drafts/{spec.drafting.seed if spec.drafting else 0}/{index}")
-        self._disk = SimulatedDisk(spec.tiers)  # outlives the engine
+        self._disk = spec.tiers.disk()  # outlives the engine
         self._begin()
 
     def _begin(self) -> None:
