@@ -201,8 +201,7 @@ class Replica:
             return
         seconds = self._seconds(plan) if plan.branches else 1e-9
         if moved := self._spec.tiers.carry_out(plan.orders, self.manager.blocks.tiers):
-            moving_s = self._spec.tiers.host_s * sum(moved)
-            self._costs.observe_swap(len(moved) / 2, moving_s)
+            self._costs.observe_swap(len(moved) / 2, moving_s := self._spec.tiers.host_s * sum(moved))
             seconds += moving_s
         end = self.now = began + seconds
         tickets = [self.live[branch.request] for branch in plan.branches]
