@@ -49,7 +49,7 @@ def behind_ladder(model: Model, rung: str, samples: list[list[int]], length: int
     rng = random.Random(0)
     for tokens in samples:
         llm.generate([tokens[:length]], SamplingParams(max_tokens=48, ignore_eos=True))
-        for _ in range(7):
+        for _ in range(5):
             other = rng.choices(range(8, model.geometry.vocab_size), k=length)
             llm.generate([other], SamplingParams(max_tokens=1))
         found.append(score(llm, tokens, length))

@@ -204,13 +204,15 @@ class Blocks:
             self.orders.extend(self.ladder.relieve(group, count))
         finally:
             self._is_packing = False
+        while self.pools[group].num_free < count and (block := self.ladder.coldest(group)) is not None:
+            self.pools[group].forget(block)  # its extent goes before blocks that are not packed
 
     def _evicted(self, group: int, blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
         """Forget blocks that a group's pool evicts or packs. Return others that can't be found any more."""
         nodes, stranded = entries, []
         if not all(isinstance(entry, Node) for entry in entries):
             nodes = [entry for entry in entries if isinstance(entry, Node)]
-            for extent in {entry for entry in entries if not isinstance(entry, Node)}:
+            for extent in dict.fromkeys(entry for entry in entries if not isinstance(entry, Node)):
                 stranded += self._evict_extent(group, extent)
         if self.events.active or self.tiers is not None:
             for block, node in zip(blocks, entries, strict=True):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
 _PIECE_S = 0.02  # when idle: a new request waits this long at most
-_BESIDE = 8  # a ladder alone uses host memory of this part of the pools
+_BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 _FULL_S = 0.005  # until the queue of a slow disk is looked at again
 
 

@@ -14,6 +14,7 @@ from kvq.scheduler.request import Request, RequestState
 from kvq.tiers.tiers import Fetch
 
 _SHARE = 0.1  # of a step's time for filling blocks in while others run
+_DEPTH = 1024  # tokens before a block that would be computed: the estimate for the first ones may be 0
 _LEAST_FILLED = 2  # blocks in a step
 _MOST_SECONDS = 30.0  # until a disk that doesn't answer counts as a miss
 _MOST_LOADS = 3  # of one request; its blocks may have been evicted again before it could start
@@ -85,7 +86,7 @@ class Loading:
 
         Also decide whether a ladder saves time: packing and unpacking should take less than computing.
         """
-        computing_s = self._manager.block_size * self._costs.prefill_token_s(0)
+        computing_s = self._manager.block_size * self._costs.prefill_token_s(_DEPTH)
         self._manager.blocks.ladder.is_worth = self._costs.swap_s(1) < computing_s
         left = self._most_filled(num_running)
         for last, load in list(self._loads.items()):

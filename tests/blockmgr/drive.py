@@ -130,7 +130,7 @@ def _arrive(sim: Simulation, rng: random.Random) -> None:
     roll = rng.random()
     if sim.aside.random() < 0.1:
         sim.give_up(sim.aside.choice(TENANTS), tokens, to_tiers=sim.aside.random() < 0.8)
-    if sim.past and sim.aside.random() < 0.9:
+    for _ in sim.past[:2]:
         sim.restore(sim.aside.choice(TENANTS), [*sim.aside.choice(sim.past), 1], sim.aside.randint(0, 6))
     if sim.aside.random() < 0.8:
         sim.restore(sim.aside.choice(TENANTS), tokens, sim.aside.randint(0, 6))

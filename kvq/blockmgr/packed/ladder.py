@@ -138,6 +138,12 @@ class Ladder:  # D401
                 return
             yield order
 
+    def coldest(self, group: int) -> BlockId | None:
+        """Return a block of the extent to evict first, or None if there is none or computing is faster."""
+        level = self._levels.get(group)
+        extents = [] if level is None or not self.is_worth else reversed(level.extents)
+        return next((extent.blocks[0] for rung in extents for extent in rung), None)
+
     def forget(self, key: BlockKey) -> None:
         """Remove a packed block that is in the pool's own format again, unless a load reads it."""
         found = self._where.get(key)
