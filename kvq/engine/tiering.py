@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
 _PIECE_S = 0.02  # when idle: a new request waits this long at most
-_BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 _FULL_S = 0.005  # until the queue of a slow disk is looked at again
+_BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 
 
 def engine_identity(model: Model, rungs: list[KVLayout]) -> bytes:
@@ -93,8 +93,8 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
         return []
     if model.prepared.exact:
         raise ConfigError("exact and kv_ladder exclude each other: a ladder changes blocks; leave one out")
-    plan = partial(plan_layout, model.geometry, order=model.prepared.order, staging=False)
-    plan = partial(plan, block_size=model.layout.block_size)
+    size, order = model.layout.block_size, model.prepared.order
+    plan = partial(plan_layout, model.geometry, block_size=size, order=order, staging=False)
     layouts = [plan(model.recipe), *(plan(model.prepared.recipe(name.strip())) for name in names)]
     sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
     for at, name in enumerate(names):

@@ -40,7 +40,6 @@ Block = tuple[str, bytes, int]  # owner, name, layer group
 @dataclass(slots=True, eq=False)
 class _Segment:
     path: Path
-    used_s: float
     end: int = HEADER_BYTES  # of the last record
     size: int = 0  # when it was read last
     names: dict[bytes, Record] = field(default_factory=dict)
@@ -234,7 +233,7 @@ class DiskTier:
         if made is None:
             return False
         path, file = made
-        segment = _Segment(path, self._clock())
+        segment = _Segment(path)
         self._open, self._written = (segment, file), []
         _write_all(file, [file_header(self._facts)], 0)
         with self._lock:
@@ -278,7 +277,7 @@ class DiskTier:
             segment = self._segments.get(path)
             is_old = self._folder.is_old(stat)
             if segment is None:
-                segment = _Segment(path, stat.st_mtime)
+                segment = _Segment(path)
                 if is_old or path in self._unusable or not self._is_usable(path):
                     continue
                 self._segments[path] = segment
