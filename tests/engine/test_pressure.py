@@ -102,7 +102,7 @@ def test_batch_requests_are_not_starved_by_interactive_ones_that_keep_coming(mod
     patient = submit(llm, [5, 6, 7], SMALL, priority=Priority.BATCH)[1]
     prompts = iter(mixed_prompts(4000, seed=94, longest=10))
     for _ in range(4000):
-        while len(llm.core._jobs) < 8:
+        while len(llm.core.jobs) < 8:
             submit(llm, next(prompts), SMALL)
         llm.step()
         if any(piece.output is not None for piece in patient.pieces):

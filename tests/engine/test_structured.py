@@ -133,10 +133,10 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request_alone(
         list(llm.core._grammars._futures.values())
     )  # one that is ready much earlier would end before the others begin
     llm.step()
-    assert len(llm.core._jobs) == 3
+    assert len(llm.core.jobs) == 3
     jobs.append(submit(llm, "Once", SamplingParams(max_tokens=12)))
     llm.step()
-    assert len(llm.core._jobs) == 4
+    assert len(llm.core.jobs) == 4
     matcher = jobs[1][0].results[0].matcher
     if method == "fork":  # of a request that begins
         from kvq.engine.grammar.matcher import Matcher

@@ -279,7 +279,7 @@ class HandOver:  # D403: a request keeps its listener
 
     def _move_some(self) -> None:
         """Begin to send requests with one result, except beams and prompts that need log-probabilities."""
-        for job in list(self._core._jobs):
+        for job in list(self._core.jobs):
             is_due = self.moves_all or job.branches[0].num_generated > 0
             has_all = job.prompt_logprobs is None or len(job.prompt_logprobs) >= job.prompt_length
             if is_due and has_all and job.num_branches == 1 and job.streams and job not in self._tried:
@@ -287,14 +287,14 @@ class HandOver:  # D403: a request keeps its listener
                 self._start(self._send_request, job)
 
     def _detach(self, job: Job, link: Link) -> Moving:
-        if job not in self._core._jobs:
+        if job not in self._core.jobs:
             raise EngineError("the request has ended")
         names = ("priority", "tenant", "shared_salt", "cache_salt")
         plain: dict[str, Any] = {"prompt_logprobs": None, "prompt_logprobs_start": 0, "echo": False}
         params = replace(job.params, max_tokens=job.max_tokens, most_tokens=None, **plain)
         options = RequestOptions(params=params, **{name: getattr(job, name) for name in names})
         branch = job.branches[0]
-        self._core._release(branch)
+        self._core.release_row(branch)
         self._blocks.carry_out()
         self._blocks.detach(job)
         self._away[job], kv = link, branch.sequence
@@ -320,12 +320,12 @@ class HandOver:  # D403: a request keeps its listener
             try:
                 job.accept(0, token, entry)
             except Exception as error:  # noqa: BLE001 - a listener or tokenizer error affects only this request
-                self._core._end(job, as_known(error), "error")
+                self._core.end(job, as_known(error), "error")
         if message.are_last and job in self._away:
             if not job.results[0].is_done:
                 raise EngineError(message.error or "the other engine ended it early")
             job.results[0].output.kv_digest = message.kv_digest
-            self._core._end(job, None, None)
+            self._core.end(job, None, None)
 
     def _conclude(self, arrival: Moving) -> int:
         """Index a sequence whose blocks are complete, and let its request go on. Return its KV's tokens."""

@@ -75,7 +75,7 @@ class EngineCore(NotCopyable):
         )
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
-        self._jobs: dict[Job, None] = {}  # started and not ended, oldest first
+        self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
         self.intake = Intake(model, self.scheduler, marking, self._home, clock)
         self.pinning = Pinning(self.scheduler.manager)
@@ -124,13 +124,13 @@ class EngineCore(NotCopyable):
         """End a job immediately. Does nothing if the job has already ended."""
         if self._grammars.remove(job):
             self._complete(job, None, "cancelled")
-        elif job in self._jobs:
-            self._end(job, None, "cancelled")
+        elif job in self.jobs:
+            self.end(job, None, "cancelled")
 
     @property
     def has_work(self) -> bool:
         """True while any job has not ended yet, or blocks come back for one that is to come."""
-        return bool(self._jobs) or len(self._grammars) > 0 or len(self.scheduler.loading) > 0
+        return bool(self.jobs) or len(self._grammars) > 0 or len(self.scheduler.loading) > 0
 
     def can_submit(self, job: Job) -> bool:
         """Return False if `submit` might refuse a job because too many grammars wait to be compiled."""
@@ -237,9 +237,9 @@ class EngineCore(NotCopyable):
             self.handover.close()
         for job in self._grammars.close():
             self._complete(job, error, reason)
-        for job in list(self._jobs):
+        for job in list(self.jobs):
             try:
-                self._end(job, error, reason)
+                self.end(job, error, reason)
             except Exception:  # noqa: BLE001 - after a failure; every waiting caller must still get an answer
                 _log.exception("request %s could not be ended in order", job.id)
                 self._complete(job, error, reason)
@@ -250,8 +250,8 @@ class EngineCore(NotCopyable):
     def _abandon(self) -> None:
         """End all jobs after a step failed midway. Orders may be lost, so the blocks can't be trusted."""
         self._forget()
-        for job in list(self._jobs):
-            self._end(job, EngineError("a step broke off; send the request again"), "error")
+        for job in list(self.jobs):
+            self.end(job, EngineError("a step broke off; send the request again"), "error")
         self.scheduler.manager.expire(inf)
         self.scheduler.manager.drop_cached()
 
@@ -279,7 +279,7 @@ class EngineCore(NotCopyable):
             return
         if not has_arrived:
             self.scheduler.add(job, job.timing.arrival_s)
-        self._jobs[job] = None
+        self.jobs[job] = None
         self.sessions.begin(job)
         self.pinning.add(job)
 
@@ -295,24 +295,24 @@ class EngineCore(NotCopyable):
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=flight.failed_swaps)
         self.pinning.apply(now)
         for job, error in choices.errors.items():
-            if job in self._jobs:
-                self._end(job, error, "error")
+            if job in self.jobs:
+                self.end(job, error, "error")
         timed: set[Job] = set()
         for i, chosen in choices.tokens.items():
             branch = plan.branches[i]
             job = as_job(branch.request)
-            if job in self._jobs:
+            if job in self.jobs:
                 guessed = (plan.drafts[i], len(chosen) - 1)
                 self._take(job, branch, chosen[: len(tokens[i])], timed, now, guessed)
         for job, picks in choices.forks.items():
-            if job not in self._jobs:  # the job failed, or a listener cancelled it
+            if job not in self.jobs:  # the job failed, or a listener cancelled it
                 continue
             self.scheduler.branch_out(job, [(0, token) for token, _ in picks])
             for branch, pick in zip(job.branches, picks, strict=True):
-                if job in self._jobs:
+                if job in self.jobs:
                     self._take(job, branch, [pick], timed, now)
         for job in choices.beams:
-            if job in self._jobs:
+            if job in self.jobs:
                 self._expand(job, now)
         flight.watch.stop()
 
@@ -335,22 +335,22 @@ class EngineCore(NotCopyable):
                 self._chooser.record(branch, token)
                 if ended := job.accept(job.index_of(branch), token, logprobs):
                     break
-                if job not in self._jobs:  # its listener cancelled it
+                if job not in self.jobs:  # its listener cancelled it
                     return
         except Exception as error:  # noqa: BLE001 - a listener or tokenizer error affects only this request
             if not isinstance(error, KVQError):
                 _log.exception("request %s failed", job.id)
-            if job in self._jobs:
-                self._end(job, as_known(error), "error")
+            if job in self.jobs:
+                self.end(job, as_known(error), "error")
             return
         if guessed[0] and self.speculator is not None:
             self.speculator.count(job, guessed[0], min(guessed[1], used))
         if ended:
             if self._sign is not None:
                 keep_kv_digest(self.runner.cache, self.model.layout, job, branch)
-            self._release(branch)
+            self.release_row(branch)
             self.scheduler.finish(branch)
-            if not job.live and job in self._jobs:  # its listener may have cancelled it
+            if not job.live and job in self.jobs:  # its listener may have cancelled it
                 self._complete(job, None, None)
 
     def _expand(self, job: Job, now: float) -> None:
@@ -361,30 +361,30 @@ class EngineCore(NotCopyable):
         picks = job.beams.step([job.candidates[branch] for branch in running])
         job.candidates.clear()
         if job.beams.is_done or not picks:
-            self._end(job, None, None)
+            self.end(job, None, None)
         else:
             self.scheduler.branch_out(job, picks)
 
-    def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
+    def end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """End a job. After an error, its values can't be trusted, and none of its blocks stay cached."""
         if self.handover is not None:
             self.handover.recall(job)
         for branch in job.live:
-            self._release(branch)
+            self.release_row(branch)
         if error is None:
             self.scheduler.end(job)
         else:
             self.scheduler.fail(job, error)
         self._complete(job, error, reason)
 
-    def _release(self, branch: Branch) -> None:
+    def release_row(self, branch: Branch) -> None:
         if branch.row is not None:
             self._chooser.forget(branch.row)
 
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """Deliver the result. An error raised by a listener is logged; the request has ended anyway."""
         self._finished += 1
-        self._jobs.pop(job, None)  # a job that never started is not included
+        self.jobs.pop(job, None)  # a job that never started is not included
         if self.speculator is not None:
             self.speculator.forget(job)
         if self.handover is not None:
