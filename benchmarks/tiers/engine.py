@@ -1,13 +1,14 @@
 """Trials of an engine over a folder of KV: failing disks, killed engines, and the time after a restart.
 
-    python -m benchmarks.tiers.engine [--parts failing,crafted,killed,restart] [--model DIR] [--scale 0.1]
+    python -m benchmarks.tiers.engine [--parts failing,crafted,killed,restart,stall] [--model DIR]
 
 failing: disks that are full, read-only, or fail now and then, and a folder that is deleted: all requests must
 be answered with the tokens that an engine without tiers gives. crafted: blocks of wrong sizes with right
 digests. killed: an engine is killed while it serves, 100 times; a new one over the same folder must give the
 same tokens. restart: time to first token of a long prompt, computed, and found on the disk by a new process.
+stall: time of the decode steps of four requests while a long prompt comes back, beside the steps between.
 The first three use the embedded model unless `--model` names another one; `--tokens` is the length of the
-prompt of `restart`. Results go to benchmarks/results/tiers-<part>-cpu.json with --write.
+long prompt. Results go to benchmarks/results/tiers-<part>-cpu.json with --write.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from unittest.mock import patch
 import kvq
 from benchmarks.findings import RESULTS, Rows, finding, report
 from kvq.engine import LLM, RequestOutput, SamplingParams
+from kvq.engine.requests.request_options import RequestOptions
+from kvq.engine.steps.publisher import StepStats
 from kvq.models import Model, load
 from kvq.tiers import disk
 from kvq.tiers.segment import HEADER_BYTES, SUFFIX, content_digest, records
@@ -290,6 +293,58 @@ def restart(setting: Setting) -> Rows:
     ]
 
 
+def stall(setting: Setting) -> Rows:
+    """Time of steps while a long prompt comes back from host memory or the disk, beside those between."""
+    model, found = load(setting.model, setting.kv), list[Any]()
+    blocks = 2 * setting.tokens // model.layout.block_size
+    for where, options in {
+        "host memory": {"kv_host": "8GiB"},
+        "disk": {"kv_disk": "8GiB", "kv_dir": setting.folder / "stall"},
+    }.items():
+        with LLM(model, num_blocks=blocks, max_num_seqs=8, **options) as llm:
+            times = _returns(llm, setting, max(2, round(8 * setting.scale)))
+        rank = {kind: statistics.quantiles(own, n=10) for kind, own in times.items()}
+        ratios = [rank["returning"][i] / rank["between"][i] for i in (0, 4, 8)]
+        detail = {kind: [len(times[kind]), own[0], own[4], own[8]] for kind, own in rank.items()}
+        what = f"a step beside a return from {where}, p10, median, p90"
+        found.append(finding(what, ratios, "at most 1.1", ratios[1] <= 1.1, seconds=detail))
+    return found
+
+
+def _returns(llm: LLM, setting: Setting, count: int) -> dict[str, list[float]]:
+    """Send a prompt that was demoted `count` times, while others run. Return seconds of decode steps."""
+    core, rng, step = llm.core, random.Random(setting.seed), list[StepStats]()
+    vocabulary, times = core.model.geometry.vocab_size, {"returning": [], "between": []}
+    long = rng.choices(range(8, vocabulary), k=setting.tokens)
+    options = RequestOptions(params=replace(_ANSWER, max_tokens=1), session="long")
+    others = [rng.choices(range(8, vocabulary), k=64) for _ in range(4)]
+    forever = RequestOptions(params=replace(_ANSWER, max_tokens=2000))
+    core.on_step(step.append)
+    llm.generate([long], options.params)
+    for tokens in others:
+        core.submit(core.intake.new_job(tokens, forever))
+    for _ in range(count):
+        job = core.intake.new_job(long, options)
+        core.submit(job)
+        while job in core.jobs:
+            core.step()
+        llm.hint("long", "demote")
+        for _ in range(8):  # the blocks leave
+            core.step()
+        job = core.intake.new_job(long, options)
+        core.submit(job)
+        while job in core.jobs:
+            core.step()
+            if not step[-1].prefill_tokens:
+                times["returning"].append(step[-1].seconds)
+        for _ in range(20):
+            core.step()
+            times["between"].append(step[-1].seconds)
+    for job in list(core.jobs):
+        core.cancel(job)
+    return times
+
+
 def _child(function: str, setting: Setting, folder: Path, **more: Any) -> "subprocess.Popen[str]":
     """Start a process with this one's kvq that calls a function of this module and has loaded its model."""
     given = {
@@ -350,6 +405,7 @@ PARTS: dict[str, Callable[[Setting], Rows]] = {
     "crafted": crafted,
     "killed": killed,
     "restart": restart,
+    "stall": stall,
 }
 
 
