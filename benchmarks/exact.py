@@ -140,7 +140,7 @@ def crowded(case: Case) -> Results:
 
 
 def recomputed(case: Case) -> Results:
-    return _preempted(case, swap=False)
+    return _preempted(case)
 
 
 def swapped(case: Case) -> Results:

@@ -125,7 +125,7 @@ def test_the_summary_adds_up(calm: SimulationResult) -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(Faults)])
 def test_each_fault_alone_leaves_its_traces_and_nothing_else_behind(name: str) -> None:
     faults = replace(Faults(), **{name: 0.4 if name == "swap_corruption" else 0.05})
-    setup = replace(SMALL, costs=FixedCosts(swap_block_s=1e-9))
+    setup = replace(SMALL, costs=FixedCosts(move_block_s=1e-9))
     result = simulate(islice(jobs(BUSY, 5), 150), setup, faults=faults, seed=5, check_every=10)
     calm = simulate(islice(jobs(BUSY, 5), 150), setup, seed=5)
     assert result.digest != calm.digest

@@ -77,7 +77,7 @@ class Lane:
         plan = StepPlan(
             number=0, branches=[self.branch], num_decodes=0, counts=[len(tokens)], drafts=[0],
             ends=[self.sequence.length], samples=[True], token_ids=tokens, orders=self.manager.take_orders(),
-            table_changes=[(0, *change) for change in self.sequence.take_changes()], restored=[],
+            table_changes=[(0, *change) for change in self.sequence.take_changes()],
         )  # fmt: skip
         ((key,),) = self.model.run(plan, [], [])
         self.manager.commit(self.sequence)

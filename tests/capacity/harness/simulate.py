@@ -121,7 +121,7 @@ class _Simulation:
         try:
             self._engine.scheduler.preempt(request, self._now, swap=self._injector.coin())
         except OutOfBlocks:
-            self._engine.scheduler.preempt(request, self._now, swap=False)
+            self._engine.scheduler.preempt(request, self._now)
 
     def _pin(self, request: Request | None) -> None:
         if request is None:
