@@ -15,7 +15,7 @@ LONG: dict[str, tuple[World, int]] = {
     "all prompts, two requests": (World(num_sequences=2), 277_930),
     "three requests, whose steps and commits interleave": (World(prompts=TURNS), 11_492),
     "three requests, four prompts": (World(prompts=((0,), *TURNS, (1, 0, 0)), splits=False), 23_555),
-    "two prompts, rewound": (World(prompts=TURNS, splits=False, truncates=True), 0),
+    "two prompts, two requests, rewound": (World(prompts=TURNS, num_sequences=2, truncates=True), 38_096),
 }
 
 
