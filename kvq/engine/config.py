@@ -23,8 +23,8 @@ class EngineConfig:
     own. `async_scheduling`: plan and launch a step while the previous one runs or is processed; by default,
     enabled on GPUs, where launching takes time, and on CPUs if steps are short.
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
-    preempted requests, too. `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused blocks are
-    dropped there. `kv_tenant_share`: largest share of one tenant.
+    preempted requests, too. `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after
+    which unused blocks are dropped there. `kv_tenant_share`: largest share of one tenant.
     `kv_ladder`: formats of fewer bits, such as ("int4", "int3"), in which blocks that nobody reads stay in
     the pool before they leave it. `kv_cold_share`: largest share of a prompt that may have been in them.
     `hand_over_listen`, `hand_over_to`: a port of loopback, HOST:PORT or unix:PATH at which prefixes and

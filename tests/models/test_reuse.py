@@ -1,4 +1,4 @@
-"""KV that is shared, copied, moved to host memory, damaged or kept in a file gives the logits of KV computed anew.
+"""KV that is shared, copied, moved, damaged or kept in a file gives the logits of KV computed anew.
 
 Two models. The embedded one, whose steps give the same bits however they are cut: compared bit for
 bit. And a random one with layers that slide over 16 tokens beside layers that don't, at odd sizes for
@@ -145,14 +145,15 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_been(model, damage):
     tokens = [*random_tokens(61, seed=7), 11]
     sequence, _, _ = start(session, tokens[:61])
     session.free(sequence)
+    prompt = manager.prompt(tokens)
+    manager.below.give_up(prompt, to_tiers=True)
+    session.cache.carry_out(manager.take_orders())
     other, _, _ = start(session, random_tokens(80, seed=8))  # overwrites every block it can get
     session.free(other)
-    manager.drop_cached()
     if damage:
         for held in list(tiers._host.values())[::2]:
             held.content = np.array(held.content)
             held.content[::97] ^= 4
-    prompt = manager.prompt(tokens)
     assert manager.below.restorable(prompt) == 56
     restore = manager.below.restore(prompt, 56)
     fetch = tiers.fetch([key for _, key in restore.missing])
