@@ -238,19 +238,8 @@ def tiered(case: Case) -> Results:
 SCHEDULES: dict[str, Callable[[Case], Results]] = {
     run.__name__: run
     for run in (
-        *(
-            batched,
-            hits,
-            chunked,
-            ahead,
-            crowded,
-            recomputed,
-            brought_back,
-            drafted,
-            threads,
-            restarted,
-            tiered,
-        ),
+        *(batched, hits, chunked, ahead, crowded, recomputed, brought_back),
+        *(drafted, threads, restarted, tiered),
     )
 }
 
