@@ -270,11 +270,11 @@ def _plan(folder: str, kv: str, memory_gb: float, engine: Engine) -> CapacityPla
 def _preempted(llm: LLM, count: int) -> int:
     """Preemptions among so many requests that arrive together."""
     counters, vocabulary = llm.core.scheduler.counters, llm.model.geometry.vocab_size
-    before = counters.swaps + counters.recomputes
+    before = counters.preemptions
     prompts = [[(7 * user + i) % vocabulary for i in range(CONTEXT - OUTPUT)] for user in range(count)]
     llm.generate(prompts, SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0))
     llm.core.scheduler.manager.drop_cached()
-    return counters.swaps + counters.recomputes - before
+    return counters.preemptions - before
 
 
 def predicted(folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Exactness of quantized KV, tried: the same requests under many schedules must give the same bits.
 
     python -m benchmarks.exact                      # until a million tokens are compared
-    python -m benchmarks.exact --family llama --kv int4 --schedule swapped --tokens 20000 --seed 3
+    python -m benchmarks.exact --family llama --kv int4 --schedule brought_back --tokens 20000 --seed 3
     python -m benchmarks.exact --variant avx2       # another variant of the C++ kernels
     python -m benchmarks.exact --wrong-order        # sums whose order depends on the batch: are they found?
     python -m benchmarks.exact --receipts 1000      # answers replayed in another process, and damaged ones
@@ -47,6 +47,7 @@ from kvq.kernels.native import library
 from kvq.models import Model, load
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.observe.tiny_copy import build_tiny_copy
+from kvq.scheduler import Request
 from kvq.weights.linear import PackedLinear
 from tests.engine.kit import EOS, one_character_tokenizer
 from tests.helpers_hybrids import FAMILIES as HYBRIDS
@@ -140,39 +141,43 @@ def crowded(case: Case) -> Results:
 
 
 def recomputed(case: Case) -> Results:
-    return _preempted(case, swap=False)
+    return _preempted(case, prefix_caching=False)
 
 
-def swapped(case: Case) -> Results:
-    return _preempted(case, swap=True)
+def brought_back(case: Case) -> Results:
+    """Evict what preempted requests lose, so that it comes back from host memory."""
+    room = 240 * sum(group.block_bytes for group in case.model.layout.groups)
+    return _preempted(case, kv_host=room)
 
 
-def _preempted(case: Case, *, swap: bool) -> Results:
+def _preempted(case: Case, **options: Any) -> Results:
     outputs: dict[int, RequestOutput] = {}
 
     def keep(index: int) -> Callable[[Any], None]:
         return lambda event: outputs.update({index: event} if isinstance(event, RequestOutput) else {})
 
     chunk = case.rng.randint(24, 300)
-    room = swap * 240 * sum(group.block_bytes for group in case.model.layout.groups)
-    with case.engine(swap_memory=room, max_num_batched_tokens=chunk) as llm:
+    with case.engine(max_num_batched_tokens=chunk, **options) as llm:
         for i, (prompt, params) in enumerate(zip(case.prompts, case.params, strict=True)):
-            options = RequestOptions(params=params)
-            llm.core.submit(llm.core.intake.new_job(prompt, options, listener=keep(i)))
+            given = RequestOptions(params=params)
+            llm.core.submit(llm.core.intake.new_job(prompt, given, listener=keep(i)))
         scheduler = llm.core.scheduler
         for now in range(1 << 20):
             if not llm.core.has_work:
                 break
             llm.step()
-            active = scheduler.running.active
-            running = [
-                request
-                for request in scheduler.running.requests
-                if any(x in active for x in request.live) and not (swap and len(request.live) > 1)
-            ]
+            running = list(scheduler.running.requests)
             if running and now < 60 and case.rng.random() < 0.4:
-                scheduler.preempt(case.rng.choice(running), float(now), swap=swap)
+                _preempt(llm, case.rng.choice(running), float(now))
     return [said(outputs[i]) for i in range(len(outputs))]
+
+
+def _preempt(llm: LLM, request: Request, now: float) -> None:
+    """Preempt a request, and evict what it leaves cached."""
+    manager = llm.core.scheduler.manager
+    llm.core.scheduler.preempt(request, now)
+    manager.below.give_up(llm.core.scheduler.running.prompt(request), to_tiers=True)
+    llm.core.runner.cache.carry_out(manager.take_orders())
 
 
 def drafted(case: Case) -> Results:
@@ -233,7 +238,8 @@ def tiered(case: Case) -> Results:
 SCHEDULES: dict[str, Callable[[Case], Results]] = {
     run.__name__: run
     for run in (
-        *(batched, hits, chunked, ahead, crowded, recomputed, swapped, drafted, threads, restarted, tiered),
+        *(batched, hits, chunked, ahead, crowded, recomputed, brought_back),
+        *(drafted, threads, restarted, tiered),
     )
 }
 

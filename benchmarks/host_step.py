@@ -84,7 +84,6 @@ def plan_of(batch: int) -> StepPlan:
         token_ids=[i % 100 for i in range(batch)],
         orders=[],
         table_changes=[(row, 0, DEPTH // BLOCK, [row]) for row in range(0, batch, BLOCK)],
-        restored=[],
     )
 
 

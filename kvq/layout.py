@@ -2,7 +2,7 @@
 
 One block of a layer group contains, for each layer of the group, K codes [kv_heads, block_size, row_bytes], V
 codes, K scales, V scales ([kv_heads, channel_bytes] if per channel) and, with block means, K means and V
-means [kv_heads, mean_bytes]; each region is aligned to 16 bytes. Copies, swaps and digests operate on `runs`.
+means [kv_heads, mean_bytes]; each region is aligned to 16 bytes. Copies, moves and digests operate on `runs`.
 
 With a staged recipe, the same layers form additional groups, in bf16: RECENT, a sliding window over the most
 recent tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
@@ -29,7 +29,7 @@ STAGED_FORMAT = "bf16"  # of tokens that stay unquantized
 UNPADDED_TOKENS = 16  # in a block, or a multiple of this number: then no region is padded
 
 
-class BlockOrder(Enum):  # D52: layer-major by default; block-major copies and swaps faster
+class BlockOrder(Enum):  # D52: layer-major by default; block-major copies and moves faster
     """Order in which a pool stores the blocks of several layers."""
 
     LAYER_MAJOR = "layer-major"  # [layer, block, bytes]

@@ -223,8 +223,7 @@ async def replay(given: argparse.Namespace, folder: str) -> dict[str, Any]:
             "options": options,
             "pool_blocks": [pool.total for pool in engine.core.scheduler.manager.usage()],
             "demand_blocks": trace.demand_blocks(model.layout.block_size),
-            "swaps": counters.swaps,
-            "recomputes": counters.recomputes,
+            "preemptions": counters.preemptions,
             "steps": counters.steps,
             "cpu_s": cpu_s,  # of all threads; far less than both cores' time: others ran, too, or it waited
         }

@@ -1,4 +1,4 @@
-"""Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
+"""Block memory: pools, prefix index, tables, copy-on-write, orders over blocks. Plain Python, no torch."""
 
 from kvq.blockmgr.events import (
     Copy,
@@ -10,14 +10,12 @@ from kvq.blockmgr.events import (
     Order,
     Scrub,
     Stored,
-    SwapIn,
-    SwapOut,
 )
 from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.misses import CAUSES, PrefixMiss
 from kvq.blockmgr.packed.ladder import Pack
-from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
+from kvq.blockmgr.pool import BlockId, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove
 
@@ -34,7 +32,6 @@ __all__ = [
     "Evicted",
     "Fill",
     "Found",
-    "HostSlot",
     "Match",
     "Order",
     "Pack",
@@ -45,6 +42,4 @@ __all__ = [
     "Sequence",
     "StateMove",
     "Stored",
-    "SwapIn",
-    "SwapOut",
 ]

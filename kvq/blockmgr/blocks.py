@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
-from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order, SwapIn, SwapOut
+from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order
 from kvq.blockmgr.eviction import LeastRecent, Segmented
 from kvq.blockmgr.misses import Misses
 from kvq.blockmgr.misses.memory import Takers
@@ -186,8 +186,8 @@ class Blocks:
         finally:
             self.tiers = tiers
 
-    def order(self, order: Copy | SwapOut | SwapIn) -> None:  # D53: one queue of orders, in strict order
-        """Queue an order that moves bytes, and the corresponding event."""
+    def order(self, order: Copy) -> None:  # D53: one queue of orders, in strict order
+        """Queue a copy, and the corresponding event."""
         self.orders.append(order)
         if self.events.active:
             self.events.add(order)

@@ -2,7 +2,7 @@
 
 Orders are carried out one after another, in the sequence in which they were queued, before the next step's
 writes. A block may be freed and allocated again between two orders, which is safe only because the sequence
-is kept. An order that moves a block's bytes is also an event. Events never carry token ids.
+is kept. A copy is also an event. Events never carry token ids.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.blockmgr.packed.ladder import Pack, Packed
-from kvq.blockmgr.pool import BlockId, HostSlot
+from kvq.blockmgr.pool import BlockId
 from kvq.tiers.tiers import BlockKey, Form
 
 
@@ -22,24 +22,6 @@ class Copy:
     group: int
     source: BlockId
     target: BlockId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SwapOut:
-    """Order: move a block's bytes to a host slot."""
-
-    group: int
-    block: BlockId
-    slot: HostSlot
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SwapIn:
-    """Order: move a host slot's bytes back to a block. Fails if the bytes have changed in the meantime."""
-
-    group: int
-    slot: HostSlot
-    block: BlockId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +56,7 @@ class Fill:
         return (self.group, self.rung) == (other.group, other.rung)
 
 
-Order = Copy | SwapOut | SwapIn | Scrub | Demote | Fill | Pack
+Order = Copy | Scrub | Demote | Fill | Pack
 
 
 _log = logging.getLogger("kvq")
@@ -107,7 +89,7 @@ class Found:
     block: BlockId
 
 
-Event = Stored | Evicted | Found | Copy | SwapOut | SwapIn
+Event = Stored | Evicted | Found | Copy
 Subscriber = Callable[[Event], object]
 
 

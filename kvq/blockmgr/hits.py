@@ -238,8 +238,7 @@ class Prefixes:
     def unpublish(self, sequence: Sequence) -> None:
         """Remove from the index, deepest first, the blocks that only this sequence computed and uses.
 
-        After a swap, some of the sequence's blocks may be indexed beyond its depth, because their
-        counterparts in other layer groups were evicted in the meantime.
+        After a truncation within an indexed block, this block is indexed beyond the sequence's depth.
         """
         self._climb(sequence)
         pools = self._blocks.pools
@@ -275,7 +274,7 @@ class Prefixes:
     def _splits_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
         """Return True if a sequence would replace a block that a fork continues to use.
 
-        With a lag, or after a swap, forks share full blocks that are not indexed. If later blocks were
+        With a lag, forks share full blocks that are not indexed. If later blocks were
         indexed after the replacement, the fork would hold them without a reference to their indexed prefix,
         and the prefix could be evicted before them.
         """

@@ -9,14 +9,12 @@ from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node
 from kvq.blockmgr.sequence import HOLE, Sequence
-from kvq.blockmgr.swap import SwapSpace
 
 
 def check_integrity(
     blocks: Blocks,
     sequences: list[Sequence],
     pins: Pins,
-    swap: SwapSpace,
     computing: dict[bytes, Sequence],
 ) -> None:
     """Raise AssertionError, with the reason, unless all invariants hold."""
@@ -25,7 +23,6 @@ def check_integrity(
         _check_references(group, pool, sequences, pins, blocks.ladder)
         blocks.ladder.check_integrity(group)
         _check_order(group, pool, blocks)
-        _check_slots(group, sequences, swap)
     _check_index(blocks)
     for sequence in sequences:
         _check_sequence(blocks, sequence)
@@ -72,16 +69,6 @@ def _check_order(group: int, pool: BlockPool, blocks: Blocks) -> None:
         before = node.parent.blocks[group]
         assert before is not None, f"group {group}, block {block} outlived the prefix it needs"
         assert rank.get(before, i + 1) > i, f"group {group}, block {block} is given away after its prefix"
-
-
-def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None:
-    """Check that every host slot is either free or holds one block of one sequence."""
-    free = swap.free_slots(group)
-    used = [slot for s in sequences if s.swapped is not None for _, slot in s.swapped[group]]
-    assert len(free) == swap.num_free[group], f"group {group}: a host slot is free twice"
-    assert len(set(used)) == len(used), f"group {group}: a host slot holds two blocks"
-    assert not free & set(used), f"group {group}: a host slot is free and used"
-    assert len(free) + len(used) == swap.num_slots[group], f"group {group}: a host slot was lost"
 
 
 def _check_index(blocks: Blocks) -> None:
@@ -141,17 +128,17 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
         assert 0 <= start <= len(table), f"group {group}: a table starts outside itself"
         known = sequence.committed or sequence.length  # an adopted prefix is committed in full
         if group == sequence.state_group:
-            assert sequence.is_swapped or not table or table[-1] != HOLE, "a sequence has lost its state"
+            assert not table or table[-1] != HOLE, "a sequence has lost its state"
             continue
         needed = min(blocks.first_seen(group, known), len(table))
-        assert sequence.is_swapped or start <= needed, f"group {group}: a block that is seen was given back"
+        assert start <= needed, f"group {group}: a block that is seen was given back"
     node, depth = sequence.node, sequence.depth
     assert node.depth == depth <= sequence.committed // size, "a sequence's node has another depth"
     while node.parent is not None:
         i = node.depth - 1
         assert node.tokens == sequence.tokens[i * size : (i + 1) * size].tobytes(), "indexed tokens differ"
         for group, table in enumerate(sequence.tables):
-            held = not sequence.is_swapped and sequence.holds(group, i) and group != sequence.state_group
+            held = sequence.holds(group, i) and group != sequence.state_group
             assert not held or node.blocks[group] == table[i], f"group {group}: the index has another block"
         node = node.parent
 
@@ -162,4 +149,3 @@ def _check_announcements(sequences: list[Sequence], computing: dict[bytes, Seque
     assert announced == computing, "somebody may wait for what nobody computes"
     for sequence in sequences:
         assert all(i >= sequence.depth for i, _ in sequence.announced), "an indexed block is announced"
-        assert not (sequence.announced and sequence.is_swapped), "a swapped sequence is waited for"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Unpack
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Order, Subscriber, SwapIn
+from kvq.blockmgr.events import Order, Subscriber
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.pins import Pins
@@ -12,14 +12,13 @@ from kvq.blockmgr.pool import BlockPool, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery, token_array
 from kvq.blockmgr.restore import Below
 from kvq.blockmgr.sequence import BlockUse, LiveSequences, Sequence, Work
-from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
 from kvq.layout import Holding
 
 
 class BlockManager:  # D61: one class made of parts; forwarding methods stay, since callers name them
-    """Manager of block contents. It handles allocation, sharing, copy-on-write, prefix reuse and swapping.
+    """Manager of block contents. It handles allocation, sharing, copy-on-write and prefix reuse.
 
     The manager owns no bytes. Changes to bytes are queued as orders, which `take_orders` returns and
     `kvq.cache` carries out before the step's writes. All calls must come from one thread.
@@ -37,7 +36,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         *,
         num_blocks: list[int],
         block_size: int,
-        host_slots: list[int] | None = None,
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         identity: bytes = b"",
@@ -59,7 +57,6 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self.pools: list[BlockPool] = self.blocks.pools  # by layer group; read-only for callers
         self.block_size = block_size
         self.reserve_blocks = reserve_blocks
-        self.swap = SwapSpace(self.blocks, list(host_slots or [0] * len(num_blocks)))
         self.misses = self.blocks.misses  # explains why a started sequence reuses no more
         self.pins = Pins(self.blocks, max_pinned_blocks)
         self.prefixes = Prefixes(self.blocks)
@@ -148,10 +145,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming the invariant, if an invariant in docs/blocks.md is violated."""
-        check_integrity(self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing())
+        check_integrity(self.blocks, self.sequences(), self.pins, self.prefixes.computing())
 
     def sequences(self) -> list[Sequence]:
-        """Return all live sequences, including swapped-out ones, in the order in which they were started."""
+        """Return all live sequences, in the order in which they were started."""
         return list(self._live)
 
     def new_sequence(self, *, tenant: str = "") -> Sequence:
@@ -235,7 +232,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         Raises:
             RequestError: an id is not a whole number from 0 to 2**32 - 1; nothing was changed.
         """
-        self._live.check_ready(sequence)
+        self._live.check_live(sequence)
         if tokens is not None:
             sequence.tokens.extend(token_array(tokens))
         sequence.committed = sequence.length
@@ -257,8 +254,8 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         live, size, lag = self._live, self.block_size, self.blocks.lag
         slides = any(window is not None for window in self.blocks.windows)
         for sequence, token, length in work:
-            if not sequence.ready or sequence not in live:
-                live.check_ready(sequence)
+            if sequence not in live:
+                live.check_live(sequence)
             if known:
                 try:
                     sequence.tokens.append(token)
@@ -277,7 +274,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """Start a second sequence with the same tokens. Blocks are shared until one sequence writes.
 
         Raises:
-            ConfigError: appended tokens are not committed yet, or the sequence is swapped out.
+            ConfigError: appended tokens are not committed yet.
         """
         self._live.check_committed(sequence, "fork")
         fork = self.new_sequence(tenant=sequence.tenant)
@@ -286,7 +283,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
     def can_truncate(self, sequence: Sequence, length: int) -> bool:
         """Return True if `truncate` can shorten the sequence to `length` tokens. Changes nothing."""
-        self._live.check_ready(sequence)
+        self._live.check_live(sequence)
         return length == sequence.length or self._tables.can_shorten(sequence, length)
 
     def truncate(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> None:
@@ -300,7 +297,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         Raises:
             ConfigError: `length` is too large, or blocks visible there were released; nothing changed.
         """
-        self._live.check_ready(sequence)
+        self._live.check_live(sequence)
         self._tables.shorten(sequence, length, state_is_due=state_is_due)
         if len(sequence.tokens) > length:
             self.prefixes.withdraw(sequence)
@@ -311,7 +308,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
         Blocks that the sequence computed and no other sequence uses leave the index; their pins are released.
         """
-        self._live.check_ready(sequence)
+        self._live.check_live(sequence)
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
         self.pins.release_own(sequence)
@@ -322,7 +319,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
 
     def scrub_uncommitted(self, sequence: Sequence) -> None:
         """Queue zeroing of the blocks with uncommitted tokens of a sequence that ends within a step."""
-        self._live.check_ready(sequence)
+        self._live.check_live(sequence)
         if sequence.length > sequence.committed:
             self._tables.scrub(sequence, first=sequence.committed // self.block_size)
 
@@ -331,63 +328,11 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         self._live.check_live(sequence)
         self.prefixes.withdraw(sequence)
         self.prefixes.mark_end(sequence)
-        if sequence.is_swapped:
-            self.swap.discard(sequence)
         self.blocks.release(sequence.held)
         sequence.tables, sequence.starts = [[] for _ in self.pools], [0] * len(self.pools)
         sequence.length = sequence.committed = 0
-        self._live.remove(sequence)
+        del self._live[sequence]
         return sequence.receipt.copy()
-
-    def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return True if enough host slots are free for all of a sequence's blocks. Changes nothing."""
-        self._live.check_committed(sequence, "swap out")
-        return self.swap.can_swap_out(sequence)
-
-    def swap_out(self, sequence: Sequence) -> None:
-        """Queue the move of a sequence's blocks to host slots, and release the blocks.
-
-        Raises:
-            OutOfBlocks: there are too few host slots; nothing was changed.
-            ConfigError: appended tokens are not committed yet.
-        """
-        self._live.check_committed(sequence, "swap out")
-        self.swap.swap_out(sequence)
-        self.prefixes.withdraw(sequence)
-        self.blocks.events.deliver()
-
-    def can_swap_in(self, sequence: Sequence) -> bool:
-        """Return True if the pools have enough blocks for `swap_in`. Changes nothing."""
-        self._live.check_swapped(sequence)
-        return self.swap.can_swap_in(sequence)
-
-    def swap_in(self, sequence: Sequence) -> None:
-        """Swap a sequence in: share its blocks that are still indexed, and queue orders for the rest.
-
-        Carry out the orders, then call `recover`, even if none failed; until then, only `free` is allowed.
-
-        Raises:
-            OutOfBlocks: there are too few blocks; the sequence stays swapped out.
-            ConfigError: the sequence is not swapped out.
-        """
-        self._live.check_swapped(sequence)
-        self.swap.swap_in(sequence)
-        self.blocks.events.deliver()
-
-    def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
-        """Confirm a swap-in. `failed`: the orders whose bytes had changed since the swap-out, if any.
-
-        The sequence is shortened to its valid tokens. Its token ids stay known, so recompute from position
-        `sequence.length` on. Orders of other sequences are ignored.
-
-        Raises:
-            ConfigError: the sequence was not just swapped in, or its orders are still in the queue.
-        """
-        self._live.check_restored(sequence)
-        lost = self.swap.lost(sequence, failed)
-        sequence.ready = True
-        if lost is not None:
-            self._tables.drop_lost(sequence, lost)
 
     def _begin(self, prompt: PrefixQuery) -> Sequence:
         sequence = self.new_sequence(tenant=prompt.tenant)

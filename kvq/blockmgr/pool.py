@@ -3,13 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NewType
 
 from kvq.blockmgr.eviction import BlockId as BlockId
 from kvq.blockmgr.eviction import EvictionPolicy, LeastRecent
 from kvq.errors import ConfigError, OutOfBlocks
-
-HostSlot = NewType("HostSlot", int)  # index of a block's slot in host memory or in a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

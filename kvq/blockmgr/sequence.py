@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
-from kvq.blockmgr.pool import BlockId, HostSlot
+from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import Node
 from kvq.errors import ConfigError
 
@@ -29,8 +29,8 @@ class BlockUse:
     shared: int = 0  # found in the prefix index, or inherited by a fork
     reused: int = 0  # tokens that did not have to be computed
     copied: int = 0  # blocks copied before a write or to reuse their first tokens
-    recomputed: int = 0  # tokens computed again because a preemption or a failed swap lost their KV
-    swapped: int = 0  # blocks moved to host slots
+    recomputed: int = 0  # tokens computed again because a preemption lost their KV
+    restored: int = 0  # tokens brought back from the tiers after a preemption
     peak: int = 0  # maximum number of blocks that one sequence held
     peak_bytes: int = 0  # maximum bytes that one sequence held, with each group's own block size
 
@@ -73,8 +73,6 @@ class Sequence:
     found: int = 0  # leading indexed blocks that already existed when it started
     indexing: bool = True  # False if its tokens can't or must not be indexed
     announced: list[tuple[int, bytes]] = field(default_factory=list)  # blocks others may wait for, last first
-    swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
-    ready: bool = True  # False while swapped out, until a swap-in is confirmed, and after `free`
     receipt: BlockUse = field(default_factory=BlockUse)
     state_group: int = -1  # layer group whose blocks hold recurrent states
     tail: int | None = None  # index of the prompt's last block whose state is kept; None: no state is kept
@@ -138,11 +136,6 @@ class Sequence:
         self.is_changed = False
         return changes
 
-    @property
-    def is_swapped(self) -> bool:
-        """True while the sequence's blocks are in host slots."""
-        return self.swapped is not None
-
     def holds(self, group: int, index: int) -> bool:
         """Return True if a table holds a block at `index`: not released, and within the group's limit."""
         table = self.tables[group]
@@ -178,55 +171,26 @@ def tables_of(starts: list[int], held: list[list[BlockId]]) -> list[list[BlockId
 class LiveSequences(dict[Sequence, None]):
     """Live sequences, in the order in which they were started, with checks that refuse invalid use."""
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence. Afterwards, it may only be read."""
-        del self[sequence]
-        sequence.ready = False
-
     def check_live(self, sequence: Sequence) -> None:
         """Raise ConfigError unless the sequence is live in this manager."""
         if sequence not in self:
             raise ConfigError("the sequence was freed, or is another manager's; start a new one")
 
-    def check_ready(self, sequence: Sequence) -> None:
-        """Raise ConfigError unless the sequence's blocks are in the pools, with any swap-in confirmed."""
-        if sequence.ready and sequence in self:
-            return
-        self.check_live(sequence)
-        if sequence.is_swapped:
-            raise ConfigError("the sequence is swapped out; swap it in first")
-        raise ConfigError(
-            "the sequence was swapped in and its bytes are not confirmed; carry out the orders, then call "
-            "recover(sequence, failed)"
-        )
-
     def check_work(self, work: Work) -> None:
-        """Raise ConfigError unless an append's sequences are ready and distinct, and no count is negative."""
+        """Raise ConfigError unless an append's sequences are live and distinct, and no count is negative."""
         if len(dict(work)) != len(work):
             raise ConfigError("a sequence comes twice in one append; add its counts up")
         for sequence, count in work:
-            if not sequence.ready or sequence not in self:
-                self.check_ready(sequence)
+            if sequence not in self:
+                self.check_live(sequence)
             if count < 0:
                 raise ConfigError(f"can't append {count} tokens; truncate drops some")
 
     def check_committed(self, sequence: Sequence, verb: str) -> None:
-        """Raise ConfigError unless the sequence is ready and all its tokens are committed."""
-        self.check_ready(sequence)
+        """Raise ConfigError unless the sequence is live and all its tokens are committed."""
+        self.check_live(sequence)
         if sequence.committed != sequence.length:
             raise ConfigError(
                 f"can't {verb} a sequence with {sequence.length - sequence.committed} tokens that were "
                 f"appended and not committed; commit or truncate them first"
             )
-
-    def check_swapped(self, sequence: Sequence) -> None:
-        """Raise ConfigError unless the sequence is swapped out."""
-        self.check_live(sequence)
-        if not sequence.is_swapped:
-            raise ConfigError("the sequence is not swapped out, so it can't be swapped in")
-
-    def check_restored(self, sequence: Sequence) -> None:  # D59: only `free` is allowed before `recover`
-        """Raise ConfigError unless the sequence was just swapped in."""
-        self.check_live(sequence)
-        if sequence.ready or sequence.is_swapped:
-            raise ConfigError("the sequence was not just swapped in, so there is nothing to recover")

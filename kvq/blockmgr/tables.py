@@ -276,13 +276,6 @@ class Tables:
             sequence.step_back()
         sequence.found = min(sequence.found, sequence.depth)
 
-    def drop_lost(self, sequence: Sequence, index: int) -> None:
-        """Shorten a sequence that lost the block at a table index, so that its tokens are computed again."""
-        before = sequence.length
-        length = min(index * self.blocks.block_size, before)
-        self.shorten(sequence, length if self.can_shorten(sequence, length) else 0)
-        sequence.receipt.recomputed += before - sequence.length
-
     def release_unseen(self, sequence: Sequence) -> None:
         """Release the sliding-window groups' blocks that no later token can see."""
         for group, window in enumerate(self.blocks.windows):
@@ -311,7 +304,6 @@ class Tables:
         """Return tokens held / slots of live blocks, over all groups except states, or 1.0 without blocks."""
         size = self.blocks.block_size
         slots = unused = 0
-        sequences = [sequence for sequence in sequences if not sequence.is_swapped]
         for group, pool in enumerate(self.blocks.pools):
             if self.blocks.states is not None and group == self.blocks.states.group:
                 continue

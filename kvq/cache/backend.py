@@ -3,13 +3,12 @@
 import importlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.events import Order, SwapIn
+from kvq.blockmgr.events import Order
 from kvq.cache.stores.base import Attended, LayerBatch, LayerStore
 from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError, first_lines, nearest
@@ -49,31 +48,14 @@ class CacheBackend(Protocol):
     def nbytes(self) -> int:
         """Bytes allocated for all blocks on the device."""
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
-
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, listed as (source, target) pairs, with the same result as one pair at a time."""
 
     def scrub(self, group: int, blocks: Sequence[int]) -> None:
         """Zero blocks."""
 
-    def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Copy a block to a host slot. Write errors are reported at swap-in.
-
-        Raises:
-            ConfigError: the host slot doesn't exist.
-        """
-
-    def swap_in(self, group: int, slot: int, block: int) -> bool:
-        """Copy a host slot's bytes to a block. If they are damaged, zero the block and return False."""
-
-    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        """Carry out a block manager's orders, strictly one after another.
-
-        Returns the failed swap-ins. Their blocks are zeroed, and their tokens must be computed again.
-        """
+    def carry_out(self, orders: Sequence[Order]) -> None:
+        """Carry out a block manager's orders, strictly one after another."""
 
     def read_block(self, group: int, block: int) -> Tensor:
         """Return a copy of a block's bytes on the host, uint8 [bytes of a block], layer by layer."""
@@ -89,9 +71,6 @@ class CacheBackend(Protocol):
             OutOfMemory: the larger pools don't fit in memory; no data is lost.
         """
 
-    def close(self) -> None:
-        """Release resources outside the device."""
-
 
 class CacheFactory(Protocol):  # D227: needs nothing but a layout
     """Callable that creates a `CacheBackend`, such as a class with this constructor."""
@@ -102,10 +81,8 @@ class CacheFactory(Protocol):  # D227: needs nothing but a layout
         *,
         num_blocks: list[int],
         device: torch.device,
-        host_slots: list[int] | None = None,
-        swap_folder: str | Path | None = None,
     ) -> CacheBackend:
-        """Allocate `num_blocks` zeroed blocks and `host_slots` swap slots, by layer group.
+        """Allocate `num_blocks` zeroed blocks, by layer group.
 
         Raises:
             ConfigError: this backend can't store the recipe, `layout.recipe`.

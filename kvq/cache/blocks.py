@@ -1,30 +1,17 @@
-"""Block operations of all caches, independent of the blocks' content: copy, swap, read and write."""
+"""Block operations of all caches, independent of the blocks' content: copy, fill, read and write."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.events import Copy, Demote, Fill, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.events import Copy, Demote, Fill, Order, Scrub
 from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks
 from kvq.tiers.tiers import Tiers
-
-
-class _SwapStore(Protocol):
-    """Swapped-out blocks by layer group and host slot."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def put(self, group: int, slot: int, content: Tensor) -> None: ...
-
-    def get(self, group: int, slot: int) -> Tensor | None: ...
-
-    def close(self) -> None: ...
 
 
 class BlockCache:
@@ -38,9 +25,8 @@ class BlockCache:
     tiers: Tiers | None = None  # take evicted blocks
     codec: Any = None  # of a ladder: `kvq.cache.cold.ColdCodec`
 
-    def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
+    def __init__(self, num_groups: int) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
-        self._host = store
 
     @property
     def num_blocks(self) -> list[int]:
@@ -49,10 +35,6 @@ class BlockCache:
     @property
     def nbytes(self) -> int:
         return sum(part.numel() for parts in self._parts for part in parts)
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._host is None else self._host.nbytes
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._check_blocks(group, [block for pair in pairs for block in pair])
@@ -64,22 +46,9 @@ class BlockCache:
             for block in blocks:
                 part[block] = 0
 
-    def swap_out(self, group: int, block: int, slot: int) -> None:
-        self._swap_store().put(group, slot, self.read_block(group, block))
-
-    def swap_in(self, group: int, slot: int, block: int) -> bool:
-        self._check_blocks(group, [block])
-        content = self._swap_store().get(group, slot)
-        if content is None:
-            self.scrub(group, [block])
-            return False
-        self.write_block(group, block, content)
-        return True
-
-    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
+    def carry_out(self, orders: Sequence[Order]) -> None:
         if not orders:
-            return []
-        failed: list[SwapIn] = []
+            return
         fills: list[Fill] = []  # consecutive ones of the same group and rung
         copies: dict[int, list[tuple[int, int]]] = {}  # by group: groups share no blocks
         for order in [*orders, None]:  # None flushes the remaining copies
@@ -95,11 +64,6 @@ class BlockCache:
             match order:
                 case Fill():
                     fills.append(order)
-                case SwapOut(group=group, block=block, slot=slot):
-                    self.swap_out(group, block, slot)
-                case SwapIn(group=group, slot=slot, block=block):
-                    if not self.swap_in(group, slot, block):
-                        failed.append(order)
                 case Scrub(group=group, block=block):
                     self.scrub(group, [block])
                 case Demote(group=group, source=source, key=key, form=form):
@@ -107,7 +71,6 @@ class BlockCache:
                     self.tiers.put(key, self._content(group, source).cpu().numpy(), form)
                 case Pack(group=group):
                     self._pack(order)
-        return failed
 
     def read_block(self, group: int, block: int) -> Tensor:
         self._check_blocks(group, [block])
@@ -162,10 +125,6 @@ class BlockCache:
         for part, piece in zip(parts, pieces, strict=True):
             part[block] = piece
 
-    def close(self) -> None:
-        if self._host is not None:
-            self._host.close()
-
     def _check_growth(self, num_blocks: list[int]) -> None:
         old = self.num_blocks
         if len(num_blocks) != len(old) or any(map(int.__lt__, num_blocks, old)):
@@ -178,14 +137,6 @@ class BlockCache:
                 f"group {group} has blocks 0 to {count - 1}, got {sorted(set(blocks))}; "
                 f"give the block manager and the cache the same num_blocks"
             )
-
-    def _swap_store(self) -> _SwapStore:
-        if self._host is None:
-            raise ConfigError(
-                "an order to swap a block, but the cache has no host store; give KVCache the block "
-                "manager's host_slots"
-            )
-        return self._host
 
 
 def _tensor(content: Any) -> Tensor:

@@ -99,11 +99,8 @@ class Trial:
             )
         return plan_layout(_GEOMETRY, recipe, block_size=BLOCK_SIZE, order=self.order)
 
-    def cache(self, host_slots: list[int] | None = None) -> CacheBackend:
-        made = self.make(
-            self.layout, num_blocks=list(self.num_blocks), device=self.device, host_slots=host_slots
-        )
-        return with_stores(made)
+    def cache(self) -> CacheBackend:
+        return with_stores(self.make(self.layout, num_blocks=list(self.num_blocks), device=self.device))
 
     def steps(self) -> list[Step]:
         """Return the steps. Their blocks are scattered, and no two sequences share blocks."""

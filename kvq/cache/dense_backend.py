@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,24 +64,15 @@ class DenseCache(BlockCache):
         *,
         num_blocks: list[int],
         device: torch.device,
-        host_slots: list[int] | None = None,
-        swap_folder: str | Path | None = None,
     ) -> None:
         """Allocate `num_blocks` blocks of `layout.block_size` tokens per layer group.
 
-        `host_slots`: any counts are accepted; swapped-out blocks stay in host memory.
-
         Raises:
-            ConfigError: the recipe is not fp32, bf16 or fp16 for all layers, or a swap folder is set.
+            ConfigError: the recipe is not fp32, bf16 or fp16 for all layers.
             OutOfMemory: the blocks don't fit in memory; nothing stays allocated.
         """
         self._dtype = _common_dtype(layout.recipe)
-        if swap_folder is not None:
-            raise ConfigError(
-                f"the dense cache backend swaps to memory only, got swap_folder={str(swap_folder)!r}; "
-                f"leave it out, or use the kvq backend"
-            )
-        super().__init__(len(layout.groups), _InMemory())
+        super().__init__(len(layout.groups))
         self._groups = [group.group.layers for group in layout.groups]
         self._block_size = layout.block_size
         self._device = device
@@ -134,26 +124,6 @@ class DenseCache(BlockCache):
             for layer in layers
         )
         check_room(total * self._dtype.itemsize, self._device)
-
-
-class _InMemory:
-    """Swapped-out blocks in host memory, keyed by group and slot."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(Tensor.numel, self._blocks.values()))
-
-    def put(self, group: int, slot: int, content: Tensor) -> None:
-        self._blocks[group, slot] = content
-
-    def get(self, group: int, slot: int) -> Tensor | None:
-        return self._blocks.get((group, slot))
-
-    def close(self) -> None:
-        self._blocks.clear()
 
 
 def _common_dtype(recipe: KVRecipe) -> torch.dtype:

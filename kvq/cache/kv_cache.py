@@ -1,13 +1,11 @@
 """KV cache: the block pools of one model on one device, and a store for each of its layers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvq.cache.blocks import BlockCache
-from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
 from kvq.cache.stores.base import Attended, LayerBatch, PagedStore
@@ -34,17 +32,12 @@ class KVCache(BlockCache):
         num_blocks: list[int],
         device: torch.device,
         backend: str = "auto",
-        host_slots: list[int] | None = None,
-        swap_folder: str | Path | None = None,
     ) -> None:
         """Allocate pools of `num_blocks` blocks, with one entry per layer group of `layout`.
 
-        `host_slots`: the number of blocks per layer group that can be swapped out, to host memory or to a
-        file in `swap_folder`; None disables swapping.
-
         Raises:
-            ConfigError: a static format has no scales, or no file can be created in the folder.
-            OutOfMemory: the pools or the host store don't fit in memory; nothing stays allocated.
+            ConfigError: a static format has no scales.
+            OutOfMemory: the pools don't fit in memory; nothing stays allocated.
             UnsupportedKernel: no backend can run one of the layers.
         """
         layout.recipe.require_scales()
@@ -67,8 +60,6 @@ class KVCache(BlockCache):
         # All backends move the same bytes, so the user's choice of backend does not matter here.
         spec = kernel_spec(layout, layout.sealed[0].layers[0])
         self._copy = select("copy_blocks", spec, Device.of(device))
-        if host_slots is not None:
-            self._host = HostStore(layout, host_slots, swap_folder)
 
     def pool(self, group: int) -> Tensor:
         """Return the bytes of one layer group's pool, uint8 [pool_bytes]. `grow` replaces the tensor."""

@@ -14,7 +14,6 @@ _REMEDIES = {
     "KvqCache's scratch memory": "attend with 'kvq', or use a shorter context or a smaller batch",
     "KvqCache's recent tokens": "lower residual_length or the batch size",
     "the KV pool": "use a shorter context, fewer sequences or a smaller format such as int4",
-    "the host store": "use fewer host slots, or swap to a folder on a disk",
 }
 
 

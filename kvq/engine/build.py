@@ -10,7 +10,7 @@ from kvq.cache.cold import ColdCodec
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
-from kvq.engine.device.memory import describe_pools, planned_pools, swap_slots
+from kvq.engine.device.memory import describe_pools, planned_pools
 from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
@@ -34,6 +34,10 @@ _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
 _POOLED = {"max_num_seqs", "max_num_batched_tokens", "max_context"}  # options that the pools may reduce
 _GOALS = {field.name for field in fields(SchedulerConfig)} & set(_ENGINE_OPTIONS) - _POOLED
+_SUCCESSORS = {  # D406: of options that are gone
+    "swap_memory": "; give kv_host, such as '8GiB';",
+    "swap_folder": "; give kv_disk, such as '100GiB', and kv_dir;",
+}
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 
@@ -129,7 +133,7 @@ def build(
 
 def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
     for name in sorted(options.keys() - known):
-        hint = nearest(name, sorted(known)) or ";"
+        hint = _SUCCESSORS.get(name) or nearest(name, sorted(known)) or ";"
         raise ConfigError(f"unknown option {name!r}{hint} {what} {sorted(known)}")
 
 
@@ -158,12 +162,10 @@ def build_parts(
         activation_bytes=activation_bytes,
     )
     num_blocks = pools.num_blocks
-    host_slots = swap_slots(layout, config, num_blocks)
     _log_pools(pools, config, layout, max_context)
-    swap = None if host_slots is None else (host_slots, config.swap_folder)
     rungs = rungs_of(config, model)
     tiers = build_tiers(config, model, rungs, bytes_of(layout, num_blocks))
-    runner = Runner(model, pools, max_context, swap=swap, keeps_hidden=isinstance(helper, MtpHead))
+    runner = Runner(model, pools, max_context, keeps_hidden=isinstance(helper, MtpHead))
     runner.cache.tiers = tiers
     if rungs:
         runner.cache.codec = ColdCodec(runner.cache, rungs[0], rungs[1:], model.prepared.backend)
@@ -171,7 +173,6 @@ def build_parts(
         num_blocks=num_blocks,
         block_size=layout.block_size,
         **(layout.holding | Holding(snapshot_every=config.snapshot_every, rungs=rung_bytes(rungs))),
-        host_slots=host_slots,
         identity=engine_identity(model, rungs) if model.prepared.exact or config.kv_dir is not None else b"",
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )

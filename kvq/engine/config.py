@@ -19,13 +19,12 @@ class EngineConfig:
     """Limits and goals of an engine, fixed when the engine is built. No allocation grows later.
 
     The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
-    the device's free memory after activations. `swap_memory`: host memory (or space in `swap_folder`) for
-    preempted requests. `max_context`: context limit in tokens, if below the model's own. `async_scheduling`:
-    plan and launch a step while the previous one runs or is processed; by default, enabled on GPUs, where
-    launching takes time, and on CPUs if steps are short.
-    `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool;
-    `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused blocks are
-    dropped there. `kv_tenant_share`: largest share of one tenant.
+    the device's free memory after activations. `max_context`: context limit in tokens, if below the model's
+    own. `async_scheduling`: plan and launch a step while the previous one runs or is processed; by default,
+    enabled on GPUs, where launching takes time, and on CPUs if steps are short.
+    `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
+    preempted requests, too. `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after
+    which unused blocks are dropped there. `kv_tenant_share`: largest share of one tenant.
     `kv_ladder`: formats of fewer bits, such as ("int4", "int3"), in which blocks that nobody reads stay in
     the pool before they leave it. `kv_cold_share`: largest share of a prompt that may have been in them.
     `hand_over_listen`, `hand_over_to`: a port of loopback, HOST:PORT or unix:PATH at which prefixes and
@@ -43,8 +42,6 @@ class EngineConfig:
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
-    swap_memory: int | str = 0
-    swap_folder: str | Path | None = None
     kv_host: int | str = 0
     kv_disk: int | str = 0
     kv_dir: str | Path | None = None
@@ -83,9 +80,6 @@ class EngineConfig:
             raise ConfigError(
                 "num_blocks (--num-blocks) and kv_memory (--kv-memory) both size the pool; give one of them"
             )
-        swap_bytes = parse_bytes(self.swap_memory, "swap_memory")
-        if self.swap_folder is not None and not swap_bytes:
-            raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
         for name in ("prefix_caching", "async_scheduling", "accept_divergence", "hand_over_prefilled"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -7,7 +7,7 @@ from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape
 from kvq.scheduler.request import Request
-from kvq.scheduler.running import Running, held
+from kvq.scheduler.running import Running
 from kvq.scheduler.step import Step
 
 
@@ -55,14 +55,6 @@ class Admission:
         count = min(total - found, step.budget, request.max_chunk or total)
         promised = added(step.promised, self.taken(found + count, total))
         return self.manager.can_admit(prompt, count, spare=self._spare(request, promised))
-
-    def can_swap_in(self, step: Step, request: Request) -> bool:
-        """Return True if a swapped-out request's blocks fit and running requests can still grow."""
-        sequence = held(request.live[0])
-        need = [len(slots) for slots in sequence.swapped or []]
-        pools = zip(self.manager.pools, need, self._spare(request, step.promised), strict=True)
-        fits = all(pool.num_available >= blocks + left for pool, blocks, left in pools)
-        return fits and self.manager.can_swap_in(sequence)
 
     def _spare(self, request: Request, promised: list[int]) -> list[int]:
         """Return the number of blocks per layer group that must stay free when a request starts.

@@ -41,10 +41,10 @@ class _Regression:
 
 
 class CostModel(ABC):
-    """Predictor of step times. By default, a swap takes a fixed time per block, and nothing is learned."""
+    """Predictor of step times. By default, a move takes a fixed time per block, and nothing is learned."""
 
-    def __init__(self, *, swap_block_s: float) -> None:
-        self._swap_block_s = swap_block_s
+    def __init__(self, *, move_block_s: float) -> None:
+        self._move_block_s = move_block_s
 
     @abstractmethod
     def decode_s(self, num_decodes: int) -> float:
@@ -70,17 +70,17 @@ class CostModel(ABC):
         """Return the share of its prefill tokens that a step should compute to make its time informative."""
         return 1.0
 
-    def swap_s(self, num_blocks: int) -> float:
+    def move_s(self, num_blocks: int) -> float:
         """Return the time to move blocks to host memory and back again."""
-        return num_blocks * self._swap_block_s
+        return num_blocks * self._move_block_s
 
     def observe(  # noqa: B027 - there may be nothing to learn
         self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
     ) -> None:
         """Learn from a step that took `seconds`, not counting the time to make its drafts."""
 
-    def observe_swap(self, num_blocks: float, seconds: float) -> None:  # noqa: B027 - nor here
-        """Learn from the time of a swap out and in; a move in one direction counts as half a block."""
+    def observe_move(self, num_blocks: float, seconds: float) -> None:  # noqa: B027 - nor here
+        """Learn from the time to move blocks out and back; a move in one direction counts as half a block."""
 
 
 class FixedCosts(CostModel):
@@ -93,9 +93,9 @@ class FixedCosts(CostModel):
         decode_token_s: float = 1e-4,
         prefill_token_s: float = 1e-4,
         prefill_step_s: float = 0.0,
-        swap_block_s: float = 1e-4,
+        move_block_s: float = 1e-4,
     ) -> None:
-        super().__init__(swap_block_s=swap_block_s)
+        super().__init__(move_block_s=move_block_s)
         self._step_s = step_s
         self._prefill_step_s = prefill_step_s
         self._decode_token_s = decode_token_s
@@ -173,9 +173,9 @@ class MeasuredCosts(CostModel):
     they could. For decodes of each size, drafts add a fixed part and a part per draft.
     """
 
-    def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:
+    def __init__(self, *, prefill_token_s: float = 1e-3, move_block_s: float = 1e-4) -> None:
         """Start from initial estimates, which apply until steps have been measured."""
-        super().__init__(swap_block_s=swap_block_s)
+        super().__init__(move_block_s=move_block_s)
         self._decodes = BySize()
         self._drafts: dict[int, _Regression] = {}  # by size, fixed time that drafts add, and time per draft
         self._since: dict[int, int] = {}  # by size, steps with drafts since one without
@@ -214,9 +214,9 @@ class MeasuredCosts(CostModel):
             return 0.0
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
-    def observe_swap(self, num_blocks: float, seconds: float) -> None:
+    def observe_move(self, num_blocks: float, seconds: float) -> None:
         """Adapt the estimated time per block slowly to a new measurement."""
-        self._swap_block_s += _SLOWLY * (seconds / num_blocks - self._swap_block_s)
+        self._move_block_s += _SLOWLY * (seconds / num_blocks - self._move_block_s)
 
     def observe(
         self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0

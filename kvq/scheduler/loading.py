@@ -87,7 +87,7 @@ class Loading:
         Also decide whether a ladder saves time: packing and unpacking should take less than computing.
         """
         computing_s = self._manager.block_size * self._costs.prefill_token_s(_DEPTH)
-        self._manager.blocks.ladder.is_worth = self._costs.swap_s(1) < computing_s
+        self._manager.blocks.ladder.is_worth = self._costs.move_s(1) < computing_s
         left = self._most_filled(num_running)
         for last, load in list(self._loads.items()):
             if load.fetch is not None and not load.fetch.is_done:
@@ -132,11 +132,14 @@ class Loading:
         if load.fetch is not None:
             fetched = {key.digest: load.fetch.is_from_disk(i) for i, key in enumerate(load.fetch.keys)}
         size, on_disk = self._manager.block_size, sum(fetched.values())
-        request.disk_tokens, request.host_tokens = size * on_disk, size * (len(fetched) - on_disk)
+        if request.preemptions:
+            request.usage.restored += size * len(fetched)
+        else:
+            request.disk_tokens, request.host_tokens = size * on_disk, size * (len(fetched) - on_disk)
         self.loaded_tokens += size * len({key.digest for _, key in load.restore.missing})
 
     def _most_filled(self, num_running: int) -> int:
         if not num_running:
             return 1 << 30
-        each_s = self._costs.swap_s(1) / 2
+        each_s = self._costs.move_s(1) / 2
         return max(_LEAST_FILLED, int(_SHARE * self._costs.decode_s(num_running) / each_s)) if each_s else 64

@@ -1,4 +1,4 @@
-"""Preemption: selects the request to preempt when blocks run out, and decides whether to swap it out."""
+"""Preemption: selects the request to preempt when blocks run out."""
 
 from collections.abc import Iterable
 
@@ -8,41 +8,30 @@ from kvq.scheduler.request import Branch, Request
 from kvq.scheduler.running import Running
 
 
-def recompute_s(request: Request, costs: CostModel) -> float:
-    """Return the time to recompute a request's tokens. Tokens shared by several branches count once."""
-    branches = [branch.sequence for branch in request.live if branch.sequence is not None]
-    own = sum(max(0, sequence.length - request.prompt_length) for sequence in branches)
-    depth = max((sequence.length for sequence in branches), default=0)
-    return (min(request.prompt_length, depth) + own) * costs.prefill_token_s(depth)
+def resume_s(request: Request, manager: BlockManager, costs: CostModel) -> float:  # D406
+    """Return the time to resume a request after a preemption. Tokens shared by several branches count once.
 
-
-def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
-    """Return the request's only branch if the branch can be swapped out now, or None otherwise.
-
-    Forks are recomputed instead, since they would no longer share blocks if swapped one by one.
+    Tokens are computed again, or come back from host memory if that takes less time: those of whole blocks,
+    before the last snapshot of recurrent states, and, if there are several branches, of the prompt.
     """
-    live = request.live
-    if len(live) != 1 or live[0].sequence is None or not live[0].sequence.ready:
-        return None
-    return live[0] if manager.swap.can_swap_out(live[0].sequence) else None
-
-
-def swap_s(branch: Branch, costs: CostModel) -> float:
-    """Return the time to swap a branch's blocks out and back in."""
-    assert branch.sequence is not None, "only a branch with blocks can be swapped"
-    return costs.swap_s(branch.sequence.num_held)
-
-
-def prefers_swap(branch: Branch, costs: CostModel) -> bool:
-    """Return True if swapping a branch out and in takes less time than recomputing it."""
-    return swap_s(branch, costs) < recompute_s(branch.request, costs)
+    sequences = [branch.sequence for branch in request.live if branch.sequence is not None]
+    depth = max((sequence.length for sequence in sequences), default=0)
+    shared, token_s = min(request.prompt_length, depth), costs.prefill_token_s(depth)
+    own = sum(max(0, sequence.length - request.prompt_length) for sequence in sequences)
+    computed_s, tiers, states = (shared + own) * token_s, manager.blocks.tiers, manager.blocks.states
+    whole = manager.block_size if states is None else states.every
+    kept = (depth if len(request.live) == 1 else shared) // whole * whole
+    if not kept or tiers is None or not tiers.host_bytes:
+        return computed_s
+    moved_s = costs.move_s(sequences[0].num_held * kept // depth)
+    return computed_s - max(0.0, kept * token_s - moved_s)
 
 
 def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Request]:
-    """Return the requests that a branch may preempt, excluding requests that are being swapped in."""
-    requests, active = running.requests, running.active
+    """Return the requests that a branch may preempt."""
+    requests = running.requests
     after = min(request.place for request in requests) if is_decode else branch.request.place
-    return [r for r in requests if r.place > after and any(other in active for other in r.live)]
+    return [request for request in requests if request.place > after]
 
 
 # D231: the oldest request is never preempted
@@ -53,10 +42,7 @@ def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: C
     """
 
     def loss(request: Request) -> tuple[int, float, int]:
-        cost = recompute_s(request, costs)
-        branch = swappable(request, manager)
-        if branch is not None:
-            cost = min(cost, swap_s(branch, costs))
+        cost = resume_s(request, manager, costs)
         return -request.priority, cost * 2.0 ** min(request.preemptions, 30), -request.place
 
     return min(candidates, key=loss, default=None)

@@ -5,7 +5,6 @@ from collections.abc import Sequence as Items
 
 from kvq.blockmgr import BlockManager, PrefixMiss, PrefixQuery, Sequence
 from kvq.blockmgr.misses import OFF
-from kvq.errors import OutOfBlocks
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Branch, Request, RequestState
 
@@ -16,7 +15,7 @@ class Running:
     def __init__(self, manager: BlockManager, config: SchedulerConfig) -> None:
         self.manager = manager
         self.requests: dict[Request, None] = {}  # requests that hold blocks
-        self.active: dict[Branch, None] = {}  # branches whose blocks can be used now
+        self.active: dict[Branch, None] = {}  # their branches with blocks
         self._caching = config.prefix_caching
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._num_rows = config.max_num_seqs
@@ -73,49 +72,23 @@ class Running:
     def release_idle(self, preempted: Items[Request]) -> bool:
         """Free the blocks of a request that waits with them, or of a pin. Return False if there are none."""
         for request in preempted:
-            if (sequence := request.live[0].sequence) is not None and sequence.ready:
+            if request.live[0].sequence is not None:
                 self.drop(request)
                 return True
         return self.manager.pins.release_first()
 
     def detach(self, request: Request) -> None:
-        """Take a request off its row, if it has one. It keeps its blocks, unless they were swapped out."""
-        branch = request.live[0]
-        if branch.sequence is not None and branch.sequence.is_swapped:
-            self._free(branch)
+        """Take a request off its row, if it has one. It keeps its blocks."""
         self._leave(request)
 
-    def swap_in(self, request: Request) -> Branch:
-        """Order the swap-in of a request's blocks. The branch becomes active once this is confirmed."""
-        branch = request.live[0]
-        self.manager.swap_in(held(branch))
-        self._enter(request)
-        return branch
-
-    def swap_out(self, branch: Branch) -> None:
-        """Order the swap-out of a request's only branch.
-
-        Raises:
-            OutOfBlocks: there are too few host slots; nothing was changed.
-        """
-        sequence = held(branch)
-        if not self.manager.swap.can_swap_out(sequence):
-            raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
-        if sequence.length != sequence.committed:  # this step had planned to compute more of the sequence
-            self.manager.truncate(sequence, sequence.committed)
-            if self._caching:
-                self.manager.commit(sequence, branch.tokens[sequence.committed :])
-        self.manager.swap_out(sequence)
-        self._leave(branch.request)
-
     def drop(self, request: Request) -> None:
-        """Free all blocks of a request, so that its tokens will be computed again."""
+        """Free all blocks of a request. What is not found or loaded later will be computed again."""
         for branch in request.live:
             if branch.sequence is not None:
                 branch.lost_tokens = branch.sequence.committed
                 branch.rewound = 0
                 self._free(branch)
-        request.is_forked = len(request.live) == 1
+        request.is_forked, request.num_loads = len(request.live) == 1, 0
         self._leave(request)
 
     def close(self, branch: Branch) -> None:

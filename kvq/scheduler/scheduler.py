@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Sequence
 
-from kvq.blockmgr import BlockManager, Match, SwapIn
+from kvq.blockmgr import BlockManager, Match
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape, Reach, resolve_max_tokens
 from kvq.scheduler.loading import Loading
-from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, swappable
+from kvq.scheduler.preemption import choose_victim, may_preempt
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.running import Running, held
 from kvq.scheduler.snapshot import Counters, Snapshot, take_snapshot
@@ -145,7 +145,7 @@ class Scheduler:
         """
         waits = (len(self.waiting) > 0 and not self.nobody_fits) or plan.num_drafts > 0
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
-        if waits or plan.restored or not all(plan.samples) or len(running) != len(self.running.active):
+        if waits or not all(plan.samples) or len(running) != len(self.running.active):
             return None
         is_forked = all(plan.branches[i].request.is_forked for i in running)
         follows = [i for i in running if not plan.branches[i].is_last]
@@ -166,13 +166,11 @@ class Scheduler:
         tokens: Sequence[Sequence[int]],
         *,
         bad: Collection[int] = (),
-        failed_swaps: Sequence[SwapIn] = (),
     ) -> None:
         """Record the results of a plan: for each branch, its accepted drafts and the next token.
 
         A branch without tokens is in the middle of a prefill, or is about to be continued by `branch_out`.
         `bad`: indices of branches with non-finite K, V or logits; call `fail` for them afterwards.
-        `failed_swaps`: swap-in orders whose bytes were damaged; the affected tokens are computed again.
         """
         manager, ends, work = self.manager, plan.ends, []
         for i, (branch, new) in enumerate(zip(plan.branches, tokens, strict=True)):
@@ -191,10 +189,6 @@ class Scheduler:
             if sequence.length == branch.goal and not branch.is_sampled:
                 self.running.fork_again(branch)
         manager.commit_each(work, known=self.config.prefix_caching)
-        for branch in plan.restored:
-            if branch.sequence is not None:
-                manager.recover(branch.sequence, failed_swaps)
-                self.running.active[branch] = None
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
         """Continue branches according to `picks`: for each new branch, (index of its parent, next token).
@@ -213,7 +207,7 @@ class Scheduler:
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED) and len(request.live) == 1:
             self.waiting.remove(request)
         self.waiting.queue.tenants.charge(request.tenant, branch.num_generated)
-        if branch.sequence is not None and branch.sequence.ready:
+        if branch.sequence is not None:
             self.manager.scrub_uncommitted(branch.sequence)
         self.running.close(branch)
         self.nobody_fits = False
@@ -230,7 +224,7 @@ class Scheduler:
         """End a request whose values can't be trusted: zero its blocks, and remove them from the index."""
         request.error = error
         for branch in request.live:
-            if branch.sequence is not None and branch.sequence.ready:
+            if branch.sequence is not None:
                 self.manager.scrub(branch.sequence)
             self.finish(branch)  # one by one: the last branch is the sole owner of shared blocks
 
@@ -239,28 +233,18 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def preempt(self, request: Request, now: float, *, swap: bool) -> None:
-        """Preempt a running request. It loses its blocks, keeps its place in the order and resumes later.
+    def preempt(self, request: Request, now: float) -> None:
+        """Preempt a running request. It releases its blocks, keeps its place in the order and resumes later.
 
-        With `swap`, its blocks move to host memory; otherwise, they are computed again.
+        What the index and the tiers then still have of its tokens is not computed again.
 
         Raises:
-            OutOfBlocks: it has several branches, or there are too few host slots; nothing was changed.
             ConfigError: the request is not running.
         """
         if request not in self.running.requests:
             raise ConfigError(f"request {request.id!r} is {request.state.value}, not running")
-        if swap:
-            branch = swappable(request, self.manager)
-            if branch is None:
-                raise OutOfBlocks(
-                    f"request {request.id!r} can't be swapped out: too few host slots, or several branches"
-                )
-            self.running.swap_out(branch)
-            self.counters.swaps += 1
-        else:
-            self.running.drop(request)
-            self.counters.recomputes += 1
+        self.running.drop(request)
+        self.counters.preemptions += 1
         request.preempted_s, request.preemptions = now, request.preemptions + 1
         self.waiting.put_back(request)
 
@@ -305,8 +289,7 @@ class Scheduler:
                 below = may_preempt(branch, self.running, is_decode=is_decode)
                 victim = choose_victim(below, self.manager, self.costs)
                 if victim is not None:
-                    only = swappable(victim, self.manager)
-                    self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
+                    self.preempt(victim, now)
                 elif len(self.running.requests) == 1 and not self.num_away:
                     if not self.running.release_idle(self.waiting.preempted):
                         self._give_up(branch.request, error)
@@ -357,14 +340,9 @@ class Scheduler:
         admission, is_back = self._admission, request.is_preempted
         if not admission.has_rows(request):
             return False
-        if (sequence := request.live[0].sequence) is not None:
-            if sequence.is_swapped and not admission.can_swap_in(step, request):
-                return False
+        if request.live[0].sequence is not None:
             self.waiting.remove(request)
-            if sequence.is_swapped:
-                step.restored.append(self.running.swap_in(request))
-            else:
-                self.running.resume(request)
+            self.running.resume(request)
             return True
         prompt = self.running.prompt(request)
         match = self.manager.lookup(prompt) if self.config.prefix_caching else Match(0, None)

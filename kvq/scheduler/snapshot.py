@@ -17,8 +17,7 @@ class Counters:
     steps: int = 0
     added: int = 0
     ended: int = 0
-    swaps: int = 0  # preemptions by swapping out
-    recomputes: int = 0  # preemptions whose tokens are computed again
+    preemptions: int = 0
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of these, found in the prefix index
     misses: Counter[str] = field(default_factory=Counter)  # requests, by the cause of their prefix miss
@@ -67,7 +66,7 @@ def take_snapshot(counters: Counters, running: Running, waiting: WaitingQueue, *
         preempted=len(waiting.preempted),
         held_up=held_up,
         queued_tokens=sum(request.prompt_length for request in waiting.queue),
-        preemptions=counters.swaps + counters.recomputes,
+        preemptions=counters.preemptions,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,
         misses=dict(counters.misses),

@@ -36,14 +36,13 @@ class StepPlan:
     orders: list[Order]  # carried out before the forward pass, in this order
     # (row, layer group, first index, entries)
     table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
-    restored: list[Branch]  # swapped in by the orders; they run from the next step on
     follows: list[int] | None = None  # for a step planned ahead: indices in the previous step
 
     def part(self, index: int) -> "StepPlan":
         """Return a step for one branch alone. Its orders and table changes are already carried out."""
         count, before = self.counts[index], sum(self.counts[:index])
         tokens = self.token_ids[before : before + count]
-        return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
+        return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes))
 
     def after_all(self) -> "StepPlan":
         """Return a step planned ahead, with its tokens now known and its orders already carried out."""
@@ -104,7 +103,6 @@ class Step:
     budget: int = 0  # prefill tokens left
     promised: list[int] = field(default_factory=list)  # blocks per layer group that prefills will still need
     prefills: list[tuple[Branch, int]] = field(default_factory=list)
-    restored: list[Branch] = field(default_factory=list)
 
     def forget(self, request: Request) -> None:
         """Drop the branches of a request that was preempted earlier in the step and is starting again."""
@@ -142,7 +140,6 @@ def pack(
     manager: BlockManager,
     counters: Counters,
     *,
-    restored: Sequence[Branch] = (),
     follows: list[int] | None = None,
 ) -> StepPlan:
     """Return the plan for (branch, number of tokens) pairs whose slots are already allocated."""
@@ -152,7 +149,6 @@ def pack(
         num_decodes=num_decodes,
         counts=[count for _, count in chosen],
         orders=manager.take_orders(),
-        restored=list(restored),
         follows=follows,
     )
     counters.steps += 1
@@ -190,9 +186,9 @@ def pack_step(
     chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]
     num_decodes = len(chosen)
     chosen += [(branch, count) for branch, count in step.prefills if branch in active]
-    if not chosen and not manager.blocks.orders and not step.restored:
+    if not chosen and not manager.blocks.orders:
         return None
-    return pack(chosen, num_decodes, manager, counters, restored=step.restored)
+    return pack(chosen, num_decodes, manager, counters)
 
 
 def prefill_budget(

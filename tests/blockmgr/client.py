@@ -40,5 +40,5 @@ class Client:
 
     @property
     def is_committed(self) -> bool:
-        """True if it can be forked or swapped out, or given more tokens."""
-        return not self.sequence.is_swapped and self.sequence.committed == self.sequence.length
+        """True if it can be forked, or given more tokens."""
+        return self.sequence.committed == self.sequence.length

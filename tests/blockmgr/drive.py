@@ -32,8 +32,8 @@ EPISODE = 4000  # steps
 # Every path that has to be taken often for a run to mean anything.
 PATHS = [
     "hits", "parts", "copies on write", "evicted", "deduplicated", "waits", "forked", "failed", "rewound",
-    "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
-    "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "pinned",
+    "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "preempted", "resumed",
+    "found again", "refused", "pinned",
     "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
     "sealed", "snapshots", "states stayed", "demoted", "restored", "restore lost", "refused restore",
     "packed", "packed again", "unpacked",
@@ -63,7 +63,7 @@ def random_reach(
 
 
 def random_simulation(rng: random.Random, *, staged: bool = False, states: bool = False) -> Simulation:
-    """A manager of random shape: groups, pool sizes, host slots, digests that collide or not."""
+    """A manager of random shape: groups, pool sizes, tiers, digests that collide or not."""
     size = rng.randint(1, 4)
     windows, limits, lag = random_reach(rng, size, staged)
     more: dict[str, Any] = {}
@@ -84,7 +84,6 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         windows=windows,
         limits=limits,
         lag=lag,
-        host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
         **more,
     )
@@ -117,15 +116,16 @@ def random_step(sim: Simulation, rng: random.Random, *, grows: bool = True) -> N
         _disturb(sim, rng, rng.choice(sim.clients), grows)
     else:
         client = sim.clients[int(rng.random() * len(sim.clients))]
-        if client.sequence.is_swapped:
-            _resume(sim, rng, client)
-        elif client.is_committed:
+        if client.is_committed:
             _continue(sim, rng, client)
         else:
             _conclude(sim, rng, client)
 
 
 def _arrive(sim: Simulation, rng: random.Random) -> None:
+    if sim.away and rng.random() < 0.35:
+        _resume(sim, rng)
+        return
     tokens = random_prompt(sim, rng)
     roll = rng.random()
     if sim.aside.random() < 0.1:
@@ -134,7 +134,7 @@ def _arrive(sim: Simulation, rng: random.Random) -> None:
         sim.restore(sim.aside.choice(TENANTS), [*sim.aside.choice(sim.past), 1], sim.aside.randint(0, 6))
     if sim.aside.random() < 0.8:
         sim.restore(sim.aside.choice(TENANTS), tokens, sim.aside.randint(0, 6))
-    if roll < 0.05:
+    if roll < 0.08:
         sim.adopt(rng.choice(TENANTS), tokens, rng.randint(0, len(tokens) // sim.size))
     else:
         shared = "public" if roll < 0.25 else None
@@ -154,7 +154,7 @@ def _continue(sim: Simulation, rng: random.Random, client: Client) -> None:
         if len(sim.clients) < sim.max_clients:
             sim.fork(client)
     elif roll < 0.93:
-        sim.swap_out(client)
+        sim.preempt(client)
     elif roll < 0.96:
         sim.truncate(client, int(rng.random() * (client.sequence.length + 1)))
     else:
@@ -178,13 +178,14 @@ def _conclude(sim: Simulation, rng: random.Random, client: Client) -> None:
         sim.free(client)
 
 
-def _resume(sim: Simulation, rng: random.Random, client: Client) -> None:
-    roll = rng.random()
-    if roll < 0.9:
-        if not sim.swap_in(client, lost=int(rng.random() * 3) if roll < 0.2 else 0):
-            _make_room(sim, rng)
-    else:
-        sim.free(client)
+def _resume(sim: Simulation, rng: random.Random) -> None:
+    client = rng.choice(sim.away)
+    if rng.random() < 0.1:
+        sim.away.remove(client)  # it was cancelled
+        return
+    if rng.random() < 0.8:
+        sim.restore(client.tenant, client.tokens, rng.randint(0, 6), client.shared)
+    sim.resume(client)
 
 
 def _make_room(sim: Simulation, rng: random.Random) -> None:
@@ -193,8 +194,8 @@ def _make_room(sim: Simulation, rng: random.Random) -> None:
     client = rng.choice(sim.clients)
     if roll < 0.4:
         sim.free(client)
-    elif roll < 0.7 and client.is_committed:
-        sim.swap_out(client)
+    elif roll < 0.7:
+        sim.preempt(client)
 
 
 def _disturb(sim: Simulation, rng: random.Random, client: Client, grows: bool) -> None:

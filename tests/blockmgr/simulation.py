@@ -19,8 +19,6 @@ from kvq.blockmgr import (
     PrefixQuery,
     Scrub,
     Sequence,
-    SwapIn,
-    SwapOut,
 )
 from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.errors import ConfigError, OutOfBlocks
@@ -45,11 +43,11 @@ class Simulation:
         self.states = manager.blocks.state_group
         self.max_clients = max_clients
         self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
-        self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
         self.aside = random.Random(0)  # for what is tried in between
         self.packed: dict[int, list[list[int]]] = {}
         self.mirror = Mirror(manager) if mirrored else None
         self.clients: list[Client] = []
+        self.away: list[Client] = []  # preempted
         self.past: list[list[int]] = []  # tokens of requests that ended
         self.now = 0.0
         self.surprised = False  # refusals are injected, so answers may turn out wrong
@@ -95,7 +93,6 @@ class Simulation:
             depth = self.manager.prefixes.next_known(prompt, depth)
             end = (depth + 1) * self.size
             assert other in self.manager.sequences()
-            assert not other.is_swapped
             assert other.depth <= depth
             assert list(other.tokens[:end]) == tokens[:end]
             assert other.node.root == prompt.root
@@ -115,9 +112,9 @@ class Simulation:
                 keys = client.keys[i * self.size : (i + 1) * self.size]
                 self.kv[group][table[i]] = keys[-1:] * self.size if group == self.states else keys
 
-    def restore(self, tenant: str, tokens: list[int], lost: int) -> None:
+    def restore(self, tenant: str, tokens: list[int], lost: int, shared: str | None = None) -> None:
         """What is kept of a prompt comes back, unless block number `lost` of them is damaged."""
-        prompt = self.manager.prompt(tokens, tenant=tenant)
+        prompt = self.manager.prompt(tokens, tenant=tenant, shared_salt=shared)
         length, found = self.manager.below.restorable(prompt), self.manager.lookup(prompt).length
         assert length % self.size == 0
         if length <= found:
@@ -152,7 +149,7 @@ class Simulation:
         if not is_lost:
             self.manager.free(restore.sequence)
         self.carry_out()
-        again = self.manager.lookup(self.manager.prompt(tokens, tenant=tenant)).length
+        again = self.manager.lookup(self.manager.prompt(tokens, tenant=tenant, shared_salt=shared)).length
         assert again >= length or is_lost or not restore.sequence.indexing
         self.seen["restore lost" if is_lost else "restored"] += 1
 
@@ -363,37 +360,18 @@ class Simulation:
         self.past = [*self.past[-3:], client.tokens]
         self.carry_out()
 
-    def swap_out(self, client: Client) -> None:
-        """Preempt."""
-        can = self.manager.can_swap_out(client.sequence)
-        try:
-            self.manager.swap_out(client.sequence)
-        except OutOfBlocks:
-            assert not can or self.surprised
-            self.seen["refused swap out"] += 1
-            return
-        assert can or self.surprised
-        self.seen["swapped out"] += 1
-        self.carry_out()
+    def preempt(self, client: Client) -> None:
+        """The request loses its blocks, and waits."""
+        self.free(client)
+        self.away.append(client)
+        self.seen["preempted"] += 1
 
-    def swap_in(self, client: Client, lost: int = 0) -> bool:
-        """Resume, if there is room; the last `lost` blocks that come back are damaged, which is found out."""
-        sequence = client.sequence
-        can = self.manager.can_swap_in(sequence)
-        shared = sequence.receipt.shared
-        try:
-            self.manager.swap_in(sequence)
-        except OutOfBlocks:
-            assert not can or self.surprised
-            self.seen["refused swap in"] += 1
-            return False
-        assert can or self.surprised
-        self.seen["swapped in"] += 1
-        self.seen["found again at swap in"] += sequence.receipt.shared - shared
-        failed = self.carry_out(lost=lost)
-        self.seen["damaged"] += len(failed)
-        self.manager.recover(sequence, failed)
-        return True
+    def resume(self, client: Client) -> None:
+        """A preempted request starts again, from what is still indexed of all its tokens or was restored."""
+        self.away.remove(client)
+        self.start(client.tenant, client.tokens, client.shared)
+        self.seen["resumed"] += 1
+        self.seen["found again"] += self.clients[-1].sequence.length >= self.size
 
     def pin(self, client: Client, seconds: float) -> None:
         """Keep what is indexed of a client's tokens."""
@@ -414,12 +392,9 @@ class Simulation:
         for kv in self.kv:
             kv.extend([POISON] * self.size for _ in range(more))
 
-    def carry_out(self, *, lost: int = 0) -> list[SwapIn]:
-        """Do to the simulated bytes what was ordered; return swap-ins found damaged."""
-        orders = self.manager.take_orders()
-        arriving = [order for order in orders if isinstance(order, SwapIn)]
-        failed = arriving[len(arriving) - min(lost, len(arriving)) :]
-        for order in orders:
+    def carry_out(self) -> None:
+        """Do to the simulated bytes what was ordered."""
+        for order in self.manager.take_orders():
             kv = self.kv[order.group]
             if isinstance(order, Copy):
                 self.seen["copies"] += 1
@@ -437,13 +412,9 @@ class Simulation:
                     kv[order.block] = self._content(order.group, order.content)[:]
                 else:
                     kv[order.block] = array("q", order.content).tolist()
-            elif isinstance(order, SwapOut):
-                self.host[order.group][order.slot] = kv[order.block][:]
-            elif isinstance(order, Scrub) or order in failed:
-                kv[order.block] = [POISON] * self.size
             else:
-                kv[order.block] = self.host[order.group][order.slot][:]
-        return failed
+                assert isinstance(order, Scrub)
+                kv[order.block] = [POISON] * self.size
 
     def check(self) -> None:
         """Every invariant, and every position that a sequence can see holds that sequence's own KV."""
@@ -451,8 +422,7 @@ class Simulation:
         if self.mirror is not None:
             self.mirror.check()
         for client in self.clients:
-            if not client.sequence.is_swapped:
-                self._check_kv(client)
+            self._check_kv(client)
 
     def _check_kv(self, client: Client) -> None:
         sequence, size = client.sequence, self.size
@@ -495,7 +465,6 @@ class Simulation:
         manager.drop_cached()
         self.check()
         assert all(usage.free == usage.total for usage in manager.usage())
-        assert manager.swap.num_free == manager.swap.num_slots
         assert not len(manager.blocks.index)
         assert not list(manager.blocks.index.roots())
         assert not manager.prefixes.computing()

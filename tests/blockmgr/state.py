@@ -8,7 +8,7 @@ from kvq.blockmgr import BlockManager, BlockPool, Sequence
 
 
 def state(manager: BlockManager) -> dict[str, Any]:
-    """Pools, index, sequences, pins, host slots, announcements and waiting orders."""
+    """Pools, index, sequences, pins, announcements and waiting orders."""
     names = {id(sequence): i for i, sequence in enumerate(manager.sequences())}
     return {
         "pools": [_pool(pool) for pool in manager.pools],
@@ -18,7 +18,6 @@ def state(manager: BlockManager) -> dict[str, Any]:
         "roots": sorted(root.digest for root in manager.blocks.index.roots()),
         "sequences": [_sequence(sequence) for sequence in manager.sequences()],
         "pins": [(pin.length, pin.blocks, pin.until) for pin in manager.pins.all()],
-        "host": [sorted(manager.swap.free_slots(group)) for group in range(len(manager.pools))],
         "computing": {digest: names[id(s)] for digest, s in manager.prefixes.computing().items()},
         "orders": manager.blocks.orders[:],
         "events": manager.blocks.events._queue[:],
@@ -54,8 +53,6 @@ def _sequence(s: Sequence) -> dict[str, Any]:
         "depth",
         "indexing",
         "announced",
-        "swapped",
-        "ready",
         "tenant",
     )
     return {

@@ -29,7 +29,7 @@ def test_a_run_is_repeated_exactly_by_its_seed() -> None:
 
 @pytest.mark.parametrize("requests", [3_000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_no_block_leaks_over_pools_of_8_blocks(requests: int) -> None:
-    manager = BlockManager(num_blocks=[8, 8], block_size=2, windows=[None, 5], host_slots=[6, 6])
+    manager = BlockManager(num_blocks=[8, 8], block_size=2, windows=[None, 5])
     sim = Simulation(manager, max_clients=4)
     rng = random.Random(8)
     steps = 0

@@ -6,12 +6,12 @@ from dataclasses import fields
 
 import pytest
 
-from kvq.blockmgr import Copy, Event, Evicted, Stored, SwapIn, SwapOut
+from kvq.blockmgr import Copy, Event, Evicted, Stored
 from tests.blockmgr.helpers import cache, compute, hit, manager, run
 
 
 def test_a_life_of_a_block_is_told_in_order() -> None:
-    blocks = manager(3, host_slots=[3])
+    blocks = manager(3)
     seen: list[Event] = []
     blocks.subscribe(seen.append)
     sequence = run(blocks, range(4))
@@ -22,23 +22,17 @@ def test_a_life_of_a_block_is_told_in_order() -> None:
         Stored(group=0, block=1, digest=second, parent=first),
     ]
     seen.clear()
-    blocks.swap_out(sequence)
-    assert [type(event) for event in seen] == [SwapOut, SwapOut]
-    seen.clear()
-    blocks.drop_cached()
-    assert seen == [Evicted(group=0, block=1, digest=second), Evicted(group=0, block=0, digest=first)]
-    seen.clear()
-    blocks.swap_in(sequence)
-    assert [type(event) for event in seen] == [SwapIn, SwapIn]
-    seen.clear()
-    blocks.take_orders()
-    blocks.recover(sequence, [])
-    blocks.commit(sequence, [4])
-    assert [event.digest for event in seen if isinstance(event, Stored)] == [first, second]
-    seen.clear()
     blocks.truncate(sequence, 3)
     blocks.append([(sequence, 1)])
     assert [type(event) for event in seen] == [Copy]
+    seen.clear()
+    blocks.free(sequence)
+    assert seen == []
+    blocks.drop_cached()
+    assert seen == [Evicted(group=0, block=1, digest=second), Evicted(group=0, block=0, digest=first)]
+    seen.clear()
+    run(blocks, range(4))
+    assert [event.digest for event in seen if isinstance(event, Stored)] == [first, second]
 
 
 def test_evictions_are_told_by_the_operation_that_caused_them() -> None:
@@ -66,9 +60,9 @@ def test_a_part_copied_at_start_is_told() -> None:
 
 
 def test_events_carry_no_token_ids() -> None:
-    for kind in (Stored, Evicted, Copy, SwapOut, SwapIn):
+    for kind in (Stored, Evicted, Copy):
         names = {field.name for field in fields(kind)}
-        assert names <= {"group", "block", "digest", "parent", "source", "target", "slot"}
+        assert names <= {"group", "block", "digest", "parent", "source", "target"}
 
 
 def test_a_subscriber_that_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

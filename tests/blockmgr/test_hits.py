@@ -121,9 +121,9 @@ def test_waits_for_names_who_computes_the_next_block() -> None:
     assert waited_for(blocks, range(9)) is None  # what comes after its prompt it does not promise
 
 
-@pytest.mark.parametrize("end", ["free", "scrub", "swap_out", "truncate"])
+@pytest.mark.parametrize("end", ["free", "scrub", "truncate"])
 def test_nobody_waits_for_a_request_that_stopped(end: str) -> None:
-    blocks = manager(12, host_slots=[12])
+    blocks = manager(12)
     first = blocks.start(blocks.prompt(range(8)))
     blocks.append([(first, 2)])
     blocks.commit(first)

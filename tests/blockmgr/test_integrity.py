@@ -5,23 +5,22 @@ from collections.abc import Callable
 
 import pytest
 
-from kvq.blockmgr import BlockId, BlockManager, HostSlot, Sequence
+from kvq.blockmgr import BlockId, BlockManager, Sequence
 from kvq.blockmgr.prefix import Node
 from tests.blockmgr.helpers import cache, manager, run
 
 
 class Scene:
-    """A manager with something of everything: live, cached, pinned, swapped, announced."""
+    """A manager with something of everything: live, cached, pinned, announced."""
 
     def __init__(self) -> None:
-        self.blocks: BlockManager = manager(24, 24, windows=[None, 4], host_slots=[9, 9])
+        self.blocks: BlockManager = manager(24, 24, windows=[None, 4])
         cache(self.blocks, range(60, 66))
         cache(self.blocks, [60, 61, 70, 71])
         cache(self.blocks, range(20, 24), "a")
         self.blocks.pin(self.blocks.prompt(range(60, 62)), 9.0)
         self.live: Sequence = run(self.blocks, range(7), "a")
-        self.away: Sequence = run(self.blocks, range(40, 45))
-        self.blocks.swap_out(self.away)
+        self.blocks.free(run(self.blocks, range(40, 45)))
         self.coming: Sequence = self.blocks.start(self.blocks.prompt(range(30, 36)))
 
     @property
@@ -78,16 +77,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Scene], object], str]] = {
     "too many pins": (lambda s: setattr(s.blocks.pins, "_max_blocks", 0), "more blocks are pinned than may"),
     "a prefix older than its end": (move_to_end, "is given away after its prefix"),
     "an outlived prefix": (forget_prefix, "outlived the prefix it needs"),
-    "a host slot free twice": (lambda s: s.blocks.swap._free[0].append(s.blocks.swap._free[0][0]), "free tw"),
-    "a host slot used twice": (
-        lambda s: s.away.swapped and s.away.swapped[0].append((9, s.away.swapped[0][0][1])),
-        "a host slot holds two blocks",
-    ),
-    "a host slot free and used": (
-        lambda s: s.blocks.swap._free[0].append(HostSlot(s.away.swapped[0][0][1] if s.away.swapped else 0)),
-        "a host slot is free and used",
-    ),
-    "a lost host slot": (lambda s: s.blocks.swap._free[1].pop(), "a host slot was lost"),
     "a dead node": (lambda s: setattr(s.node(0, 1), "alive", False), "a dead node is in the index"),
     "a root among the nodes": (
         lambda s: s.nodes.__setitem__(b"r", s.blocks.blocks.index.root(b"r")),
@@ -139,10 +128,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Scene], object], str]] = {
     "an announcement of a known block": (
         lambda s: (s.live.announced.append((0, b"x")), s.blocks.prefixes._computing.update({b"x": s.live})),
         "an indexed block is announced",
-    ),
-    "an announcement of a swapped one": (
-        lambda s: (s.away.announced.append((9, b"x")), s.blocks.prefixes._computing.update({b"x": s.away})),
-        "a swapped sequence is waited for",
     ),
 }
 

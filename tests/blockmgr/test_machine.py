@@ -37,20 +37,12 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 SMALL = st.integers(0, 5)
 
 
-def is_away(client: Client) -> bool:
-    return client.sequence.is_swapped
-
-
-def is_here(client: Client) -> bool:
-    return not client.sequence.is_swapped
-
-
 def is_idle(client: Client) -> bool:
     return client.is_committed
 
 
 def is_stepping(client: Client) -> bool:
-    return is_here(client) and not client.is_committed
+    return not client.is_committed
 
 
 class Machine(RuleBasedStateMachine):
@@ -88,7 +80,6 @@ class Machine(RuleBasedStateMachine):
             lag=max(0, window - size) if groups == 3 else 0,
             state_group=groups if states else None,
             snapshot_every=every or 1,
-            host_slots=[5] * (groups + states),
             rungs={0: [4, 2]} if "ladder" in kept and bits == 8 else {},
             block_bytes=[8] * (groups + states),
         )
@@ -106,7 +97,7 @@ class Machine(RuleBasedStateMachine):
         if self.sim.step([(client, 99, drafts)]):
             self.sim.commit(client, 2, [1])
 
-    def pick(self, number: int, fits: Callable[[Client], bool]) -> Client:
+    def pick(self, number: int, fits: Callable[[Client], bool] = lambda client: True) -> Client:
         """One of the clients that can be worked on; a precondition says that there is one."""
         fit = [client for client in self.sim.clients if fits(client)]
         return fit[number % len(fit)]
@@ -176,30 +167,33 @@ class Machine(RuleBasedStateMachine):
         if goes_on and is_idle(self.sim.clients[-1]):
             self.compute(-1, [0, 1])
 
-    @precondition(lambda self: any(map(is_here, self.sim.clients)))
+    @precondition(lambda self: self.sim.clients)
     @rule(number=SMALL, length=st.integers(0, 20))
     def truncate(self, number: int, length: int) -> None:
         """A request is rewound."""
-        client = self.pick(number, is_here)
+        client = self.pick(number)
         self.sim.truncate(client, min(length, client.sequence.length))
 
-    @precondition(lambda self: any(map(is_idle, self.sim.clients)))
+    @precondition(lambda self: self.sim.clients)
     @rule(number=SMALL)
-    def swap_out(self, number: int) -> None:
-        """A request is preempted."""
-        self.sim.swap_out(self.pick(number, is_idle))
+    def preempt(self, number: int) -> None:
+        """A request is preempted, also in the middle of a step."""
+        self.sim.preempt(self.pick(number))
 
-    @precondition(lambda self: any(map(is_away, self.sim.clients)))
-    @rule(number=SMALL, lost=st.integers(0, 2))
-    def swap_in(self, number: int, lost: int) -> None:
-        """A preempted request resumes, maybe with damage."""
-        self.sim.swap_in(self.pick(number, is_away), lost)
+    @precondition(lambda self: self.sim.away and len(self.sim.clients) < 5)
+    @rule(number=SMALL, lost=st.integers(0, 6), restores=st.booleans())
+    def resume(self, number: int, lost: int, restores: bool) -> None:
+        """A preempted request resumes, maybe after what left the pools of it came back, maybe with damage."""
+        client = self.sim.away[number % len(self.sim.away)]
+        if restores:
+            self.sim.restore(client.tenant, client.tokens, lost, client.shared)
+        self.sim.resume(client)
 
-    @precondition(lambda self: any(map(is_here, self.sim.clients)))
+    @precondition(lambda self: self.sim.clients)
     @rule(number=SMALL, seconds=st.floats(0, 3))
     def pin(self, number: int, seconds: float) -> None:
         """What is indexed of a request is kept for a time, while some time passes."""
-        self.sim.pin(self.pick(number, is_here), seconds)
+        self.sim.pin(self.pick(number), seconds)
         self.sim.wait(seconds / 2)
 
     @precondition(lambda self: self.sim.clients)

@@ -55,15 +55,13 @@ def test_a_receipt_counts_bytes_by_the_size_of_each_groups_blocks() -> None:
 
 
 def test_a_receipt_says_what_a_request_used() -> None:
-    blocks = manager(20, 20, windows=[None, 4], host_slots=[9, 9])
+    blocks = manager(20, 20, windows=[None, 4])
     cache(blocks, range(6))
     sequence = blocks.start(blocks.prompt([*range(5), 9, 9, 9]))
     r = sequence.receipt
     assert (r.shared, r.reused, r.own, r.copied, r.peak) == (2 + 2, 5, 2, 2, 6)
     compute(blocks, sequence)
     assert (r.own, r.copied, r.peak) == (2 + 2, 2, 8)
-    blocks.swap_out(sequence)
-    assert r.swapped == 4 + 2
     final = blocks.free(sequence)
     assert final == r
     assert final is not r
@@ -78,10 +76,9 @@ def brute_utilization(blocks: BlockManager) -> float:
             continue
         filled: dict[int, int] = {}
         for s in blocks.sequences():
-            if not s.is_swapped:
-                for i, block in enumerate(s.tables[group][s.starts[group] :], start=s.starts[group]):
-                    n = min(blocks.block_size, s.length - i * blocks.block_size)
-                    filled[block] = max(n, filled.get(block, 0))
+            for i, block in enumerate(s.tables[group][s.starts[group] :], start=s.starts[group]):
+                n = min(blocks.block_size, s.length - i * blocks.block_size)
+                filled[block] = max(n, filled.get(block, 0))
         for block in pool.held():
             slots += blocks.block_size
             used += blocks.block_size if pool.entry(block) is not None else filled[block]
@@ -154,8 +151,6 @@ def test_orders_are_handed_out_once() -> None:
         ({"limits": [-2, None]}, "a limit must be a positive multiple"),
         ({"limits": [3, None]}, "a limit must be a positive multiple"),
         ({"limits": [None, 2]}, "first 2 tokens or a window of the last 4, not both"),
-        ({"host_slots": [4]}, "host_slots must be 2 counts of at least 0"),
-        ({"host_slots": [4, -1]}, "host_slots must be 2 counts of at least 0"),
         ({"reserve_blocks": -1}, "reserve_blocks must be at least 0 and less than every pool's"),
         ({"max_pinned_blocks": -1}, "max_pinned_blocks must be at least 0"),
     ],
@@ -173,7 +168,7 @@ def test_an_unknown_option_is_refused() -> None:
 
 
 def test_wrong_use_is_refused_and_changes_nothing() -> None:
-    blocks, others = manager(6, host_slots=[6]), manager(6)
+    blocks, others = manager(6), manager(6)
     sequence, foreign = run(blocks, [1, 2, 3]), run(others, [1, 2, 3])
     before = state(blocks)
     for wrong, message in (
@@ -182,9 +177,6 @@ def test_wrong_use_is_refused_and_changes_nothing() -> None:
         (lambda: blocks.append([(foreign, 1)]), "another manager's"),
         (lambda: blocks.commit(foreign), "another manager's"),
         (lambda: blocks.free(foreign), "another manager's"),
-        (lambda: blocks.can_swap_in(sequence), "not swapped out"),
-        (lambda: blocks.swap_in(sequence), "not swapped out"),
-        (lambda: blocks.recover(sequence, []), "nothing to recover"),
         (
             lambda: blocks.start(manager(6, size=3).prompt([1])),
             "prepared for blocks of 3 tokens, these have 2",
@@ -202,8 +194,8 @@ def test_wrong_use_is_refused_and_changes_nothing() -> None:
 
 
 def test_the_lists_of_a_configuration_are_copied() -> None:
-    windows, slots = [None], [3]
-    blocks = BlockManager(num_blocks=[6], block_size=2, windows=windows, host_slots=slots)
-    windows[0], slots[0] = 1, 99
+    windows, limits = [None], [None]
+    blocks = BlockManager(num_blocks=[6], block_size=2, windows=windows, limits=limits)
+    windows[0], limits[0] = 1, 99
     run(blocks, range(5))
     blocks.check_integrity()

@@ -9,21 +9,13 @@ from tests.blockmgr.tiny import EMPTY, World, build, can_reach, describe, explor
 TURNS = ((0, 0, 0), (0, 1, 0))  # two prompts that share the first half of a block
 WORLDS: dict[str, tuple[World, int]] = {
     "two requests, whose steps and commits interleave": (World(prompts=TURNS, num_sequences=2), 1_359),
-    "two requests that are swapped": (
-        World(prompts=TURNS, splits=False, num_sequences=2, host_slots=3),
-        1_375,
-    ),
 }
 LONG: dict[str, tuple[World, int]] = {
     "three requests": (World(prompts=((0,), *TURNS), splits=False), 5_738),
     "all prompts, two requests": (World(num_sequences=2), 277_930),
     "three requests, whose steps and commits interleave": (World(prompts=TURNS), 11_492),
-    "three requests that are swapped": (World(prompts=TURNS, splits=False, host_slots=3), 18_940),
     "three requests, four prompts": (World(prompts=((0,), *TURNS, (1, 0, 0)), splits=False), 23_555),
-    "two prompts, swapped and rewound": (
-        World(prompts=TURNS, splits=False, num_sequences=2, host_slots=3, truncates=True),
-        180_554,
-    ),
+    "two prompts, two requests, rewound": (World(prompts=TURNS, num_sequences=2, truncates=True), 38_096),
 }
 
 

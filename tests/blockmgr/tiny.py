@@ -31,13 +31,12 @@ class World:
     num_sequences: int = 3
     prompts: tuple[Path, ...] = tuple(p for n in (1, 2, 3) for p in product(ALPHABET, repeat=n))
     longest: int = 3  # tokens of a sequence
-    host_slots: int = 0
     splits: bool = True  # append and commit are two operations, with others in between
     truncates: bool = False
 
     def manager(self) -> BlockManager:
         """An empty one."""
-        return BlockManager(num_blocks=[self.num_blocks], block_size=SIZE, host_slots=[self.host_slots])
+        return BlockManager(num_blocks=[self.num_blocks], block_size=SIZE)
 
 
 def describe(manager: BlockManager) -> State:
@@ -67,11 +66,8 @@ def _rows(sequences: list[Sequence], paths: dict[Any, Path]) -> State:
 def _key(s: Sequence, paths: dict[Any, Path]) -> State:
     held = tuple(paths.get(block, ()) for block in s.tables[0][s.starts[0] :])
     announced = tuple(i for i, _ in s.announced)
-    known, node = s.depth, s.node
-    while not node.alive:
-        assert node.parent is not None
-        known, node = known - 1, node.parent
-    return (tuple(s.tokens), s.length, s.committed, s.depth, known, announced, s.is_swapped, held)
+    assert s.node.alive, "a sequence's node has left the index"
+    return (tuple(s.tokens), s.length, s.committed, s.depth, announced, held)
 
 
 def _path(node: Node) -> Path:
@@ -110,20 +106,13 @@ def build(world: World, state: State) -> BlockManager:
 
 
 def _add(manager: BlockManager, row: State, nodes: dict[Path, Node], names: dict[Path, BlockId]) -> None:
-    tokens, length, committed, depth, known, announced, swapped, _, held = row
+    tokens, length, committed, depth, announced, _, held = row
     s = manager.new_sequence()
     s.tokens, s.length, s.committed, s.depth = array("I", tokens), length, committed, depth
     s.tables = [[names[name] for name in held]]
     for block in s.tables[0]:
         manager.pools[0].share(block)
-    s.node = nodes[tokens[: known * SIZE]]
-    for i in range(known, depth):  # blocks that left the index while the sequence was swapped out
-        s.node = Node(s.node, b"gone", array("I", tokens[i * SIZE : (i + 1) * SIZE]).tobytes(), 1)
-        s.node.alive = False
-    if swapped:
-        total = -(-length // SIZE)
-        s.tables, s.starts = [[BlockId(0)] * total], [total]
-        s.swapped = [[(i, manager.swap._free[0].popleft()) for i in range(total)]]
+    s.node = nodes[tokens[: depth * SIZE]]
     prompt = manager.prompt(tokens)
     for i in announced:
         digest = manager.blocks.index.digest_at(prompt, i)
@@ -137,17 +126,11 @@ def operations(world: World, state: State) -> Iterator[Operation]:
     if len(rows) < world.num_sequences:
         for tokens in world.prompts:
             yield ("start", None, tokens)
-    for i, (tokens, length, committed, *_, swapped, _, _) in enumerate(rows):
+    for i, (tokens, length, committed, *_) in enumerate(rows):
         yield ("free", i)
-        if swapped:
-            yield ("swap_in", i)
-            continue
         yield from _steps(world, i, len(tokens), length, committed)
-        if length == committed:
-            if len(rows) < world.num_sequences:
-                yield ("fork", i)
-            if world.host_slots:
-                yield ("swap_out", i)
+        if length == committed and len(rows) < world.num_sequences:
+            yield ("fork", i)
         for shorter in range(length if world.truncates else 0):
             yield ("truncate", i, shorter)
     if state[2]:
@@ -184,10 +167,6 @@ def apply(manager: BlockManager, operation: Operation) -> None:
             elif verb == "fail":
                 manager.scrub(sequence)
                 manager.free(sequence)
-            elif verb == "swap_in":
-                manager.swap_in(sequence)
-                manager.take_orders()
-                manager.recover(sequence, [])
             else:
                 getattr(manager, verb)(sequence, *rest)
         except OutOfBlocks:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.events import Order, Scrub, SwapIn
+from kvq.blockmgr.events import Fill, Order, Scrub
 from kvq.cache import KVCache
 from kvq.cache.conformance import CHECKS, check_backend
 from kvq.cache.dense_backend import DenseCache
@@ -130,27 +130,23 @@ class UnorderedCopies(KVCache):
 class ScrubsFirst(KVCache):
     """Carries scrubs out before everything else."""
 
-    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        return super().carry_out(sorted(orders, key=lambda order: not isinstance(order, Scrub)))
+    def carry_out(self, orders: Sequence[Order]) -> None:
+        super().carry_out(sorted(orders, key=lambda order: not isinstance(order, Scrub)))
 
 
-class SwapsWithoutChecking(KVCache):
-    """A slot that holds nothing gives zeros and no complaint."""
+class FillsLast(KVCache):
+    """Carries fills out after everything else."""
 
-    def swap_in(self, group: int, slot: int, block: int) -> bool:
-        super().swap_in(group, slot, block)
-        return True
+    def carry_out(self, orders: Sequence[Order]) -> None:
+        super().carry_out(sorted(orders, key=lambda order: isinstance(order, Fill)))
 
 
-class LeavesFailedBlock(KVCache):
-    """A failed swap-in leaves what the block held."""
+class FillsOnlyOnce(KVCache):
+    """Leaves a block as it was filled first."""
 
-    def swap_in(self, group: int, slot: int, block: int) -> bool:
-        before = self.read_block(group, block)
-        done = super().swap_in(group, slot, block)
-        if not done:
-            self.write_block(group, block, before)
-        return done
+    def carry_out(self, orders: Sequence[Order]) -> None:
+        fills = {(order.group, order.block): order for order in orders[::-1] if isinstance(order, Fill)}
+        super().carry_out([x for x in orders if not isinstance(x, Fill) or fills[x.group, x.block] is x])
 
 
 class ScrubsCodesOnly(KVCache):
@@ -209,8 +205,8 @@ FAULTS: list[tuple[type[KVCache], str]] = [
     (NoFlags, "flags rows that are not finite"),
     (UnorderedCopies, "carries out orders one by one"),
     (ScrubsFirst, "carries out orders one by one"),
-    (SwapsWithoutChecking, "swap-ins fail where nothing was stored"),
-    (LeavesFailedBlock, "swap-ins fail where nothing was stored"),
+    (FillsLast, "carries out orders one by one"),
+    (FillsOnlyOnce, "carries out orders one by one"),
     (ScrubsCodesOnly, "scrubs"),
     (ReportsLess, "blocks do not overlap"),
     (SharesABlock, "blocks do not overlap"),

@@ -1,7 +1,5 @@
 """The dense backend: what it refuses, and its bytes. The rest is the conformance suite's."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,13 +14,7 @@ DIMS = [(60, 48), (48, 60), (64, 64)]
 WINDOWS = [None, 16, None]
 
 
-def dense(
-    kv: str = "bf16",
-    *,
-    num_blocks: int = 3,
-    host_slots: list[int] | None = None,
-    swap_folder: Path | None = None,
-) -> DenseCache:
+def dense(kv: str = "bf16", *, num_blocks: int = 3) -> DenseCache:
     """Two layer groups of blocks of 5 tokens."""
     model = geometry(DIMS, windows=WINDOWS)
     recipe = KVRecipe.uniform(kv, DIMS)
@@ -30,8 +22,6 @@ def dense(
         plan_layout(model, recipe, block_size=5),
         num_blocks=[num_blocks] * 2,
         device=CPU,
-        host_slots=host_slots,
-        swap_folder=swap_folder,
     )
 
 
@@ -43,20 +33,10 @@ def test_it_refuses_what_it_can_not_store(kv: str) -> None:
         dense(kv)
 
 
-def test_it_swaps_to_memory_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"swaps to memory only, got swap_folder='.*'; leave it out"):
-        dense(swap_folder=tmp_path)
-
-
 @pytest.mark.parametrize(("kv", "size"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
 def test_its_bytes_are_those_of_its_rows(kv: str, size: int) -> None:
-    cache = dense(kv, host_slots=[2, 2])
+    cache = dense(kv)
     assert cache.nbytes == 3 * 5 * 3 * sum(k + v for k, v in DIMS) * size
-    assert cache.host_bytes == 0
-    cache.swap_out(1, 0, 1)
-    assert cache.host_bytes == 5 * 3 * (48 + 60) * size
-    cache.close()
-    assert cache.host_bytes == 0
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,18 @@
 
 import random
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
-from kvq.blockmgr import BlockManager, Copy, HostSlot, Scrub, Sequence, SwapIn, SwapOut
+from kvq.blockmgr import BlockManager, Copy, Demote, Fill, Scrub, Sequence
 from kvq.blockmgr.pool import BlockId
 from kvq.cache import KVCache
-from kvq.errors import ConfigError, OutOfBlocks
+from kvq.errors import OutOfBlocks
 from kvq.formats import KVRecipe
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.layout import BlockOrder, plan_layout
+from kvq.tiers.tiers import OWN_FORM, BlockKey, Tiers
 from tests.kernels.kit import CPU, POISON, geometry, stored
 
 DIMS = [(60, 48), (48, 60), (64, 64)]
@@ -21,10 +21,8 @@ WINDOWS = [None, 7, None]
 SIZE = 3
 
 
-def swapping_cache(
-    kv: str, order: BlockOrder, folder: Path | None, *, num_blocks: int = 20, host_slots: int = 12
-) -> KVCache:
-    """A poisoned cache with host slots."""
+def cache_with_tiers(kv: str, order: BlockOrder, *, num_blocks: int = 20) -> KVCache:
+    """A poisoned cache with host memory for 12 blocks of each layer group."""
     model = geometry(DIMS, windows=WINDOWS)
     recipe = KVRecipe.uniform(kv, DIMS)
     cache = KVCache(
@@ -32,9 +30,8 @@ def swapping_cache(
         num_blocks=[num_blocks] * 2,
         device=CPU,
         backend="reference",
-        host_slots=[host_slots] * 2,
-        swap_folder=folder,
     )
+    cache.tiers = Tiers(12 * sum(group.block_bytes for group in cache.layout.groups), None)
     for group in (0, 1):
         cache.pool(group).fill_(POISON)
     return cache
@@ -45,25 +42,24 @@ class Run:
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         self.cache = cache
-        self.manager = BlockManager(
-            num_blocks=cache.num_blocks, block_size=SIZE, windows=[None, 7], host_slots=[12, 12]
-        )
+        self.manager = BlockManager(num_blocks=cache.num_blocks, block_size=SIZE, windows=[None, 7])
+        self.manager.blocks.tiers = cache.tiers
         self.random = random.Random(seed)
         self.live: list[Sequence] = []
-        self.back = self.lost = 0  # blocks that came back from a host slot, and that did not
+        self.back = self.lost = 0  # prefixes that came back from host memory, and that did not
 
     def rows(self, layer: int, part: int, tokens: list[int], start: int) -> torch.Tensor:
         """fp32 [tokens, kv_heads, dim] of tokens from position `start` on."""
         return torch.stack([_row(layer, part, token, start + i) for i, token in enumerate(tokens)])
 
-    def carry_out(self) -> list[SwapIn]:
-        return self.cache.carry_out(self.manager.take_orders())
+    def carry_out(self) -> None:
+        self.cache.carry_out(self.manager.take_orders())
 
     def extend(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append tokens, carry orders out, write their rows, commit."""
         start = sequence.length
         slots = self.manager.append([(sequence, len(tokens))])
-        assert self.carry_out() == []
+        self.carry_out()
         for layer in range(3):
             own = torch.tensor(slots[self.cache.group_of[layer]])
             self.cache.write(layer, *(self.rows(layer, part, tokens, start) for part in (0, 1)), own)
@@ -74,8 +70,6 @@ class Run:
         """Every position that a later token can see holds its token's rows."""
         self.manager.check_integrity()
         for sequence in self.live:
-            if sequence.is_swapped:
-                continue
             for layer in range(3):
                 group = self.cache.group_of[layer]
                 start = sequence.starts[group] * SIZE
@@ -106,61 +100,70 @@ def start(run: Run) -> None:
 
 def decode(run: Run) -> None:
     sequence = run.random.choice(run.live)
-    if not sequence.is_swapped:
-        more = [run.random.randrange(3) for _ in range(run.random.randrange(1, 4))]
-        run.extend(sequence, [*sequence.tokens[sequence.length :], *more])
+    more = [run.random.randrange(3) for _ in range(run.random.randrange(1, 4))]
+    run.extend(sequence, [*sequence.tokens[sequence.length :], *more])
 
 
 def fork(run: Run) -> None:
-    sequence = run.random.choice(run.live)
-    if not sequence.is_swapped:
-        run.live.append(run.manager.fork(sequence))
+    run.live.append(run.manager.fork(run.random.choice(run.live)))
 
 
 def end(run: Run) -> None:
     sequence = run.live.pop(run.random.randrange(len(run.live)))
-    if not sequence.is_swapped and run.random.random() < 0.3:
+    if run.random.random() < 0.3:
         run.manager.scrub(sequence)
     run.manager.free(sequence)
 
 
-def swap(run: Run) -> None:
-    sequence = run.random.choice(run.live)
-    if not sequence.is_swapped:
-        run.manager.swap_out(sequence)
-        return
+def preempt(run: Run) -> None:
+    """Lose a sequence's blocks, which move to host memory, and start again with what comes back."""
+    manager, tiers = run.manager, run.cache.tiers
+    assert tiers is not None
+    sequence = run.live.pop(run.random.randrange(len(run.live)))
+    prompt = manager.prompt(sequence.tokens)
+    manager.free(sequence)
+    manager.below.give_up(prompt, to_tiers=True)
     run.carry_out()
     if run.random.random() < 0.3:
-        assert run.cache._host is not None
-        for key in list(run.cache._host._stored):
-            run.cache._host._stored[key] = b"another digest."
-    run.manager.swap_in(sequence)
-    orders = run.manager.take_orders()
-    failed = run.cache.carry_out(orders)
-    run.manager.recover(sequence, failed)
-    run.lost += len(failed)
-    run.back += sum(isinstance(order, SwapIn) for order in orders) - len(failed)
+        for held in tiers._host.values():
+            held.digest = b"another digest."
+    length = manager.below.restorable(prompt)
+    if length > manager.lookup(prompt).length:
+        restore = manager.below.restore(prompt, length)
+        fetch = tiers.fetch([key for _, key in restore.missing])
+        found = [fetch.take(i) for i in range(len(restore.missing))]
+        for i, content in enumerate(found):
+            if content is not None:
+                manager.below.fill(restore, i, *content)
+        manager.below.end(restore, is_complete=None not in found)
+        run.carry_out()
+        if None in found:
+            run.lost += 1
+        else:
+            manager.free(restore.sequence)
+            run.back += 1
+    sequence = manager.start(prompt)
+    run.live.append(sequence)
+    run.extend(sequence, sequence.tokens[sequence.length :].tolist())
 
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(
-    ("kv", "seed", "to_file", "order"),
+    ("kv", "seed", "order"),
     [
-        ("int4", 2, False, BlockOrder.LAYER_MAJOR),
-        ("k8v4", 3, True, BlockOrder.BLOCK_MAJOR),
-        pytest.param("fp32", 1, True, BlockOrder.LAYER_MAJOR, marks=pytest.mark.long),
-        pytest.param("fp32", 1, True, BlockOrder.BLOCK_MAJOR, marks=pytest.mark.long),
-        pytest.param("int4", 2, False, BlockOrder.BLOCK_MAJOR, marks=pytest.mark.long),
-        pytest.param("k8v4", 3, True, BlockOrder.LAYER_MAJOR, marks=pytest.mark.long),
+        ("int4", 2, BlockOrder.LAYER_MAJOR),
+        ("k8v4", 3, BlockOrder.BLOCK_MAJOR),
+        pytest.param("fp32", 1, BlockOrder.LAYER_MAJOR, marks=pytest.mark.long),
+        pytest.param("fp32", 1, BlockOrder.BLOCK_MAJOR, marks=pytest.mark.long),
+        pytest.param("int4", 2, BlockOrder.BLOCK_MAJOR, marks=pytest.mark.long),
+        pytest.param("k8v4", 3, BlockOrder.LAYER_MAJOR, marks=pytest.mark.long),
     ],
 )
-def test_sequences_keep_their_rows_through_random_operations(
-    kv: str, seed: int, to_file: bool, order: BlockOrder, tmp_path: Path
-) -> None:
-    run = Run(swapping_cache(kv, order, tmp_path if to_file else None), seed)
+def test_sequences_keep_their_rows_through_random_operations(kv: str, seed: int, order: BlockOrder) -> None:
+    run = Run(cache_with_tiers(kv, order), seed)
     refused = 0
     for _ in range(150):
-        operation = run.random.choice([start, decode, decode, fork, swap, swap, end])
+        operation = run.random.choice([start, decode, decode, fork, preempt, preempt, end])
         if not run.live:
             operation = start
         try:
@@ -168,82 +171,43 @@ def test_sequences_keep_their_rows_through_random_operations(
         except OutOfBlocks:
             refused += 1
             for sequence in run.live:  # a start that was refused after its hit was shared
-                if not sequence.is_swapped and sequence.length == 0:
+                if sequence.length == 0:
                     run.manager.free(sequence)
             run.live = [x for x in run.live if x in run.manager.sequences()]
             run.carry_out()  # what it shared may include a copy of a part
         if run.random.random() < 0.1:  # orders may also be taken between two operations
             run.carry_out()
         run.check()
-    assert min(run.back, run.lost) > 0, "the run swapped too little to show anything"
-    run.cache.close()
-    assert list(tmp_path.iterdir()) == []
+    assert min(run.back, run.lost) > 0, "the run loaded too little to show anything"
 
 
 def test_orders_of_one_block_are_carried_out_in_their_order() -> None:
-    cache = swapping_cache("int4", BlockOrder.LAYER_MAJOR, None)
+    cache = cache_with_tiers("int4", BlockOrder.LAYER_MAJOR)
+    assert cache.tiers is not None
     contents = [torch.full_like(cache.read_block(0, 0), 10 + i) for i in range(4)]
     for i, content in enumerate(contents):
         cache.write_block(0, i, content)
-    a, b, c = BlockId(0), BlockId(1), BlockId(2)
-    failed = cache.carry_out(
+    a, b, c, d = map(BlockId, range(4))
+    key = BlockKey(b"root", b"digest", 0)
+    cache.carry_out(
         [
             Copy(group=0, source=a, target=b),
-            SwapOut(group=0, block=b, slot=HostSlot(0)),  # what b got a moment ago
+            Demote(group=0, source=b, key=key, form=OWN_FORM),  # what b got a moment ago
             Copy(group=0, source=c, target=b),
-            SwapIn(group=0, slot=HostSlot(0), block=c),
+            Fill(group=0, block=c, content=contents[3].numpy(), rung=0),
             Scrub(group=0, block=a),
-            Copy(group=0, source=a, target=BlockId(3)),  # zeros by now
+            Copy(group=0, source=a, target=d),  # zeros by now
         ]
     )
-    assert failed == []
+    held = cache.tiers.in_host(key)
+    assert held is not None
+    assert bytes(held.content) == contents[0].numpy().tobytes()
     assert torch.equal(cache.read_block(0, 1), contents[2])
-    assert torch.equal(cache.read_block(0, 2), contents[0])
+    assert torch.equal(cache.read_block(0, 2), contents[3])
     assert not cache.read_block(0, 3).any()
 
 
-@pytest.mark.parametrize("order", list(BlockOrder))
-def test_a_failed_swap_in_zeroes_its_block_and_the_others_go_on(
-    order: BlockOrder, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = swapping_cache("int8", order, None)
-    first, second = (torch.full_like(cache.read_block(1, 0), i) for i in (1, 2))
-    cache.write_block(1, 0, first)
-    cache.write_block(1, 1, second)
-    cache.carry_out([SwapOut(group=1, block=BlockId(i), slot=HostSlot(i)) for i in (0, 1)])
-    assert cache._host is not None
-    cache._host._storage.read(cache._host._offset(1, 0), 1)[0] ^= 1
-    back = [SwapIn(group=1, slot=HostSlot(i), block=BlockId(5 + i)) for i in (0, 1)]
-    assert cache.carry_out(back) == [back[0]]
-    assert not cache.read_block(1, 5).any()
-    assert torch.equal(cache.read_block(1, 6), second)
-    for block in (4, 7):
-        assert (cache.read_block(1, block) == POISON).all()
-    assert "group 1, slot 0; a miss" in caplog.text
-
-
 def test_no_orders_touch_nothing() -> None:
-    cache = swapping_cache("int4", BlockOrder.BLOCK_MAJOR, None)
-    assert cache.carry_out([]) == []
+    cache = cache_with_tiers("int4", BlockOrder.BLOCK_MAJOR)
+    cache.carry_out([])
     assert (cache.pool(0) == POISON).all()
-
-
-def test_swapping_without_a_host_store_is_refused_with_the_remedy() -> None:
-    model = geometry(DIMS, windows=WINDOWS)
-    recipe = KVRecipe.uniform("int4", DIMS)
-    cache = KVCache(plan_layout(model, recipe), num_blocks=[2, 2], device=CPU)
-    assert cache.host_bytes == 0
-    for order in (
-        SwapOut(group=0, block=BlockId(0), slot=HostSlot(0)),
-        SwapIn(group=0, block=BlockId(0), slot=HostSlot(0)),
-    ):
-        with pytest.raises(
-            ConfigError, match="the cache has no host store; give KVCache the block manager's"
-        ):
-            cache.carry_out([order])
-    cache.close()
-
-
-def test_host_bytes_are_those_of_all_slots() -> None:
-    cache = swapping_cache("int4", BlockOrder.LAYER_MAJOR, None, host_slots=7)
-    assert cache.host_bytes == 7 * sum(group.block_bytes for group in cache.layout.groups)

@@ -171,7 +171,7 @@ def contents(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 @pytest.mark.parametrize(
     "kv", ["int8", "fp8_rot", "int4", "int4_gQ_rot", "k8v4", "int2/bf16", "int2_gQ/bf16"]
 )
-def test_files_and_swapped_blocks_are_the_same_bytes_whichever_kernels_wrote_them(
+def test_files_and_blocks_are_the_same_bytes_whichever_kernels_wrote_them(
     kv: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And each reads what another wrote: what a GPU's kernels keep fits a CPU's, and the other way round."""
@@ -187,7 +187,7 @@ def test_files_and_swapped_blocks_are_the_same_bytes_whichever_kernels_wrote_the
         assert load_prefix(tmp_path / other, cache, manager, prompt) == 40
         outs.append(attention(cache, manager, prompt))
         blocks = manager.prefixes.held(prompt)[2][0], written[other][1].prefixes.held(prompt)[2][0]
-        for new, old in zip(*blocks, strict=True):  # what goes to swap slots
+        for new, old in zip(*blocks, strict=True):  # what goes to the tiers
             assert torch.equal(cache.read_block(0, new), written[other][0].read_block(0, old))
     for layer in range(len(DIMS)):
         for out in outs[:2]:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from kvq.blockmgr import BlockManager, Copy, Scrub, SwapOut
+from kvq.blockmgr import BlockManager, Copy, Fill, Scrub
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.sequence import Sequence
-from kvq.blockmgr.swap import SwapSpace
 from kvq.scheduler import Priority, Request, Scheduler, fit
+from kvq.scheduler.loading import Loading
 from kvq.scheduler.running import Running
 from kvq.scheduler.waiting_queue import WaitingQueue, _FairQueue
+from kvq.tiers.tiers import Tiers
 from tests.capacity.harness import fuzz
 from tests.capacity.harness.fake_model import FakeModel
 
@@ -44,9 +45,9 @@ def forget_row(real: Defect, self: Running, branch: Any) -> None:
     branch.row = None
 
 
-def forget_slots(real: Defect, self: SwapSpace, sequence: Sequence) -> None:
-    """The host slots of a request that ended while it was out stay taken."""
-    sequence.swapped = None
+def keep_loaded(real: Defect, self: Loading, request: Request) -> None:
+    """What was loaded for a request stays, though nobody remembers it."""
+    self._held.pop(request, None)
 
 
 def lose_last_change(real: Defect, self: FakeModel, plan: Any, *arguments: Any) -> Any:
@@ -69,17 +70,15 @@ DEFECTS: dict[str, tuple[object, str, Defect]] = {
         self, group, max(index, len(self.tables[group]) - 1)
     )),
     "copies are not made": (BlockManager, "take_orders", without(Copy)),
-    "blocks are not moved out": (BlockManager, "take_orders", without(SwapOut)),
+    "loaded blocks are not filled in": (BlockManager, "take_orders", without(Fill)),
     "failed blocks are not zeroed": (BlockManager, "take_orders", without(Scrub)),
-    "damage is overlooked": (BlockManager, "recover", lambda real, self, sequence, failed: real(
-        self, sequence, []
-    )),
+    "damage is overlooked": (Tiers, "is_intact", lambda *_: True),
     "windows are one token short": (Blocks, "first_seen", lambda real, self, group, length: real(
         self, group, length + 1
     )),
     "blocks leak": (Running, "_free", keep_blocks),
     "rows leak": (Running, "_give_row_back", forget_row),
-    "host slots leak": (SwapSpace, "discard", forget_slots),
+    "loaded blocks leak": (Loading, "let_go", keep_loaded),
     "the worst case is one block short": (fit, "most_blocks", lambda real, *arguments, **options: [
         max(1, blocks - 1) for blocks in real(*arguments, **options)
     ]),

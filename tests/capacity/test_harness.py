@@ -25,12 +25,12 @@ from tests.capacity.harness import (
 
 SEEDS, STEPS = 120, 120
 SMALL = Setup(
-    pools=Pools(num_blocks=[32], block_size=4, windows=[None], host_slots=[16]),
+    pools=Pools(num_blocks=[32], block_size=4, windows=[None], host_blocks=16),
     config=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32),
 )
 BUSY = Mix(rate=40.0, prompt_tokens=12, output_tokens=10, longest=40, prefix_share=0.5, branched_share=0.2)
 OFTEN = Faults(
-    allocation=0.02, slow_step=0.02, cancel=0.02, nan=0.02, swap_corruption=0.3, preemption=0.05, pin=0.02
+    allocation=0.02, slow_step=0.02, cancel=0.02, nan=0.02, host_corruption=0.3, preemption=0.05, pin=0.02
 )
 
 
@@ -59,13 +59,7 @@ def _steps(seed: int) -> int:
     return len(fuzz(seed, steps=1000).gauges)
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        2361,  # overtaken by who came in the step in which it aged
-        102523,  # failed after a swap that found some of its blocks still indexed
-    ],
-)
+@pytest.mark.parametrize("seed", [2361])  # overtaken by who came in the step in which it aged
 def test_runs_that_once_broke_a_promise_keep_it(seed: int) -> None:
     fuzz(seed, steps=1000)
 
@@ -124,8 +118,8 @@ def test_the_summary_adds_up(calm: SimulationResult) -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Faults)])
 def test_each_fault_alone_leaves_its_traces_and_nothing_else_behind(name: str) -> None:
-    faults = replace(Faults(), **{name: 0.4 if name == "swap_corruption" else 0.05})
-    setup = replace(SMALL, costs=FixedCosts(swap_block_s=1e-9))
+    faults = replace(Faults(), **{name: 0.4 if name == "host_corruption" else 0.05})
+    setup = replace(SMALL, costs=FixedCosts(move_block_s=1e-9))
     result = simulate(islice(jobs(BUSY, 5), 150), setup, faults=faults, seed=5, check_every=10)
     calm = simulate(islice(jobs(BUSY, 5), 150), setup, seed=5)
     assert result.digest != calm.digest
@@ -170,7 +164,7 @@ def test_no_jobs_are_taken_after_the_last_step() -> None:
 
 
 def test_a_blind_model_serves_long_contexts() -> None:
-    pools = Pools(num_blocks=[4000], block_size=16, windows=[None], host_slots=[0])
+    pools = Pools(num_blocks=[4000], block_size=16, windows=[None])
     setup = Setup(pools=pools, config=SchedulerConfig())
     mix = Mix(rate=5.0, prompt_tokens=3000, output_tokens=20, longest=20_000)
     result = simulate(islice(jobs(mix, 1), 30), setup, model=BlindModel())

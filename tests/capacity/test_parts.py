@@ -63,7 +63,7 @@ class Lane:
     """One sequence and the fake model, step by step."""
 
     def __init__(self, windows: list[int | None], size: int) -> None:
-        pools = Pools(num_blocks=[40] * len(windows), block_size=size, windows=windows, host_slots=[0, 0])
+        pools = Pools(num_blocks=[40] * len(windows), block_size=size, windows=windows)
         self.model = FakeModel(pools, 1)
         self.manager = BlockManager(num_blocks=pools.num_blocks, block_size=size, windows=windows)
         self.sequence: Sequence = self.manager.new_sequence()
@@ -77,9 +77,9 @@ class Lane:
         plan = StepPlan(
             number=0, branches=[self.branch], num_decodes=0, counts=[len(tokens)], drafts=[0],
             ends=[self.sequence.length], samples=[True], token_ids=tokens, orders=self.manager.take_orders(),
-            table_changes=[(0, *change) for change in self.sequence.take_changes()], restored=[],
+            table_changes=[(0, *change) for change in self.sequence.take_changes()],
         )  # fmt: skip
-        ((key,),) = self.model.run(plan, [], [])
+        ((key,),) = self.model.run(plan, [])
         self.manager.commit(self.sequence)
         return key
 

@@ -8,16 +8,18 @@ import pytest
 
 from kvq.blockmgr import BlockManager
 from kvq.scheduler import Request, Scheduler
+from kvq.scheduler.loading import Loading
 from kvq.scheduler.request import RequestState
 from kvq.scheduler.running import Running
 from kvq.scheduler.waiting_queue import WaitingQueue
+from kvq.tiers.tiers import Tiers
 from tests.capacity.harness import fuzz
 from tests.capacity.harness.fake_engine import FakeEngine
 
-STAGES = ["queued", "parked", "prefilling", "decoding", "branched", "swapped", "dropped"]
+STAGES = ["queued", "parked", "prefilling", "decoding", "branched", "preempted"]
 PATHS = [
-    *(f"cancelled while {stage}" for stage in STAGES), "parked", "forked", "forked again", "swapped out",
-    "swapped in", "damaged", "failed", "pinned", "given up", "refused",
+    *(f"cancelled while {stage}" for stage in STAGES), "parked", "forked", "forked again", "resumed",
+    "loaded", "resumed with what was loaded", "damaged", "failed", "pinned", "given up", "refused",
 ]  # fmt: skip
 
 
@@ -27,10 +29,17 @@ def stage(engine: FakeEngine, request: Request) -> str:
         lines = engine.scheduler.waiting
         return "queued" if request in lines.queue else "parked"
     if request.state is RequestState.PREEMPTED:
-        return "dropped" if request.live[0].sequence is None else "swapped"
+        return "preempted"
     if not request.branches[0].num_generated:
         return "prefilling"
     return "decoding" if request.num_branches == 1 else "branched"
+
+
+def start(request: Request) -> str:
+    """How it gets its first blocks."""
+    if request.usage.restored:
+        return "resumed with what was loaded"
+    return "resumed" if request.preemptions else "started"
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +63,9 @@ def seen() -> Iterator[Counter[str]]:
         count(WaitingQueue, "park", lambda *_: "parked")
         count(BlockManager, "fork", lambda *_: "forked")
         count(Running, "fork_again", lambda *_: "forked again")
-        count(Running, "swap_out", lambda *_: "swapped out")
-        count(Running, "swap_in", lambda *_: "swapped in")
-        count(BlockManager, "recover", lambda _, __, failed: "damaged" if failed else "whole")
+        count(Running, "start", lambda _, request, __: start(request))
+        count(Loading, "_fill_next", lambda *_: "loaded")
+        count(Tiers, "is_intact", lambda _, __, held: "whole" if any(held.content) else "damaged")
         count(Scheduler, "fail", lambda *_: "failed")
         count(BlockManager, "pin", lambda *_: "pinned")
         count(Scheduler, "_give_up", lambda *_: "given up")

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -107,6 +108,26 @@ class Collector:
         return outputs[0]
 
 
+def preempt(llm: LLM, job: Any, now: float = 0.0, *, to_host: bool = False) -> None:
+    """Preempt a request between two steps; with `to_host`, its blocks leave the pools at once."""
+    core = llm.core
+    core.scheduler.preempt(job, now)
+    if to_host:
+        core.scheduler.manager.below.give_up(core.scheduler.running.prompt(job), to_tiers=True)
+        core.runner.cache.carry_out(core.scheduler.manager.take_orders())
+
+
+def damage_host(llm: LLM, group: int | None = None) -> int:
+    """Change the bytes of every third block in host memory, or of all of a layer group; returns how many."""
+    tiers = llm.core.scheduler.manager.blocks.tiers
+    assert tiers is not None
+    held = [one for key, one in tiers._host.items() if group in (None, key.group)]
+    for one in held if group is not None else held[::3]:
+        one.content = np.array(one.content)
+        one.content[7] ^= 1
+    return len(held)
+
+
 def submit(llm: LLM, prompt: Any, params: SamplingParams, **options: Any) -> tuple[Any, Collector]:
     """Queue one request; return its job and what collects its pieces."""
     collector = Collector()
@@ -184,5 +205,4 @@ def assert_balanced(llm: LLM) -> None:
     for pool in core.scheduler.manager.usage():
         assert pool.live == 0, "blocks leaked"
     core.scheduler.manager.check_integrity()
-    swap = core.scheduler.manager.swap
-    assert swap.num_free == swap.num_slots, "host slots leaked"
+    assert not core.scheduler.loading._held, "loaded blocks leaked"

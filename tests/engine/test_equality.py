@@ -11,12 +11,14 @@ from kvq.engine import LLM, SamplingParams
 from tests.engine.kit import (
     assert_balanced,
     count_near_ties,
+    damage_host,
     drive,
     engine,
     first_difference,
     gap_of,
     mixed_prompts,
     pair,
+    preempt,
     reference_tokens,
     submit,
     tokens_of,
@@ -74,17 +76,20 @@ def test_every_family_gives_the_tokens_of_generate_in_any_batch(family, seqs, ch
 def test_a_pool_too_small_for_the_batch_preempts_and_changes_no_token(num_blocks, caching):
     llm = engine(pair("llama")[0], num_blocks=num_blocks, max_context=112, prefix_caching=caching)
     check_against_reference("llama", llm, runs=2, count=30)
-    assert llm.core.scheduler.counters.recomputes > 0, "the pool was not small enough"
+    assert llm.core.scheduler.counters.preemptions > 0, "the pool was not small enough"
 
 
 @pytest.mark.parametrize(
-    ("family", "caching"),
-    [*((family, True) for family in FAMILIES), ("llama", False), ("gemma3_text", False)],
+    ("family", "options"),
+    [
+        *((family, {}) for family in FAMILIES),
+        *((family, {"kv_host": "4MiB"}) for family in FAMILIES),
+        *((family, {"prefix_caching": False}) for family in ("llama", "gemma3_text")),
+    ],
 )
-@pytest.mark.parametrize("swap", [True, False])
-def test_preemption_between_any_two_steps_changes_no_token(family, caching, swap):
+def test_preemption_between_any_two_steps_changes_no_token(family, options):
     model, reference = pair(family)
-    llm = engine(model, num_blocks=64, swap_memory="4MiB", prefix_caching=caching, max_num_batched_tokens=33)
+    llm = engine(model, num_blocks=64, max_num_batched_tokens=33, **options)
     prompts, wanted = expected(family)
     prompts, wanted = prompts[:12], wanted[:12]
     collectors = [submit(llm, prompt, GREEDY)[1] for prompt in prompts]
@@ -95,49 +100,33 @@ def test_preemption_between_any_two_steps_changes_no_token(family, caching, swap
         llm.step()
         if now < 40 and scheduler.running.requests:
             request = rng.choice(list(scheduler.running.requests))
-            if any(branch in scheduler.running.active for branch in request.live):
-                scheduler.preempt(request, float(now), swap=swap)
-    counters = scheduler.counters
-    assert (counters.swaps if swap else counters.recomputes) > 10
+            preempt(llm, request, float(now), to_host="kv_host" in options)
+    assert scheduler.counters.preemptions > 10
     got = tokens_of([collector.output for collector in collectors])
     assert count_near_ties(reference, prompts, wanted, got) <= 1
-    assert sum(c.output.receipt.preemptions for c in collectors) == counters.swaps + counters.recomputes
+    receipts = [collector.output.receipt for collector in collectors]
+    assert sum(receipt.preemptions for receipt in receipts) == scheduler.counters.preemptions
+    assert (sum(receipt.restored_tokens for receipt in receipts) > 100) == ("kv_host" in options)
     assert_balanced(llm)
 
 
-def test_blocks_damaged_in_host_memory_are_computed_again_and_no_token_changes(monkeypatch):
+def test_blocks_damaged_in_host_memory_are_computed_again_and_no_token_changes():
     model, reference = pair("llama")
-    llm = engine(model, swap_memory="4MiB", prefix_caching=False)
+    llm = engine(model, kv_host="4MiB")
     prompts, wanted = expected("llama")
     prompts, wanted = prompts[:8], wanted[:8]
-    monkeypatch.setattr(llm.core.runner.cache, "carry_out", _with_every_third_swap_in_failing(llm))
     collectors = [submit(llm, prompt, GREEDY)[1] for prompt in prompts]
     for _ in range(5):
         llm.step()
     for request in list(llm.core.scheduler.running.requests):
-        llm.core.scheduler.preempt(request, 0.0, swap=True)
+        preempt(llm, request, to_host=True)
+    assert damage_host(llm) > 10
     drive(llm, collectors)
     assert count_near_ties(reference, prompts, wanted, tokens_of([c.output for c in collectors])) == 0
+    assert llm.core.scheduler.manager.blocks.tiers.num_damaged > 0
     assert sum(c.output.receipt.recomputed_tokens for c in collectors) > 0
+    assert sum(c.output.receipt.restored_tokens for c in collectors) > 0
     assert_balanced(llm)
-
-
-def _with_every_third_swap_in_failing(llm):
-    from kvq.blockmgr import SwapIn
-
-    carry_out, count = llm.core.runner.cache.carry_out, 0
-
-    def carry(orders):
-        nonlocal count
-        failed = list(carry_out(orders))
-        for order in orders:
-            if isinstance(order, SwapIn):
-                count += 1
-                if count % 3 == 0:
-                    failed.append(order)
-        return failed
-
-    return carry
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4", "fp8", "k8v4"])

@@ -141,7 +141,6 @@ def plan_of(counts):
         token_ids=[0] * sum(counts),
         orders=[],
         table_changes=[(row, 0, 0, [row]) for row in range(len(counts))],
-        restored=[],
     )
 
 

@@ -17,9 +17,11 @@ from kvq.models import load
 from tests.engine.kit import (
     assert_balanced,
     count_near_ties,
+    damage_host,
     drive,
     engine,
     mixed_prompts,
+    preempt,
     reference_logprobs,
     reference_tokens,
     submit,
@@ -63,22 +65,22 @@ def test_tokens_are_those_of_generate_through_small_pools_and_chunks(family, num
     llm = engine(hybrid(family)[0], num_blocks=num_blocks, max_num_batched_tokens=chunk, snapshot_every=32)
     check(family, llm, 20, runs=2)
     counters = llm.core.scheduler.counters
-    assert (counters.recomputes > 0) == (num_blocks == 12)
+    assert (counters.preemptions > 0) == (num_blocks == 12)
     assert num_blocks == 12 or counters.cached_tokens > 300, "states were not found again"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*QUICK, *OTHERS])
 def test_the_tokens_of_100_prompts_are_those_of_generate(family):
-    llm = engine(hybrid(family)[0], num_blocks=40, max_num_batched_tokens=64, swap_memory="8MiB")
+    llm = engine(hybrid(family)[0], num_blocks=40, max_num_batched_tokens=64, kv_host="8MiB")
     check(family, llm, 100, runs=2)
 
 
 @every_family
-@pytest.mark.parametrize("swap", [True, False])
-def test_preemption_between_any_two_steps_changes_no_token(family, swap):
+@pytest.mark.parametrize("to_host", [True, False])
+def test_preemption_between_any_two_steps_changes_no_token(family, to_host):
     model, reference = hybrid(family)
-    llm = engine(model, num_blocks=64, swap_memory="16MiB", max_num_batched_tokens=33, snapshot_every=16)
+    llm = engine(model, num_blocks=64, kv_host="16MiB", max_num_batched_tokens=33, snapshot_every=16)
     prompts, wanted = expected(family, 20)
     prompts, wanted = prompts[:10], wanted[:10]
     collectors = [submit(llm, prompt, GREEDY)[1] for prompt in prompts]
@@ -89,9 +91,8 @@ def test_preemption_between_any_two_steps_changes_no_token(family, swap):
         llm.step()
         if now < 40 and scheduler.running.requests:
             request = rng.choice(list(scheduler.running.requests))
-            if any(branch in scheduler.running.active for branch in request.live):
-                scheduler.preempt(request, float(now), swap=swap)
-    assert (scheduler.counters.swaps if swap else scheduler.counters.recomputes) > 10
+            preempt(llm, request, float(now), to_host=to_host)
+    assert scheduler.counters.preemptions > 10
     got = tokens_of([collector.output for collector in collectors])
     assert count_near_ties(reference, prompts, wanted, got) <= 1
     assert_balanced(llm)
@@ -239,39 +240,32 @@ def test_a_state_that_is_not_finite_ends_its_request_alone_and_is_scrubbed(famil
 
 def test_states_damaged_in_host_memory_are_computed_again():
     model, reference = hybrid("falcon_h1")
-    llm = engine(model, swap_memory="16MiB", prefix_caching=False)
+    llm = engine(model, kv_host="16MiB", snapshot_every=16)
     prompts, wanted = (items[:6] for items in expected("falcon_h1", 20))
-    cache = llm.core.runner.cache
-    put, group = cache._host.put, model.layout.states.group.index
-
-    def damaged(at: int, slot: int, content: torch.Tensor) -> None:
-        put(at, slot, content)
-        if at == group:
-            cache._host._stored[at, slot] = b"another"
-
-    cache._host.put = damaged
     collectors = [submit(llm, prompt, GREEDY)[1] for prompt in prompts]
     for _ in range(5):
         llm.step()
     for request in list(llm.core.scheduler.running.requests):
-        llm.core.scheduler.preempt(request, 0.0, swap=True)
+        preempt(llm, request, to_host=True)
+    assert damage_host(llm, model.layout.states.group.index) > 0
     drive(llm, collectors)
     assert count_near_ties(reference, prompts, wanted, tokens_of([c.output for c in collectors])) == 0
     assert sum(c.output.receipt.recomputed_tokens for c in collectors) > 0
+    assert llm.core.scheduler.manager.blocks.tiers.num_damaged > 0
     assert_balanced(llm)
 
 
 # Leaks
 
 
-@pytest.mark.parametrize("options", [{}, {"swap_memory": "8MiB"}])
+@pytest.mark.parametrize("options", [{}, {"kv_host": "8MiB"}])
 def test_150_requests_of_all_kinds_with_random_cancels_leak_nothing(options):
     check_random_life(hybrid("lfm2")[0], 150, seed=8, snapshot_every=32, **options)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*QUICK, "granitemoehybrid", "nemotron_h", "olmo_hybrid"])
-@pytest.mark.parametrize("options", [{}, {"swap_memory": "8MiB"}, {"async_scheduling": True}])
+@pytest.mark.parametrize("options", [{}, {"kv_host": "8MiB"}, {"async_scheduling": True}])
 def test_10000_requests_of_all_kinds_with_random_cancels_leak_nothing(family, options):
     check_random_life(hybrid(family)[0], 10_000, seed=8, snapshot_every=32, **options)
 

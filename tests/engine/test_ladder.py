@@ -77,7 +77,7 @@ def test_the_limit_of_quality_holds() -> None:
 
 def test_nothing_is_rewritten_if_computing_takes_less_time() -> None:
     llm = small(kv_ladder="int4")
-    llm.core.scheduler.loading._costs._swap_block_s = 10.0
+    llm.core.scheduler.loading._costs._move_block_s = 10.0
     rounds(llm)
     assert llm.core.scheduler.manager.blocks.ladder.num_packed == 0
 

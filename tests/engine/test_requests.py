@@ -21,6 +21,7 @@ from tests.engine.kit import (
     engine,
     mixed_prompts,
     pair,
+    preempt,
     reference_logprobs,
     reference_tokens,
     submit,
@@ -200,7 +201,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prefill(model
         job, collector = submit(llm, prompt, params)
         for _ in range(steps):
             llm.step()
-        llm.core.scheduler.preempt(job, 0.0, swap=False)
+        llm.core.scheduler.preempt(job, 0.0)
         drive(llm, [job])
         truth = reference_logprobs(reference, prompt)
         found = [entry.logprob for entry in collector.output.prompt_logprobs[1:]]
@@ -257,7 +258,7 @@ def test_a_start_of_prompt_logprobs_survives_a_preemption(model, reference):
         for _ in range(steps):
             llm.step()
         if not job.live[0].is_done:
-            llm.core.scheduler.preempt(job, 0.0, swap=False)
+            llm.core.scheduler.preempt(job, 0.0)
         drive(llm, [job])
         found = [entry.logprob for entry in collector.output.prompt_logprobs[40:]]
         assert found == pytest.approx(wanted, abs=2e-4)
@@ -323,9 +324,9 @@ def test_penalties_count_the_prompt_and_every_generated_token(llm, reference):
     assert found.token_ids != only(llm, max_tokens=30, ignore_eos=True).token_ids
 
 
-@pytest.mark.parametrize("swap", [True, False])
-def test_penalties_count_right_after_moves_between_rows(model, reference, swap):
-    llm = engine(model, max_num_seqs=3, swap_memory="4MiB")
+@pytest.mark.parametrize("to_host", [True, False])
+def test_penalties_count_right_after_moves_between_rows(model, reference, to_host):
+    llm = engine(model, max_num_seqs=3, kv_host="4MiB")
     params = SamplingParams(max_tokens=40, ignore_eos=True, **STRENGTHS)
     prompts = mixed_prompts(3, seed=21, longest=20)
     jobs = [submit(llm, prompt, params) for prompt in prompts]
@@ -337,7 +338,7 @@ def test_penalties_count_right_after_moves_between_rows(model, reference, swap):
         settled = [r for r in scheduler.running.requests if r.branches[0] in scheduler.running.active]
         if now % 3 == 1:
             for request in rng.sample(settled, min(len(settled), 2)):
-                scheduler.preempt(request, float(now), swap=swap)
+                preempt(llm, request, float(now), to_host=to_host)
     for prompt, (_, collector) in zip(prompts, jobs, strict=True):
         check_penalties(reference, prompt, collector.output.outputs[0].token_ids)
     assert_balanced(llm)
@@ -351,10 +352,10 @@ def test_penalties_count_right_when_a_request_comes_back_to_a_row_it_left(model,
     rows = [_row_after_steps(llm, job, 4)]
     other, _ = submit(llm, [3, 4], SamplingParams(max_tokens=100, ignore_eos=True))
     llm.step()
-    scheduler.preempt(job, 0.0, swap=False)
+    scheduler.preempt(job, 0.0)
     llm.core.cancel(other)
     rows.append(_row_after_steps(llm, job, 12))
-    scheduler.preempt(job, llm.core._clock(), swap=False)
+    scheduler.preempt(job, llm.core._clock())
     submit(llm, [3, 4], SamplingParams(max_tokens=100, ignore_eos=True))
     rows.append(_row_after_steps(llm, job, 4))
     assert rows == [0, 1, 0], "it came back to the row it had first"
@@ -410,7 +411,7 @@ def test_each_of_several_results_follows_from_its_own_tokens(model, reference, l
             break
         llm.step()
         if preempt and step in (4, 9, 30) and job in llm.core.scheduler.running.requests:
-            llm.core.scheduler.preempt(job, 0.0, swap=False)
+            llm.core.scheduler.preempt(job, 0.0)
     output = collector.output
     assert len(output.outputs) == 5
     for result in output.outputs:
@@ -430,7 +431,7 @@ def test_preempted_results_of_one_prompt_draw_the_same_tokens(model):
     job, collector = submit(llm, PROMPT, params)
     for _ in range(12):
         llm.step()
-    llm.core.scheduler.preempt(job, 0.0, swap=False)
+    llm.core.scheduler.preempt(job, 0.0)
     drive(llm, [job])
     assert [result.token_ids for result in collector.output.outputs] == wanted
     assert collector.output.receipt.recomputed_tokens > 0
@@ -501,9 +502,9 @@ def test_beam_search_returns_the_beams_of_generate_however_often_it_is_preempted
             break
         llm.step()
         if now < 120 and now % 2 and scheduler.running.requests:
-            scheduler.preempt(rng.choice(list(scheduler.running.requests)), float(now), swap=False)
+            scheduler.preempt(rng.choice(list(scheduler.running.requests)), float(now))
     assert [beams_of(collector.output) for collector in collectors] == wanted
-    assert scheduler.counters.recomputes > 30
+    assert scheduler.counters.preemptions > 30
     assert_balanced(llm)
 
 
@@ -650,7 +651,8 @@ def test_wrong_numbers_of_parameters_and_unknown_priorities_are_refused(llm):
         ({"itl_slo_s": float("inf")}, "itl_slo_s must be a finite number"),
         ({"max_step_stretch": float("nan")}, "max_step_stretch must be a finite number"),
         ({"async_scheduling": "no"}, "async_scheduling must be True or False, got 'no'"),
-        ({"swap_folder": "/tmp"}, "swap_folder needs swap_memory"),
+        ({"swap_memory": "1GiB"}, "unknown option 'swap_memory'; give kv_host, such as '8GiB'; an engine"),
+        ({"swap_folder": "/tmp"}, "unknown option 'swap_folder'; give kv_disk, such as '100GiB', and kv_dir"),
     ],
 )
 def test_engine_options_out_of_range_are_refused_with_what_is_allowed(model, options, names):

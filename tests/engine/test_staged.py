@@ -20,7 +20,7 @@ NEW = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
 WAYS = [
     {"max_num_batched_tokens": 19},
     {"num_blocks": 14, "max_context": 112},
-    {"num_blocks": 14, "max_context": 112, "swap_memory": "4MiB"},
+    {"num_blocks": 14, "max_context": 112, "kv_host": "4MiB"},
     {},
 ]
 
@@ -129,7 +129,7 @@ def test_as_many_requests_run_side_by_side_as_are_told_to_fit_at_once(kv, memory
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     llm.generate([random_tokens(71, seed=20 + i) for i in range(told + 5)], params)
     assert max(ran) >= told > 1
-    assert llm.core.scheduler.counters.recomputes <= told
+    assert llm.core.scheduler.counters.preemptions <= told
     assert_balanced(llm)
 
 

@@ -87,7 +87,7 @@ def test_a_preempted_request_goes_on_where_its_grammar_stood(llm):
             break
         llm.step()
         if step % 9 == 0 and job in llm.core.scheduler.running.requests:
-            llm.core.scheduler.preempt(job, 0.0, swap=False)
+            llm.core.scheduler.preempt(job, 0.0)
     assert collector.output.receipt.preemptions > 1
     assert collector.output.outputs[0].text == wanted.outputs[0].text
 

@@ -89,7 +89,7 @@ def test_a_waiting_and_a_preempted_request_move():
     jobs, found = zip(*(submit(both.a, prompt, PARAMS[0]) for prompt in prompts), strict=True)
     both.steps(4)
     running = next(job for job in jobs if job in both.a.core.scheduler.running.requests)
-    both.a.core.scheduler.preempt(running, 0.0, swap=False)
+    both.a.core.scheduler.preempt(running, 0.0)
     both.drain()
     assert tokens_of([one.output for one in found]) == tokens_of(whole)
     both.check()

@@ -1,10 +1,11 @@
-"""KV that is shared, copied, swapped, damaged or kept in a file gives the logits of KV computed anew.
+"""KV that is shared, copied, moved, damaged or kept in a file gives the logits of KV computed anew.
 
 Two models. The embedded one, whose steps give the same bits however they are cut: compared bit for
 bit. And a random one with layers that slide over 16 tokens beside layers that don't, at odd sizes for
 which BLAS sums in another order now and then: compared closely enough that one wrong block shows.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.models import load
 from kvq.models.prove.probe import relative_error
+from kvq.tiers.tiers import Tiers
 from tests.helpers_models import changed_embedding, load_fp32, random_tokens, save_model
 
 BLOCK = 8
@@ -47,23 +49,22 @@ def check_same(model, logits, tokens):
     assert relative_error(logits, expected) <= limit
 
 
-def session_for(model, *, blocks=40, host=0):
-    """A session whose pools and host store have just that many blocks per layer group."""
+def session_for(model, *, blocks=40):
+    """A session whose pools have just that many blocks per layer group, above enough host memory."""
     session = model.session(max_tokens=128, max_sequences=2)
     groups = len(model.layout.groups)
     session.manager = BlockManager(
         num_blocks=[blocks] * groups,
         block_size=BLOCK,
         windows=[group.group.window for group in model.layout.groups],
-        host_slots=[host] * groups,
         identity=b"the model and the recipe",
     )
     session.cache = KVCache(
         model.layout,
         num_blocks=[blocks] * groups,
         device=model.weights.device,
-        host_slots=[host] * groups if host else None,
     )
+    session.manager.blocks.tiers = session.cache.tiers = Tiers(1 << 30, None)
     for group in range(groups):  # bytes that nobody wrote must not matter
         session.cache.pool(group).fill_(0xFF)
     return session
@@ -138,24 +139,35 @@ def test_rejected_drafts_leave_no_trace(model):
 
 
 @pytest.mark.parametrize("damage", [False, True])
-def test_a_preempted_sequence_goes_on_as_if_nothing_had_been(model, damage, caplog):
-    session = session_for(model, blocks=12, host=12)
-    prompt = random_tokens(61, seed=7)
-    sequence, _, _ = start(session, prompt)
-    session.manager.swap_out(sequence)
-    session.cache.carry_out(session.manager.take_orders())
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_been(model, damage):
+    session = session_for(model, blocks=12)
+    manager, tiers = session.manager, session.manager.blocks.tiers
+    tokens = [*random_tokens(61, seed=7), 11]
+    sequence, _, _ = start(session, tokens[:61])
+    session.free(sequence)
+    prompt = manager.prompt(tokens)
+    manager.below.give_up(prompt, to_tiers=True)
+    session.cache.carry_out(manager.take_orders())
     other, _, _ = start(session, random_tokens(80, seed=8))  # overwrites every block it can get
     session.free(other)
-    session.manager.drop_cached()
     if damage:
-        session.cache._host._storage._bytes[::97] ^= 4
-    session.manager.swap_in(sequence)
-    failed = session.cache.carry_out(session.manager.take_orders())
-    assert bool(failed) == damage
-    session.manager.recover(sequence, failed)
-    assert sequence.length == (0 if damage else 61)
-    tokens = [*prompt, 11]
-    check_same(model, run(session, sequence, tokens[sequence.length :]), tokens)
+        for held in list(tiers._host.values())[::2]:
+            held.content = np.array(held.content)
+            held.content[::97] ^= 4
+    assert manager.below.restorable(prompt) == 56
+    restore = manager.below.restore(prompt, 56)
+    fetch = tiers.fetch([key for _, key in restore.missing])
+    found = [fetch.take(i) for i in range(len(restore.missing))]
+    assert (None in found) == damage
+    for i, content in enumerate(found):
+        if content is not None:
+            manager.below.fill(restore, i, *content)
+    manager.below.end(restore, is_complete=not damage)
+    if not damage:
+        session.free(restore.sequence)
+    sequence, reused, logits = start(session, tokens)
+    assert reused == (0 if damage else 56)
+    check_same(model, logits, tokens)
 
 
 def test_a_prefix_from_a_file_gives_the_same_bits(model, tmp_path):

@@ -4,9 +4,10 @@ import itertools
 from array import array
 from typing import Any
 
-from kvq.blockmgr import BlockManager
+from kvq.blockmgr import BlockManager, Demote
 from kvq.errors import OutOfBlocks
 from kvq.scheduler import FixedCosts, Request, Scheduler, SchedulerConfig, StepPlan
+from kvq.tiers.tiers import Tiers
 
 _fresh = itertools.count(1000, 1000)
 
@@ -32,18 +33,19 @@ def make(
     block_size: int = 4,
     windows: tuple[int | None, ...] = (None,),
     limits: tuple[int | None, ...] | None = None,
-    host_slots: int = 0,
+    has_host: bool = False,
     costs: FixedCosts | None = None,
     **config: Any,
 ) -> Scheduler:
-    """A scheduler whose pools have `num_blocks` each."""
+    """A scheduler whose pools have `num_blocks` each, above host memory for all that leaves them or not."""
     manager = RefusingManager(
         num_blocks=[num_blocks] * len(windows),
         block_size=block_size,
         windows=list(windows),
         limits=None if limits is None else list(limits),
-        host_slots=[host_slots] * len(windows),
     )
+    if has_host:
+        manager.blocks.tiers = Tiers(1 << 20, None)
     return Scheduler(manager, SchedulerConfig(**config), costs or FixedCosts())
 
 
@@ -79,9 +81,13 @@ def commit(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def step(scheduler: Scheduler, now: float = 0.0) -> StepPlan | None:
-    """One step, committed."""
+    """One step, carried out and committed."""
     plan = scheduler.schedule(now)
     if plan is not None:
+        for order in plan.orders:
+            if isinstance(order, Demote):
+                assert scheduler.manager.blocks.tiers is not None
+                scheduler.manager.blocks.tiers.put(order.key, bytes(8), order.form)
         commit(scheduler, plan)
     return plan
 

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
+from kvq.blockmgr import Demote
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.scheduler import FixedCosts, Priority, Request, Scheduler
+from kvq.scheduler.preemption import choose_victim
 from kvq.scheduler.request import RequestState
 from tests.scheduler.helpers import RefusingManager, add, ask, commit, drain, make, step
 
-CHEAP_SWAP = FixedCosts(swap_block_s=1e-9)
+CHEAP_MOVES = FixedCosts(move_block_s=1e-9)
 
 
 def crowd(count: int, **options: Any) -> tuple[Scheduler, list[Request]]:
@@ -20,7 +22,7 @@ def crowd(count: int, **options: Any) -> tuple[Scheduler, list[Request]]:
     return scheduler, requests
 
 
-@pytest.mark.parametrize("options", [{}, {"host_slots": 40, "costs": CHEAP_SWAP}])
+@pytest.mark.parametrize("options", [{}, {"has_host": True}, {"has_host": True, "costs": CHEAP_MOVES}])
 def test_everybody_ends_and_nobody_is_preempted_all_the_time(options: dict[str, Any]) -> None:
     scheduler, requests = crowd(12, **options)
     drain(scheduler)
@@ -30,9 +32,11 @@ def test_everybody_ends_and_nobody_is_preempted_all_the_time(options: dict[str, 
     assert sum(preemptions) > 0
     assert max(preemptions) <= 4
     assert preemptions[0] == 0  # the oldest never gives way
-    counters = scheduler.counters
-    assert (counters.swaps > 0) == bool(options)
-    assert (counters.recomputes > 0) != bool(options)
+    assert scheduler.counters.preemptions == sum(preemptions)
+    restored = sum(request.usage.restored for request in requests)
+    recomputed = sum(request.usage.recomputed for request in requests)
+    assert (restored > 100) == bool(options)
+    assert recomputed < 100 or not options
 
 
 def test_preempted_requests_keep_their_place_before_waiting_ones() -> None:
@@ -70,22 +74,77 @@ def test_a_prefill_displaces_nobody_older() -> None:
 
 
 def test_a_request_can_be_preempted_by_hand_and_goes_on() -> None:
-    scheduler = make(host_slots=10)
-    swapped, dropped, forked = ask(8, 6), ask(8, 6), ask(8, 6, num_branches=2)
-    add(scheduler, swapped, dropped, forked)
+    scheduler = make()
+    single, forked = ask(8, 6), ask(8, 6, num_branches=2)
+    add(scheduler, single, forked)
     step(scheduler)
     step(scheduler)
-    scheduler.preempt(swapped, 0.0, swap=True)
-    scheduler.preempt(dropped, 0.0, swap=False)
-    with pytest.raises(OutOfBlocks, match="several branches"):
-        scheduler.preempt(forked, 0.0, swap=True)
+    for request in (single, forked):
+        scheduler.preempt(request, 0.0)
     with pytest.raises(ConfigError, match="preempted, not running"):
-        scheduler.preempt(dropped, 0.0, swap=False)
+        scheduler.preempt(single, 0.0)
     drain(scheduler)
-    for request in (swapped, dropped, forked):
+    for request in (single, forked):
         assert [branch.num_generated for branch in request.branches] == [6] * request.num_branches
-    assert swapped.usage.recomputed == 0
-    assert scheduler.manager.swap.num_free == [10]
+    assert single.usage.recomputed == 1  # its whole blocks were still indexed
+    assert forked.usage.recomputed == 3  # so was the prompt, but for its last token, which forks share
+
+
+def lose(scheduler: Scheduler, request: Request, now: float = 0.0) -> None:
+    """Preempt a request, whose blocks then go to host memory."""
+    scheduler.preempt(request, now)
+    scheduler.manager.below.give_up(scheduler.running.prompt(request), to_tiers=True)
+    for order in scheduler.manager.take_orders():
+        assert isinstance(order, Demote)
+        assert scheduler.manager.blocks.tiers is not None
+        scheduler.manager.blocks.tiers.put(order.key, bytes(8), order.form)
+
+
+def test_however_often_a_request_is_preempted_its_blocks_come_back_from_host_memory() -> None:
+    scheduler = make(has_host=True)
+    request = ask(9, 30)
+    add(scheduler, request)
+    for round in range(1, 8):
+        while request.branches[0].sequence is None or request.branches[0].num_generated < 4 * round:
+            step(scheduler)
+        lose(scheduler, request)
+    drain(scheduler)
+    assert request.branches[0].num_generated == 30
+    assert request.preemptions == 7
+    assert request.usage.restored == sum((9 + 4 * round - 1) // 4 * 4 for round in range(1, 8))
+    assert request.usage.recomputed == 0
+    assert (request.host_tokens, request.disk_tokens) == (0, 0), "these count what the prompt found"
+
+
+@pytest.mark.parametrize(("windows", "restored"), [((None, 6), 36), ((6,), 8), ((None,), 36)])
+def test_generated_tokens_come_back_also_those_in_windows(
+    windows: tuple[int | None, ...], restored: int
+) -> None:
+    scheduler = make(windows=windows, has_host=True)
+    request = ask(9, 40)
+    add(scheduler, request)
+    while request.branches[0].num_generated < 30:
+        step(scheduler)
+    lose(scheduler, request)
+    drain(scheduler)
+    assert request.branches[0].num_generated == 40
+    assert request.usage.restored == restored
+    assert request.usage.recomputed == 2
+
+
+def test_who_gives_way_is_who_resumes_soonest_from_host_memory_or_by_computing() -> None:
+    def victim(costs: FixedCosts, *, has_host: bool) -> Request | None:
+        scheduler = make(has_host=has_host, costs=costs, max_num_seqs=4)
+        oldest, long, forked = ask(4, 40), ask(40, 40), ask(8, 40, num_branches=2)
+        add(scheduler, oldest, long, forked)
+        for _ in range(8):
+            step(scheduler)
+        chosen = choose_victim([long, forked], scheduler.manager, scheduler.costs)
+        return {long: "long", forked: "forked"}.get(chosen)
+
+    assert victim(FixedCosts(move_block_s=1e-9), has_host=False) == "forked"
+    assert victim(FixedCosts(move_block_s=1e-9), has_host=True) == "long"  # forks are computed anew
+    assert victim(FixedCosts(move_block_s=1.0), has_host=True) == "forked"
 
 
 def test_who_is_preempted_and_comes_back_in_one_step_runs_once_in_it() -> None:
@@ -168,7 +227,7 @@ def test_that_holds_for_preempted_requests_of_any_class(priority: Priority) -> N
     add(scheduler, request)
     while len(request.branches[0].tokens) < 25:
         step(scheduler)
-    scheduler.preempt(request, 0.0, swap=False)
+    scheduler.preempt(request, 0.0)
     manager = scheduler.manager
     assert manager.pin(manager.prompt(range(1, 25)), until=1.0) == 24  # six blocks are left, not seven
     drain(scheduler)

@@ -40,7 +40,7 @@ def test_who_waits_goes_on_when_the_other_never_gets_there(ends: str) -> None:
     if ends == "cancel":
         scheduler.end(first)
     elif ends == "preempt":
-        scheduler.preempt(first, 0.0, swap=False)
+        scheduler.preempt(first, 0.0)
     else:
         scheduler.fail(first, ValueError())  # type: ignore[arg-type]
     drain(scheduler)

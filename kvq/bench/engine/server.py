@@ -80,7 +80,7 @@ class KvqServer:
         prompt_tokens = counters.prompt_tokens - before.prompt_tokens
         return ServedLoad(
             served=[_served(*one, begin) for one in ended],
-            preemptions=counters.swaps + counters.recomputes - before.swaps - before.recomputes,
+            preemptions=counters.preemptions - before.preemptions,
             prefix_hit_rate=(counters.cached_tokens - before.cached_tokens) / prompt_tokens,
             peak_blocks=gauge.peak_blocks,
             pool_blocks=sum(pool.total for pool in manager.usage()),

@@ -2,7 +2,7 @@
 
 Before it attends, a step seals the blocks that become old enough in this step. Only the positions of a token
 and a query determine which form of the token the query sees, so it makes no difference whether tokens arrived
-in chunks, from a prefix, after a swap or after a recomputation.
+in chunks, from a prefix, from the tiers or after a recomputation.
 """
 
 from collections.abc import Sequence

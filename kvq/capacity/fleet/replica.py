@@ -209,7 +209,7 @@ class Replica:
             self._finish(plan.branches[i], end)
         is_quiet = plan.num_decodes == len(plan.branches) == len(scheduler.running.active)
         is_quiet = is_quiet and not plan.num_drafts
-        if is_quiet and not ended and not plan.restored and not plan.orders and is_settled(scheduler):
+        if is_quiet and not ended and not plan.orders and is_settled(scheduler):
             self._steady = plan.branches
 
     def _seconds(self, plan: StepPlan) -> float:

@@ -55,7 +55,6 @@ class _EngineOptions:
     num_blocks: int | None = option(
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
-    swap_memory: str = option("0", "Host memory for preempted requests.", type=SIZE)
     kv_host: str = option("0", "Host memory for KV that leaves the pool, such as 8GiB.", type=SIZE)
     kv_disk: str = option("0", "Space in --kv-dir for KV that outlives the process.", type=SIZE)
     kv_dir: str | None = path_option(

@@ -45,7 +45,6 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
     output.logits.cpu()
     seconds = perf_counter() - began
     peak = _peak_bytes(device) - before
-    runner.close()
     # Memory that the process already held is not counted, so assume at least eight fp32 rows per token.
     least = 32 * model.geometry.hidden_size * tokens
     activation_bytes = max(least, peak) * max_num_batched_tokens // tokens
@@ -77,7 +76,6 @@ def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
         ],
         orders=[],
         table_changes=changes,  # type: ignore[arg-type]
-        restored=[],
     )
     return plan, sum(blocks)
 

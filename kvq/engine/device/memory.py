@@ -1,7 +1,5 @@
 """Pool sizes, fixed before the first request."""
 
-import math
-
 from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
@@ -70,12 +68,3 @@ def describe_pools(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
         what = "max_num_seqs" if crowd.limit is None else f"{crowd.limit.name} blocks"
         parts.append(f"{crowd.count} of {tokens} tokens ({what})")
     return ", ".join(parts)
-
-
-def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:
-    """Return the number of host slots per layer group, proportional to the pools, or None if swap is off."""
-    budget = parse_bytes(config.swap_memory, "swap_memory")
-    if not budget:
-        return None
-    total = sum(n * group.block_bytes for n, group in zip(num_blocks, layout.groups, strict=True))
-    return [math.floor(n * budget / total) for n in num_blocks]

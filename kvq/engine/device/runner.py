@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
 from kvq.cache.memory import check_room
 from kvq.engine.device.graphs import DecodeGraphs, Tables, decode_graphs
@@ -87,23 +85,19 @@ class Runner:
         pools: PoolPlan,
         max_context: int,
         *,
-        swap: tuple[list[int], str | Path | None] | None = None,
         uses_graphs: bool = True,
         keeps_hidden: bool = False,
     ) -> None:
-        """Allocate pools, host slots and block tables, for sequences of at most `max_context` tokens.
+        """Allocate pools and block tables, for sequences of at most `max_context` tokens.
 
-        `swap`: number of host slots per layer group, and their folder if they are on disk; None disables
-        swapping.
         `uses_graphs`: whether to capture decode steps as graphs on a GPU.
         `keeps_hidden`: whether outputs contain hidden states, which are valid until the next step.
 
         Raises:
-            OutOfMemory: the pools or the host slots don't fit.
+            OutOfMemory: the pools don't fit.
         """
         weights, layout = model.weights, model.layout
         num_blocks, max_num_seqs = pools.num_blocks, pools.sequences
-        host_slots, swap_folder = swap or (None, None)
         spare = int(weights.device.type == "cuda")  # a block and a table row for padding in graphs
         self.model = model
         self.cache = KVCache(
@@ -111,8 +105,6 @@ class Runner:
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,
             backend=model.prepared.backend,
-            host_slots=host_slots,
-            swap_folder=swap_folder,
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self.keeps_hidden = keeps_hidden
@@ -139,14 +131,10 @@ class Runner:
         self._graphs = decode_graphs(self._device, capture) if uses_graphs else None
 
     @torch.inference_mode()
-    def prepare(self, plan: StepPlan) -> list[SwapIn]:
-        """Carry out a plan's orders and update the block tables; call this once, before `forward`.
-
-        Returns the swap-in orders whose bytes were damaged.
-        """
-        failed = self.cache.carry_out(plan.orders)
+    def prepare(self, plan: StepPlan) -> None:
+        """Carry out a plan's orders and update the block tables; call this once, before `forward`."""
+        self.cache.carry_out(plan.orders)
         self._update_tables(plan)
-        return failed
 
     @torch.inference_mode()
     def forward(
@@ -241,10 +229,6 @@ class Runner:
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
         return StepOutput(logits=logits, starts=starts, bad_tokens=fine, attention_s=0.0)
-
-    def close(self) -> None:
-        """Release resources outside the device."""
-        self.cache.close()
 
     def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
         """Upload all integer inputs of the step in one copy. The block tables are already on the device."""

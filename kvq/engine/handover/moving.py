@@ -126,7 +126,7 @@ class MovingBlocks:
 
     def read(self, sequence: Sequence, some: list[Place]) -> list[Any]:
         """Return the bytes of blocks as buffers."""
-        if not sequence.ready:
+        if not sequence.num_held:
             raise EngineError("the blocks are gone")
         cache = self._core.runner.cache
         return [cache.read_block(group, sequence.tables[group][i]).numpy().data for group, i in some]

@@ -55,10 +55,10 @@ class Receipt:
     pinned_tokens: int  # prompt tokens pinned there for a time
     generated_tokens: int  # in all results
     recomputed_tokens: int  # computed again after a preemption
+    restored_tokens: int  # brought back from host memory or the disk after a preemption
     blocks: int  # allocated from the pools
     shared_blocks: int  # found in the prefix index or shared between results
     copied_blocks: int  # copied before a write
-    swapped_blocks: int  # moved to host memory
     peak_blocks: int  # peak number that one result held
     peak_bytes: int  # peak bytes of the KV pools held by one result, with scales and padding
     preemptions: int

@@ -33,7 +33,7 @@ class Pinning:
 
     def _pin_computed(self, job: Job, now: float) -> None:
         sequence = job.branches[0].sequence  # the first branch computes the prompt
-        if sequence is None or not sequence.ready:
+        if sequence is None:
             return
         computed = sequence.committed // self._manager.block_size
         while job.pins and job.pins[0].length // self._manager.block_size <= computed:

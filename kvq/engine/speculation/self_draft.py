@@ -108,5 +108,4 @@ def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:
         token_ids=tokens,
         moves=[None] * count,
         orders=[],
-        restored=[],
     )

@@ -245,7 +245,6 @@ class EngineCore(NotCopyable):
                 self._complete(job, error, reason)
         self._publisher.close()
         self.upkeep.close()
-        self.runner.close()
 
     def _abandon(self) -> None:
         """End all jobs after a step failed midway. Orders may be lost, so the blocks can't be trusted."""
@@ -292,7 +291,7 @@ class EngineCore(NotCopyable):
             bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
         keep = partial(kept_tokens, flight, choices, self.speculator)
         tokens = [[] if i in bad else keep(i) for i in range(len(plan.branches))]
-        self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=flight.failed_swaps)
+        self.scheduler.commit(plan, tokens, bad=bad)
         self.pinning.apply(now)
         for job, error in choices.errors.items():
             if job in self.jobs:

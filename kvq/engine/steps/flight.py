@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
 
-from kvq.blockmgr import SwapIn
 from kvq.engine.device.runner import StepOutput
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.sampling.choose import Choices, Wanted
@@ -84,7 +83,6 @@ class Flight:
     plan: StepPlan
     watch: Stopwatch
     phase: Phase = Phase.PLANNED
-    failed_swaps: list[SwapIn] = field(default_factory=list)
     drafts: Drafts = field(default_factory=dict)
     output: StepOutput | None = None  # from READY on if the pass can be laid out without its tokens
     errors: dict[Job, KVQError] = field(default_factory=dict)  # of requests that can't continue

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvq.blockmgr import Demote, Fill, Order, Pack, SwapIn, SwapOut
+from kvq.blockmgr import Demote, Fill, Order, Pack
 from kvq.engine.device.runner import Runner, StepOutput, join
 from kvq.engine.requests.request_state import as_job
 from kvq.engine.sampling.choose import Choices, describe
@@ -107,9 +107,9 @@ class Launcher:
     def _get_ready(self, flight: Flight) -> None:
         """Carry out a planned step's orders, then draft, or lay out a forward pass without its tokens."""
         plan, began = flight.plan, flight.watch.start("forward")
-        flight.failed_swaps = self.runner.prepare(plan)
-        if num_swaps := sum(map(_num_moved, plan.orders)):
-            self.scheduler.costs.observe_swap(num_swaps / 2, self.clock() - began)
+        self.runner.prepare(plan)
+        if num_moved := sum(map(_num_moved, plan.orders)):
+            self.scheduler.costs.observe_move(num_moved / 2, self.clock() - began)
         if plan.follows is None:
             if self.speculator is not None:
                 flight.watch.start("drafting")
@@ -174,7 +174,7 @@ def _num_moved(order: Order) -> int:
     """Return the number of blocks that an order moves to another place or form."""
     if isinstance(order, Pack):
         return len(order.sources)
-    return isinstance(order, Demote | Fill | SwapIn | SwapOut)
+    return isinstance(order, Demote | Fill)
 
 
 def _has_ended(flight: Flight) -> bool:

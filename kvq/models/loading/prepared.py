@@ -222,7 +222,7 @@ class PreparedModel:
             ConfigError: the cache backend can't store the recipe.
         """
         layout = self.layout(recipe)
-        make_cache(self, layout, num_blocks=[1] * len(layout.groups)).close()
+        make_cache(self, layout, num_blocks=[1] * len(layout.groups))
 
 
 class LoadOptions(TypedDict, total=False):

@@ -84,7 +84,7 @@ KVQ = Names(
         ("drafted_tokens", _Named("kvq_tokens_drafted", "Tokens guessed by speculation.")),
         ("accepted_tokens", _Named("kvq_tokens_accepted", "Drafted tokens that the model accepted.")),
         ("recomputed_tokens", _Named("kvq_recomputed_tokens", "Tokens computed again after preemptions.")),
-        ("swapped_blocks", _Named("kvq_swapped_blocks", "Blocks moved to host memory.")),
+        ("restored_tokens", _Named("kvq_restored_tokens", "Tokens brought back after preemptions.")),
         (
             "host_tokens",
             _Named("kvq_prompt_tokens_from_host", "Cached tokens from host memory."),

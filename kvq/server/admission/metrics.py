@@ -27,7 +27,7 @@ _ENGINE_TOTALS = (
     *("dropped_blocks", "damaged_blocks", "packed_blocks", "prefetched_sessions"),
     *("kv_events", "dropped_kv_events"),
 )
-_RECEIPT_TOTALS = ("recomputed_tokens", "swapped_blocks", "host_tokens", "disk_tokens", "cold_tokens")
+_RECEIPT_TOTALS = ("recomputed_tokens", "restored_tokens", "host_tokens", "disk_tokens", "cold_tokens")
 _OF_POOLS = ("free", "cached", "live")
 _IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates exist, too
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -39,8 +39,7 @@ def _held(manager: BlockManager, group: int, codes: dict[str, int]) -> dict[int,
     """Return the owner codes of blocks in sequences' tables, which alone show who owns unindexed blocks."""
     held: dict[int, int] = {}
     for sequence in manager.sequences():
-        if not sequence.is_swapped:
-            held |= dict.fromkeys(sequence.held_in(group), codes.get(sequence.tenant, 0))
+        held |= dict.fromkeys(sequence.held_in(group), codes.get(sequence.tenant, 0))
     return held
 
 

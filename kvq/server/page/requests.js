@@ -93,9 +93,9 @@ function ofLive(request) {
 function ofPast({ receipt, queue_s, ttft_s, itl_s, e2e_s }) {
   const also = [];
   if (receipt.copied_blocks) also.push(`${receipt.copied_blocks} copied`);
-  if (receipt.swapped_blocks) also.push(`${receipt.swapped_blocks} swapped`);
   if (receipt.drafted_tokens) also.push(`${count(receipt.accepted_tokens)} of ${count(receipt.drafted_tokens)} drafts`);
   if (receipt.recomputed_tokens) also.push(`${count(receipt.recomputed_tokens)} tokens again`);
+  if (receipt.restored_tokens) also.push(`${count(receipt.restored_tokens)} tokens brought back`);
   if (receipt.preemptions) also.push(`preempted ${times(receipt.preemptions)}`);
   if (receipt.miss && receipt.miss.cause in MISSES) also.push(`${MISSES[receipt.miss.cause]} at token ${count(receipt.miss.token)}`);
   return [

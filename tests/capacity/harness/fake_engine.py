@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvq.blockmgr import SwapIn, SwapOut
+from kvq.blockmgr import Demote, Fill
 from kvq.errors import KVQError, RequestError
 from kvq.scheduler import Branch, Request, Scheduler, StepPlan
 from kvq.scheduler.request import RequestState
@@ -26,7 +26,6 @@ class Ran:
 
     plan: StepPlan
     keys: list[list[int]]  # per branch, of its last token and of its drafts
-    damaged: list[SwapIn]
     bad: set[int]
     seconds: float
 
@@ -53,7 +52,7 @@ class FakeEngine:
         self.result = result
         self.trace = Trace()
         self._setup = setup
-        self._model = model
+        self._model, model.tiers = model, self.manager.blocks.tiers
         self._injector = injector
         self._progress = Progress(setup.config.aging_s)
         self.ahead: Ran | None = None  # a step that was planned before the last one's tokens were known
@@ -87,7 +86,7 @@ class FakeEngine:
         if ran is None:
             return self._gauge(now, _IDLE_S, 0, 0)
         self.ahead = self._run_ahead(ran) if self._setup.plans_ahead else None
-        self._conclude(ran.plan, ran.keys, ran.damaged, ran.bad, now + ran.seconds)
+        self._conclude(ran.plan, ran.keys, ran.bad, now + ran.seconds)
         if self.ahead is None:
             check_known(self.scheduler)
         return self._gauge(now, ran.seconds, ran.plan.num_decodes, ran.plan.prefill_tokens)
@@ -124,16 +123,16 @@ class FakeEngine:
     def _run(self, plan: StepPlan, doomed: Collection[int] = ()) -> Ran:
         """`doomed`: branches that read what is not finite."""
         check_plan(self.scheduler, plan)
-        damaged, bad = self._injector.damaged(plan.orders), self._injector.bad(plan).union(doomed)
+        bad = self._injector.bad(plan).union(doomed)
         share = self._setup.guessed_right
-        keys = self._model.run(plan, damaged, bad, lambda token: self._injector.guess(token, share))
+        keys = self._model.run(plan, bad, lambda token: self._injector.guess(token, share))
         seconds = self._measure(plan, plan.prefill_tokens) * self._injector.slowness()
-        return Ran(plan, keys, damaged, bad, seconds)
+        return Ran(plan, keys, bad, seconds)
 
     def _measure(self, plan: StepPlan, prefill_tokens: int) -> float:
         first = plan.num_decodes
         depth = plan.ends[first] - plan.counts[first] if prefill_tokens else 0
-        moved = sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders)
+        moved = sum(isinstance(order, Demote | Fill) for order in plan.orders)
         seconds = self._setup.seconds(
             num_decodes=first, prefill_tokens=prefill_tokens, depth=depth, moved=moved
         )
@@ -143,9 +142,7 @@ class FakeEngine:
             )
         return seconds
 
-    def _conclude(
-        self, plan: StepPlan, keys: list[list[int]], damaged: list[SwapIn], bad: set[int], now: float
-    ) -> None:
+    def _conclude(self, plan: StepPlan, keys: list[list[int]], bad: set[int], now: float) -> None:
         self.trace.step(now, plan, keys)
         tokens: list[list[int]] = [
             self._tokens(plan, i, keys[i])
@@ -153,7 +150,7 @@ class FakeEngine:
             else []
             for i, (branch, sampled) in enumerate(zip(plan.branches, plan.samples, strict=True))
         ]
-        self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=damaged)
+        self.scheduler.commit(plan, tokens, bad=bad)
         for i in bad:
             request = plan.branches[i].request
             if plan.branches[i].is_done:  # it ended while the step ran, which computed it in vain

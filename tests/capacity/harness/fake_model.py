@@ -5,11 +5,13 @@ of the keys that it attends to, as they lie in the cache. Whoever reads a slot t
 or another's gets other keys, and from there on other tokens.
 """
 
+from array import array
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from kvq.blockmgr import BlockId, Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr import BlockId, Copy, Demote, Fill, Order, Scrub
 from kvq.scheduler import StepPlan
+from kvq.tiers.tiers import Tiers
 from tests.capacity.harness.answers import attend, choose
 from tests.capacity.harness.setup import Pools
 
@@ -26,13 +28,12 @@ class TokenSource(Protocol):
     """Carries out plans."""
 
     windows: list[int | None]  # per layer group, what a key depends on
+    tiers: Tiers | None  # of the block manager whose orders it carries out
 
-    def run(
-        self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int], guess: Guess = _rightly
-    ) -> list[list[int]]:
+    def run(self, plan: StepPlan, bad: Collection[int], guess: Guess = _rightly) -> list[list[int]]:
         """For every branch of a plan the keys of its last token and of its drafts, which `guess` fills in.
 
-        `failed` orders and `bad` branches go wrong.
+        `bad` branches go wrong.
         """
 
 
@@ -40,10 +41,9 @@ class BlindModel:
     """Reads nothing, for long contexts: keys depend on the newest token and its position only."""
 
     windows: list[int | None] = []  # noqa: RUF012 - never changed
+    tiers: Tiers | None = None
 
-    def run(
-        self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int], guess: Guess = _rightly
-    ) -> list[list[int]]:
+    def run(self, plan: StepPlan, bad: Collection[int], guess: Guess = _rightly) -> list[list[int]]:
         """The keys."""
         keys, at = [], 0
         for i, (count, end) in enumerate(zip(plan.counts, plan.ends, strict=True)):
@@ -65,16 +65,14 @@ class FakeModel:
         self.windows = pools.windows
         self._size = size = pools.block_size
         self._kv = [[[POISON] * size for _ in range(count)] for count in pools.num_blocks]
-        self._host = [[[POISON] * size for _ in range(count)] for count in pools.host_slots]
+        self.tiers: Tiers | None = None
         self._rows: list[list[list[BlockId]]] = [[[] for _ in pools.windows] for _ in range(max_num_seqs)]
         self._is_tainted = False  # True once any step went wrong
 
-    def run(
-        self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int], guess: Guess = _rightly
-    ) -> list[list[int]]:
+    def run(self, plan: StepPlan, bad: Collection[int], guess: Guess = _rightly) -> list[list[int]]:
         """Orders, tables, then every branch in turn."""
         for order in plan.orders:
-            self._carry_out(order, failed)
+            self._carry_out(order)
         for row, group, first, entries in plan.table_changes:
             table = self._rows[row][group]
             assert first <= len(table), f"row {row} was never told its first {first} entries"
@@ -99,16 +97,19 @@ class FakeModel:
             at += count
         return keys
 
-    def _carry_out(self, order: Order, failed: Collection[SwapIn]) -> None:
+    def _carry_out(self, order: Order) -> None:
         kv = self._kv[order.group]
-        if isinstance(order, Copy):
-            kv[order.target] = kv[order.source][:]
-        elif isinstance(order, SwapOut):
-            self._host[order.group][order.slot] = kv[order.block][:]
-        elif isinstance(order, Scrub) or order in failed:
-            kv[order.block] = [POISON] * self._size
-        else:
-            kv[order.block] = self._host[order.group][order.slot][:]
+        match order:
+            case Copy(source=source, target=target):
+                kv[target] = kv[source][:]
+            case Demote(source=source, key=key):
+                assert self.tiers is not None
+                assert isinstance(source, int), "nothing is packed"
+                self.tiers.put(key, array("q", kv[source]).tobytes())
+            case Fill(block=block, content=content):
+                kv[block] = array("q", content).tolist()
+            case Scrub(block=block):
+                kv[block] = [POISON] * self._size
 
     def _forward(self, tables: list[list[BlockId]], start: int, tokens: list[int]) -> list[int]:
         """The keys of new tokens; those before them are read from the cache."""

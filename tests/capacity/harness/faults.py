@@ -4,9 +4,10 @@ import random
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from kvq.blockmgr import BlockManager, Order, Sequence, SwapIn
+from kvq.blockmgr import BlockManager, Sequence
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.scheduler import StepPlan
+from kvq.tiers.tiers import Tiers
 from tests.capacity.harness.answers import VOCABULARY
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ class Faults:
     slow_step: float = 0.0  # takes 10 to 100 times as long
     cancel: float = 0.0  # somebody cancels a request, wherever it is
     nan: float = 0.0  # KV or logits of one branch are not finite
-    swap_corruption: float = 0.0  # per block that is swapped in: its bytes are damaged
+    host_corruption: float = 0.0  # the bytes of a block in host memory are damaged
     preemption: float = 0.0  # a running request loses its blocks
     pin: float = 0.0  # somebody pins the prefix of a request's tokens
 
@@ -62,10 +63,6 @@ class Injector:
         """Some time."""
         return self._rng.uniform(0, most)
 
-    def coin(self) -> bool:
-        """True every other time."""
-        return self._rng.random() < 0.5
-
     def num_drafts(self, most: int) -> int:
         """How many tokens to guess."""
         return int(self._rng.random() * (most + 1)) if most else 0
@@ -74,12 +71,11 @@ class Injector:
         """The token, or another one."""
         return token if self._rng.random() < share else int(self._rng.random() * VOCABULARY)
 
-    def damaged(self, orders: list[Order]) -> list[SwapIn]:
-        """The orders whose bytes come back wrong."""
-        if not self.faults.swap_corruption:
-            return []
-        arriving = [order for order in orders if isinstance(order, SwapIn)]
-        return [order for order in arriving if self.happens(self.faults.swap_corruption)]
+    def damage(self, tiers: Tiers | None) -> None:
+        """Change the bytes of a block in host memory, if there is one."""
+        held = None if tiers is None else self.one_of(list(tiers._host.values()))
+        if held is not None:
+            held.content = bytes(len(held.content))
 
     def bad(self, plan: StepPlan) -> set[int]:
         """Indices of branches whose values are not finite."""

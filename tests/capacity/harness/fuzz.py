@@ -87,7 +87,7 @@ def random_pools(rng: random.Random, given: Given) -> Pools:
         num_blocks=num_blocks,
         block_size=given.block_size or block_size,
         windows=windows,
-        host_slots=[rng.randint(0, 40) if rng.random() < 0.8 else 0 for _ in windows],
+        host_blocks=rng.randint(0, 80) if rng.random() < 0.8 else 0,
         reserve_blocks=min(rng.choice([0, 0, 1, 3]), min(num_blocks) - 1),
     )
 
@@ -130,7 +130,7 @@ def random_faults(rng: random.Random) -> Faults:
         slow_step=often(0.01),
         cancel=often(0.04),
         nan=often(0.01),
-        swap_corruption=often(0.1),
+        host_corruption=often(0.2),
         preemption=often(0.03),
         pin=often(0.02),
     )

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from kvq.blockmgr import BlockManager
 from kvq.scheduler import CostModel, FixedCosts, SchedulerConfig
+from kvq.tiers.tiers import Tiers
+
+KEY_BYTES = 8  # of a token's KV, a number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,18 +17,20 @@ class Pools:
     num_blocks: list[int]
     block_size: int  # tokens
     windows: list[int | None]  # None: full attention
-    host_slots: list[int]
+    host_blocks: int = 0  # that host memory holds
     reserve_blocks: int = 0
 
     def manager(self, make: Callable[..., BlockManager] = BlockManager) -> BlockManager:
         """A block manager for these pools."""
-        return make(
+        manager = make(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             windows=self.windows,
-            host_slots=self.host_slots,
             reserve_blocks=self.reserve_blocks,
         )
+        if self.host_blocks:
+            manager.blocks.tiers = Tiers(self.host_blocks * self.block_size * KEY_BYTES, None)
+        return manager
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,5 +52,5 @@ class Setup:
         if prefill_tokens:
             seconds += costs.prefill_step_s() + prefill_tokens * costs.prefill_token_s(depth)
         if moved:
-            seconds += costs.swap_s(moved) / 2  # which counts the way out and in
+            seconds += costs.move_s(moved) / 2  # which counts the way out and back
         return seconds

@@ -73,7 +73,7 @@ class _Simulation:
                 self._next = None
             self._arrive()
             self._leave()
-            if not engine.scheduler.has_work:
+            if not (engine.scheduler.has_work or engine.scheduler.loading):
                 if self._next is None:
                     break
                 self._now = max(self._now, self._next.arrival_s)
@@ -112,16 +112,15 @@ class _Simulation:
                 engine.cancel(request, self._now)
         if injector.happens(faults.preemption) and engine.ahead is None:
             self._preempt(injector.one_of(list(engine.scheduler.running.requests)))
+        if injector.happens(faults.host_corruption):
+            injector.damage(engine.manager.blocks.tiers)
         if injector.happens(faults.pin):
             self._pin(injector.one_of(list(engine.live)))
 
     def _preempt(self, request: Request | None) -> None:
         if request is None or request.preemptions >= _MOST_PREEMPTIONS:
             return
-        try:
-            self._engine.scheduler.preempt(request, self._now, swap=self._injector.coin())
-        except OutOfBlocks:
-            self._engine.scheduler.preempt(request, self._now, swap=False)
+        self._engine.scheduler.preempt(request, self._now)
 
     def _pin(self, request: Request | None) -> None:
         if request is None:

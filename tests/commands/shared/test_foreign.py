@@ -148,7 +148,7 @@ def test_what_can_be_mapped_is_mapped(config):
         "max_num_seqs": 4,
         "max_num_batched_tokens": 1024,
     }
-    assert (made.engine["swap_memory"], made.engine["memory_fraction"]) == ("4GiB", 0.5)
+    assert (made.engine["kv_host"], made.engine["memory_fraction"]) == ("4GiB", 0.5)
     assert (made.engine["dtype"], made.engine["weights"]) == ("fp16", "auto")
     assert "kvq: -c 4096: taken as --max-model-len 4096" in err
     assert "kvq: --dtype half: taken as --dtype fp16" in err
@@ -233,9 +233,16 @@ def test_one_option_under_two_names_is_refused(kvq, words):
 
 
 def test_what_is_taken_does_not_count_as_what_kvq_does_anyway(config):
-    for words, limit in ((("-np", "4"), "--max-num-seqs 4"), (("--swap-space", "4"), "--swap-memory 4GiB")):
+    for words, limit in ((("-np", "4"), "--max-num-seqs 4"), (("--swap-space", "4"), "--kv-host 4GiB")):
         assert config(*words)[1] == f"kvq: {' '.join(words)}: taken as {limit}\n"
     assert "anyway" in config("--swap-space", "0")[1]
+
+
+def test_options_that_are_gone_say_what_to_give_instead(kvq):
+    status, _, err = kvq("serve", "tiny", "--swap-memory", "4GiB", "--swap-folder", "/tmp/kv")
+    assert status == 2
+    assert "--swap-memory 4GiB: --kv-host, such as 8GiB, keeps what preempted requests lose" in err
+    assert "--swap-folder /tmp/kv: --kv-disk, such as 100GiB, and --kv-dir FOLDER keep what leaves" in err
 
 
 def test_a_file_of_options_may_have_those_of_others(config, kvq, tmp_path):
@@ -248,7 +255,7 @@ def test_a_file_of_options_may_have_those_of_others(config, kvq, tmp_path):
     assert made.engine["max_context"] == 2048
     assert made.engine["max_num_seqs"] == 7
     assert made.served_model_name == ("a", "b")
-    assert "--swap-space 2: taken as --swap-memory 2GiB" in err
+    assert "--swap-space 2: taken as --kv-host 2GiB" in err
     for keys in (
         ("max-model-len", "ctx-size"),
         ("context-length", "max_model_len"),

@@ -133,7 +133,7 @@ def _plan(branches: list[Branch], k: int) -> StepPlan:
     return StepPlan(
         number=0, branches=branches, num_decodes=count, counts=[1 + k] * count, drafts=[k] * count,
         ends=[len(branch.tokens) + k for branch in branches], samples=[True] * count,
-        token_ids=[0] * (count * (1 + k)), moves=[None] * count, orders=[], restored=[],
+        token_ids=[0] * (count * (1 + k)), moves=[None] * count, orders=[],
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ FORMATS = [
 WAYS = [
     {"max_num_batched_tokens": 19},
     {"num_blocks": 14, "max_context": 112},
-    {"num_blocks": 14, "max_context": 112, "swap_memory": "4MiB"},
+    {"num_blocks": 14, "max_context": 112, "kv_host": "4MiB"},
     {"async_scheduling": True},
 ]
 

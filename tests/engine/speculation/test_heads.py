@@ -225,12 +225,12 @@ def test_several_results_share_what_was_read_of_the_prompt(model, temperature):
     assert_nothing_is_kept(drafter)
 
 
-@pytest.mark.parametrize("swap_memory", [0, "4MiB"])
-def test_who_comes_back_after_a_preemption_says_the_same(model, swap_memory):
+@pytest.mark.parametrize("kv_host", [0, "4MiB"])
+def test_who_comes_back_after_a_preemption_says_the_same(model, kv_host):
     prompts = [random_tokens(30 + i, seed=20 + i) for i in range(6)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     expected = tokens_of(engine(model).generate(prompts, params))
-    llm, drafter = with_heads(model, num_blocks=14, swap_memory=swap_memory)
+    llm, drafter = with_heads(model, num_blocks=14, kv_host=kv_host)
     drafts = recorded(drafter)
     found = llm.generate(prompts, params)
     assert tokens_of(found) == expected

@@ -95,12 +95,12 @@ def test_as_many_users_as_planned_run_without_preemption_and_more_do_not(kv: str
         llm.on_step(lambda stats: peak.append(max(peak[-1], stats.running)))
 
         def preempted(users: int) -> int:
-            before = counters.swaps + counters.recomputes
+            before = counters.preemptions
             prompts = [[1 + (7 * user + i) % 500 for i in range(CONTEXT - OUTPUT)] for user in range(users)]
             params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0)
             assert all(output.error is None for output in llm.generate(prompts, params))
             llm.core.scheduler.manager.drop_cached()
-            return counters.swaps + counters.recomputes - before
+            return counters.preemptions - before
 
         assert preempted(fits) == 0
         assert peak[-1] == fits

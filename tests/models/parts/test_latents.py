@@ -171,7 +171,7 @@ def test_quantized_projections_are_absorbed_with_their_numbers(weights: str, fol
 def test_the_engine_swaps_and_reuses_latents(kv: str) -> None:
     model, prompts = pair("deepseek_v3")[0], mixed_prompts(8, seed=3, longest=60)
     params = kvq.SamplingParams(max_tokens=10, ignore_eos=True)
-    tight = {"num_blocks": 14, "swap_memory": "4MiB"} if "recent" not in kv else {}
+    tight = {"num_blocks": 14, "kv_host": "4MiB"} if "recent" not in kv else {}
     alone = [tokens_of(engine(model, kv, max_num_seqs=1).generate([x], params))[0] for x in prompts]
     llm = engine(model, kv, **tight)
     together = tokens_of(llm.generate(prompts, params))

@@ -51,7 +51,7 @@ async def _overlaps() -> list[int]:
     )
     router = KvRouter(endpoint, SIZE, KvRouterConfig())
     found = [await _settled(replica, router, 0)]
-    replica.run(PROMPT, swaps=False)
+    replica.run(PROMPT, gives_up=False)
     found.append(await _settled(replica, router, 4))
     replica.manager.drop_cached()
     found.append(await _settled(replica, router, 0))

@@ -35,7 +35,7 @@ class Replica:
 
     def __init__(self, address: str, *, loses: float = 0.0, seed: int = 0, form: Form = "maps") -> None:
         self.config = EventsConfig(address=address, form=form)
-        self.manager = BlockManager(num_blocks=[24], block_size=SIZE, host_slots=[8])
+        self.manager = BlockManager(num_blocks=[24], block_size=SIZE)
         self.publisher = Publisher(self.config, block_size=SIZE, on_join=self._joined)
         self._loses, self._rng, self._has_joined = loses, random.Random(seed), False
         self.stream = EventStream(self.manager, self.put)
@@ -57,8 +57,8 @@ class Replica:
         length, _, _ = self.manager.prefixes.held(self.manager.prompt(prompt))
         return length // SIZE
 
-    def run(self, prompt: list[int], *, swaps: bool) -> None:
-        """Compute a prompt and leave it cached."""
+    def run(self, prompt: list[int], *, gives_up: bool) -> None:
+        """Compute a prompt, and leave it cached unless it is given up at once."""
         manager = self.manager
         sequence = manager.start(manager.prompt(prompt))
         count = len(prompt) - sequence.length
@@ -67,10 +67,9 @@ class Replica:
             return
         manager.append([(sequence, count)])
         manager.commit(sequence, [])
-        if swaps and manager.can_swap_out(sequence):
-            manager.swap_out(sequence)
-            manager.take_orders()
         manager.free(sequence)
+        if gives_up:
+            manager.below.give_up(manager.prompt(prompt), to_tiers=True)
         manager.take_orders()
 
     def _joined(self) -> None:
@@ -151,7 +150,9 @@ def compare(cases: int, *, loses: float, form: Form, seed: int = 27) -> dict[str
                 seen["all dropped"] += 1
             prompt = _prompt(rng, known)
             known = [*known[-200:], prompt]
-            replica.run(prompt, swaps=rng.random() < 0.1)
+            gives_up = rng.random() < 0.1
+            replica.run(prompt, gives_up=gives_up)
+            seen["given up"] += gives_up
             replica.flush()
         if rng.random() < 0.01:
             replicas[0] = _restart(replicas[0], orderly=rng.random() < 0.5)
@@ -171,7 +172,6 @@ def compare(cases: int, *, loses: float, form: Form, seed: int = 27) -> dict[str
             "nobody holds it" if not best else "one holds most" if held.count(best) == 1 else "several do"
         ] += 1
     seen["removals"] = evicted["Evicted"]
-    seen["swapped out"] = evicted["SwapOut"]
     seen["lost"] = sum(replica.stream.dropped for replica in replicas)
     index.close()
     for replica in replicas:

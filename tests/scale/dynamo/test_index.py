@@ -30,7 +30,7 @@ def test_the_index_knows_what_every_replica_holds():
         assert found["one holds most"] > cases / 3
         assert found["removals"] > cases
         assert found["restarted"]
-        assert found["swapped out"]
+        assert found["given up"]
     assert calm["lost"] == 0 < lossy["lost"]
 
 

@@ -54,14 +54,6 @@ def test_what_a_salt_shares_is_nobodys_alone_and_unknown_tenants_stay_unnamed():
     assert [seen(c) for c in cells if c] == [(0, _BlockState.CACHED)] * 2
 
 
-def test_a_sequence_in_host_memory_owns_no_block():
-    blocks = manager(host_slots=[4])
-    sequence = run(blocks, list(range(6)), tenant="a")
-    blocks.swap_out(sequence)
-    [cells] = take_snapshot(blocks, TENANTS)
-    assert [seen(c) for c in cells if c] == [(1, _BlockState.CACHED)]  # the full one, still indexed
-
-
 @pytest.mark.parametrize("stride", [2, 5, 12, 13])
 def test_a_stride_looks_at_some_blocks_only(stride):
     blocks = manager()

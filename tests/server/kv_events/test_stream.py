@@ -159,7 +159,7 @@ def test_who_comes_late_is_told_of_all_in_pieces() -> None:
 
 
 def test_a_block_that_leaves_before_its_event_is_told_is_not_held() -> None:
-    blocks = manager(4, host_slots=[4])
+    blocks = manager(4)
     stream, sink = following(blocks, "")
     stream.flush()
     sequence = run(blocks, range(4))
