@@ -290,7 +290,7 @@ class Scheduler:
                 victim = choose_victim(below, self.manager, self.costs)
                 if victim is not None:
                     self.preempt(victim, now)
-                elif len(self.running.requests) == 1 and not self.num_away:
+                elif len(self.running.requests) == 1 and not self.num_away and not self.loading:
                     if not self.running.release_idle(self.waiting.preempted):
                         self._give_up(branch.request, error)
                 else:
