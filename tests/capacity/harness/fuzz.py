@@ -88,6 +88,7 @@ def random_pools(rng: random.Random, given: Given) -> Pools:
         block_size=given.block_size or block_size,
         windows=windows,
         has_ladder=rng.random() < 0.5,
+        has_cold_host=rng.random() < 0.3,
         host_blocks=rng.randint(0, 80) if rng.random() < 0.8 else 0,
         reserve_blocks=min(rng.choice([0, 0, 1, 3]), min(num_blocks) - 1),
     )

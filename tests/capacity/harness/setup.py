@@ -18,6 +18,7 @@ class Pools:
     block_size: int  # tokens
     windows: list[int | None]  # None: full attention
     host_blocks: int = 0  # that host memory holds
+    has_cold_host: bool = False  # blocks of groups without windows go there in another form
     has_ladder: bool = False  # groups without windows are packed in half and then a quarter of the room
     reserve_blocks: int = 0
 
@@ -32,6 +33,8 @@ class Pools:
             block_bytes=[4] * len(self.windows),
             rungs={group: [2, 1] for group in full if self.has_ladder},
         )
+        if self.has_cold_host:
+            manager.blocks.tier_rungs = dict.fromkeys(full, 1)
         if self.host_blocks:
             manager.blocks.tiers = Tiers(self.host_blocks * self.block_size * KEY_BYTES, None)
         return manager
