@@ -65,6 +65,7 @@ class Blocks:
         self.events = Events()
         self.orders: list[Order] = []
         self.tiers: Tiers | None = None
+        self.tier_rungs: dict[int, int] = {}  # by layer group; blocks of others go to the tiers as they are
         self.ladder = Ladder(self.pools, {group: [self.block_bytes[group], *rungs[group]] for group in rungs})
         self._is_packing = False
         # Indexed blocks by (group, block), to be written to a disk while they are in their pools.
@@ -229,8 +230,13 @@ class Blocks:
         if self.tiers is None or self._is_packing or not self.outlasts(group, node):
             return
         if self.tiers.wants(key := node.key(group)):
-            form = OWN_FORM if not node.coldest else Form(0, node.coldest)
+            form = self.form_below(group, node)
             self.orders.append(Demote(group=group, source=block, key=key, form=form))
+
+    def form_below(self, group: int, node: Node) -> Form:
+        """Return the form in which a block that is not packed goes to the tiers."""
+        rung = self.tier_rungs.get(group, 0)
+        return Form(rung, max(rung, node.coldest)) if rung or node.coldest else OWN_FORM
 
     def outlasts(self, group: int, node: Node) -> bool:  # D399
         """Return True if the tiers should keep a block. Of a window, most blocks are of no use later.

@@ -51,10 +51,6 @@ class Fill:
     content: Any  # a buffer, or a Packed
     rung: int  # the format of the bytes
 
-    def is_like(self, other: "Fill") -> bool:
-        """Return True if both can be carried out together."""
-        return (self.group, self.rung) == (other.group, other.rung)
-
 
 Order = Copy | Scrub | Demote | Fill | Pack
 

@@ -1,6 +1,7 @@
 """Block operations of all caches, independent of the blocks' content: copy, fill, read and write."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,30 +48,24 @@ class BlockCache:
                 part[block] = 0
 
     def carry_out(self, orders: Sequence[Order]) -> None:
-        if not orders:
-            return
-        fills: list[Fill] = []  # consecutive ones of the same group and rung
-        copies: dict[int, list[tuple[int, int]]] = {}  # by group: groups share no blocks
-        for order in [*orders, None]:  # None flushes the remaining copies
-            if isinstance(order, Copy):
-                copies.setdefault(order.group, []).append((order.source, order.target))
-                continue
-            if fills and not (isinstance(order, Fill) and fills[0].is_like(order)):
-                self._fill(fills)
-                fills.clear()
-            for group, pairs in copies.items():
-                self.copy(group, pairs)
-            copies.clear()
-            match order:
-                case Fill():
-                    fills.append(order)
-                case Scrub(group=group, block=block):
-                    self.scrub(group, [block])
-                case Demote(group=group, source=source, key=key, form=form):
+        for _, like in groupby(orders, key=_kind):
+            alike: list[Any] = list(like)
+            match alike[0]:
+                case Copy():
+                    for group in dict.fromkeys(order.group for order in alike):
+                        self.copy(group, [(o.source, o.target) for o in alike if o.group == group])
+                case Fill(group=group, rung=rung):
+                    self._fill(group, rung, alike)
+                case Scrub(group=group):
+                    self.scrub(group, [order.block for order in alike])
+                case Demote(group=group, form=form):
                     assert self.tiers is not None, "the block manager has them"
-                    self.tiers.put(key, self._content(group, source).cpu().numpy(), form)
-                case Pack(group=group):
-                    self._pack(order)
+                    contents = self.contents(group, [order.source for order in alike], form.rung)
+                    for order, content in zip(alike, contents, strict=True):
+                        self.tiers.put(order.key, content.numpy(), order.form)
+                case Pack():
+                    for order in alike:
+                        self._pack(order)
 
     def read_block(self, group: int, block: int) -> Tensor:
         self._check_blocks(group, [block])
@@ -79,6 +74,14 @@ class BlockCache:
     def block_content(self, group: int, block: int) -> Tensor:
         """Return a copy of a block's bytes on the device, uint8 [bytes of a block]."""
         return torch.cat([part[block] for part in self._parts[group]])
+
+    def contents(self, group: int, sources: Sequence[int | Packed], rung: int) -> list[Tensor]:
+        """Return the bytes of blocks in the format of a rung, or of packed blocks, on the host."""
+        if rung and not isinstance(sources[0], Packed):
+            found = self.codec.encode(group, sources, rung)
+        else:
+            found = [self._content(group, source) for source in sources]
+        return [content.cpu() for content in found]
 
     def _content(self, group: int, source: int | Packed) -> Tensor:
         """Return a copy of the bytes of a block or a packed block on the device."""
@@ -105,9 +108,8 @@ class BlockCache:
         for block, content in zip(order.targets, room, strict=True):
             self.write_block(group, block, content)
 
-    def _fill(self, fills: Sequence[Fill]) -> None:
+    def _fill(self, group: int, rung: int, fills: Sequence[Fill]) -> None:
         """Overwrite blocks of one group with contents of one rung."""
-        group, rung = fills[0].group, fills[0].rung
         contents = [
             self._content(group, fill.content) if isinstance(fill.content, Packed) else _tensor(fill.content)
             for fill in fills
@@ -137,6 +139,18 @@ class BlockCache:
                 f"group {group} has blocks 0 to {count - 1}, got {sorted(set(blocks))}; "
                 f"give the block manager and the cache the same num_blocks"
             )
+
+
+def _kind(order: Order) -> tuple[Any, ...]:
+    """Return what consecutive orders that are carried out together have in common."""
+    match order:
+        case Demote(group=group, source=source, form=form):
+            return Demote, group, form.rung, isinstance(source, Packed)
+        case Fill(group=group, rung=rung):
+            return Fill, group, rung
+        case Scrub(group=group):
+            return Scrub, group
+    return (type(order),)  # groups share no blocks
 
 
 def _tensor(content: Any) -> Tensor:

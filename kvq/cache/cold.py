@@ -15,7 +15,7 @@ AT_ONCE = 64  # blocks
 
 
 class ColdCodec:
-    """Codec between a cache's blocks and the same tokens in colder formats, one per rung of a ladder.
+    """Codec between a cache's blocks and the same tokens in colder formats, the rungs.
 
     Rung 0 is the cache's own format. A block in the format of a rung is a uint8 tensor on the cache's device.
     """
@@ -55,7 +55,8 @@ class ColdCodec:
 
     def encode(self, group: int, blocks: Sequence[int], rung: int) -> list[Tensor]:
         """Return blocks of the cache in the format of a rung."""
-        return self._from_scratch(group, self._rows(0, group, blocks), rung)
+        some = [blocks[at : at + AT_ONCE] for at in range(0, len(blocks), AT_ONCE)]
+        return [one for part in some for one in self._from_scratch(group, self._rows(0, group, part), rung)]
 
     def decode(self, group: int, contents: Sequence[Tensor], rung: int, blocks: Sequence[int]) -> None:
         """Write contents in the format of a rung to blocks of the cache."""

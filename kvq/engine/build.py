@@ -15,7 +15,7 @@ from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
-from kvq.engine.tiering import build_tiers, engine_identity, rung_bytes, rungs_of
+from kvq.engine.tiering import build_tiers, engine_identity, ladder_bytes, rungs_of, tier_rungs
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import Holding, KVLayout
@@ -169,14 +169,15 @@ def build_parts(
     runner.cache.tiers = tiers
     if rungs:
         runner.cache.codec = ColdCodec(runner.cache, rungs[0], rungs[1:], model.prepared.backend)
+    more = Holding(snapshot_every=config.snapshot_every, rungs=ladder_bytes(config, rungs))
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        **(layout.holding | Holding(snapshot_every=config.snapshot_every, rungs=rung_bytes(rungs))),
+        **(layout.holding | more),
         identity=engine_identity(model, rungs) if model.prepared.exact or config.kv_dir is not None else b"",
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
-    manager.blocks.tiers = tiers
+    manager.blocks.tiers, manager.blocks.tier_rungs = tiers, tier_rungs(config, rungs)
     if tiers is not None:
         tiers.on_aged = lambda key: manager.misses.lose([key.digest], "too_old")
     scheduler = Scheduler(

@@ -23,8 +23,9 @@ class EngineConfig:
     own. `async_scheduling`: plan and launch a step while the previous one runs or is processed; by default,
     enabled on GPUs, where launching takes time, and on CPUs if steps are short.
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
-    preempted requests, too. `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after
-    which unused blocks are dropped there. `kv_tenant_share`: largest share of one tenant.
+    preempted requests, too. `kv_tier_format`: format of fewer bits in which they are kept there, such as
+    "int4". `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused
+    blocks are dropped there. `kv_tenant_share`: largest share of one tenant.
     `kv_ladder`: formats of fewer bits, such as ("int4", "int3"), in which blocks that nobody reads stay in
     the pool before they leave it. `kv_cold_share`: largest share of a prompt that may have been in them.
     `hand_over_listen`, `hand_over_to`: a port of loopback, HOST:PORT or unix:PATH at which prefixes and
@@ -48,6 +49,7 @@ class EngineConfig:
     kv_key_file: str | Path | None = None
     kv_max_age_s: float | None = None
     kv_tenant_share: float = 1.0
+    kv_tier_format: str | None = None
     kv_ladder: Sequence[str] | str = ()
     kv_cold_share: float = 1.0
     hand_over_listen: str | None = None
@@ -123,6 +125,11 @@ def _check_tiers(config: EngineConfig) -> None:
         raise ConfigError("kv_host and kv_disk keep prefixes, so they need prefix_caching")
     if config.kv_key_file is not None and not disk:
         raise ConfigError("kv_key_file (--kv-key-file) encrypts kv_dir (--kv-dir); give both, or no key")
+    if config.kv_tier_format is not None and not (host or disk):
+        raise ConfigError(
+            "kv_tier_format (--kv-tier-format) is the format in kv_host (--kv-host) and kv_dir (--kv-dir); "
+            "give one of them"
+        )
     if config.kv_ladder and not config.prefix_caching:
         raise ConfigError("kv_ladder (--kv-ladder) keeps prefixes, so it needs prefix_caching")
     cold = config.kv_cold_share

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq.blockmgr import BlockManager
-from kvq.cache.backend import CacheBackend
+from kvq.cache.blocks import BlockCache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import engine_facts
 from kvq.engine.requests.sessions import Sessions
@@ -19,7 +19,7 @@ from kvq.sizes import binary, parse_bytes
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
 from kvq.tiers.sealing import Sealing, keyed_sealing
-from kvq.tiers.tiers import Form, Tiers
+from kvq.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from kvq.engine.handover.handover import HandOver
@@ -62,7 +62,7 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
     host, disk = parse_bytes(config.kv_host, "kv_host"), parse_bytes(config.kv_disk, "kv_disk")
     groups = None
     if rungs and not host and not disk:  # what has no rungs would be lost, and with it the use of the rest
-        host, groups = pool_bytes // _BESIDE, {*range(len(model.layout.groups))} - rung_bytes(rungs).keys()
+        host, groups = pool_bytes // _BESIDE, {*range(len(model.layout.groups))} - {*_with_rungs(rungs)}
     if not host and not disk:
         return None
     age, share, files = config.kv_max_age_s, config.kv_tenant_share, None
@@ -81,40 +81,61 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
     return Tiers(host, files, groups=groups, max_age_s=age, tenant_share=share)
 
 
+def _ladder(config: EngineConfig) -> list[str]:
+    names = config.kv_ladder.split(",") if isinstance(config.kv_ladder, str) else config.kv_ladder
+    return [name.strip() for name in names if name.strip()]
+
+
 def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
-    """Return the layouts of a ladder, from the model's own format on; empty without a ladder.
+    """Return the layouts in which blocks may be stored: the model's own, a ladder's, and that of the tiers.
+
+    Empty if there is only the model's own.
 
     Raises:
         ConfigError: a format is unknown, doesn't fit or isn't smaller than the one before it, or the engine
-            promises exactness, which no ladder can keep.
+            promises exactness, which fewer bits can't keep.
     """
-    names = config.kv_ladder.split(",") if isinstance(config.kv_ladder, str) else list(config.kv_ladder)
-    if not names or names == [""]:
+    names, below = _ladder(config), config.kv_tier_format
+    given = [*names, below] if below is not None and below not in names else names
+    if not given:
         return []
     if model.prepared.exact:
-        raise ConfigError("exact and kv_ladder exclude each other: a ladder changes blocks; leave one out")
+        option = "kv_ladder" if names else "kv_tier_format"
+        raise ConfigError(f"exact and {option} exclude each other: fewer bits change blocks; leave one out")
     size, order = model.layout.block_size, model.prepared.order
     plan = partial(plan_layout, model.geometry, block_size=size, order=order, staging=False)
-    layouts = [plan(model.recipe), *(plan(model.prepared.recipe(name.strip())) for name in names)]
+    layouts = [plan(model.recipe), *(plan(model.prepared.recipe(name)) for name in given)]
     sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
-    for at, name in enumerate(names):
-        if sizes[at + 1] >= sizes[at]:
+    for at, name in enumerate(given):
+        before = sizes[at] if at < len(names) else sizes[0]
+        if sizes[at + 1] >= before:
+            what = "kv_ladder (--kv-ladder) must name ever smaller formats"
+            if at >= len(names):
+                what = "kv_tier_format (--kv-tier-format) must be smaller than the pool's format"
             raise ConfigError(
-                f"kv_ladder (--kv-ladder) must name ever smaller formats, but {name.strip()} takes "
-                f"{binary(sizes[at + 1])} a block, after {binary(sizes[at])}; leave it out"
+                f"{what}, but {name} takes {binary(sizes[at + 1])} a block, after {binary(before)}; "
+                f"leave it out"
             )
     return layouts
 
 
-def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
-    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs."""
-    if not rungs:
-        return {}
-    return {
-        number: [rung.groups[number].block_bytes for rung in rungs[1:]]
-        for number, group in enumerate(rungs[0].sealed)
-        if group.group.window is None
-    }
+def _with_rungs(rungs: list[KVLayout]) -> list[int]:
+    """Return the layer groups whose blocks may be stored in fewer bits: those without windows and states."""
+    sealed = rungs[0].sealed if rungs else ()
+    return [number for number, group in enumerate(sealed) if group.group.window is None]
+
+
+def ladder_bytes(config: EngineConfig, rungs: list[KVLayout]) -> dict[int, list[int]]:
+    """Return the bytes of a block on every colder rung of a ladder, by layer group."""
+    colder = rungs[1 : 1 + len(_ladder(config))]
+    return {g: [rung.groups[g].block_bytes for rung in colder] for g in _with_rungs(rungs) if colder}
+
+
+def tier_rungs(config: EngineConfig, rungs: list[KVLayout]) -> dict[int, int]:
+    """Return the rung on which blocks go to the tiers, by layer group; the others go as they are."""
+    names, below = _ladder(config), config.kv_tier_format
+    rung = 1 + (names.index(below) if below in names else len(names))
+    return dict.fromkeys(_with_rungs(rungs), rung) if below is not None else {}
 
 
 class Upkeep:
@@ -123,7 +144,7 @@ class Upkeep:
     def __init__(
         self,
         manager: BlockManager,
-        cache: CacheBackend,
+        cache: BlockCache,
         sessions: Sessions,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -179,6 +200,8 @@ class Upkeep:
             if node.blocks[group] != block or not self._blocks.outlasts(group, node):
                 continue
             if not tiers.is_saved(key):
-                tiers.save(key, self._cache.read_block(group, block).numpy(), Form(0, node.coldest))
+                form = self._blocks.form_below(group, node)
+                (content,) = self._cache.contents(group, [block], form.rung)
+                tiers.save(key, content.numpy(), form)
             taken = self._clock() - began
         return taken

@@ -290,7 +290,7 @@ class Scheduler:
                 victim = choose_victim(below, self.manager, self.costs)
                 if victim is not None:
                     self.preempt(victim, now)
-                elif len(self.running.requests) == 1 and not self.num_away:
+                elif len(self.running.requests) == 1 and not self.num_away and not self.loading:
                     if not self.running.release_idle(self.waiting.preempted):
                         self._give_up(branch.request, error)
                 else:
@@ -372,7 +372,7 @@ class Scheduler:
         request, reused = branch.request, held(branch).length
         request.admitted_s, request.cached_tokens = now, reused
         request.miss = self.running.explain(branch)
-        if self.manager.blocks.ladder.has_rungs:
+        if self.manager.blocks.ladder.has_rungs or self.manager.blocks.tier_rungs:
             request.cold_tokens = self.manager.below.cold_tokens(held(branch))
         self.counters.admit(request)
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)

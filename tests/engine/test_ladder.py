@@ -67,6 +67,40 @@ def test_packed_blocks_that_have_to_go_are_found_in_host_memory_and_on_disk(tmp_
     assert other.generate([many[0]], GREEDY)[0].receipt.cached_tokens == 0, "another ladder"
 
 
+@pytest.mark.parametrize("kv", ["fp32", "int8_per_token_head", "int8"])
+def test_tiers_hold_more_tokens_in_fewer_bits(kv: str, tmp_path: Path) -> None:
+    """Blocks of the pool stay as they are, in host memory they take the room of the tiers' format."""
+    on_disk = {"kv_disk": "16MiB", "kv_dir": tmp_path}
+    llm = small(kv, kv_tier_format="int4", kv_host="512KiB", **on_disk)
+    kept = rounds(llm)
+    receipts = [output.receipt for output in kept[8:]]
+    assert tokens_of(kept)[:8] == tokens_of(rounds(small(kv)))[:8], "the pool's format is read"
+    assert all(receipt.cached_tokens == WHOLE for receipt in receipts)
+    assert sum(receipt.cold_tokens for receipt in receipts) > 4 * WHOLE
+    assert all(receipt.cold_tokens <= receipt.host_tokens for receipt in receipts)
+    blocks = llm.core.scheduler.manager.blocks
+    assert not blocks.ladder.has_rungs
+    sizes = {memoryview(held.content).nbytes for key, held in blocks.tiers._host.items() if key.group == 0}
+    assert sizes == {llm.core.runner.cache.codec.block_bytes(1, 0)}
+    assert max(sizes) < 0.7 * llm.core.model.layout.groups[0].block_bytes
+    llm.close()
+    later = small(kv, kv_tier_format="int4", **on_disk)
+    receipts = [later.generate([prompt], GREEDY)[0].receipt for prompt in prompts()]
+    assert all(receipt.disk_tokens == receipt.cold_tokens == WHOLE for receipt in receipts)
+    own = small(kv, **on_disk)
+    assert own.generate([prompts()[0]], GREEDY)[0].receipt.cached_tokens == 0, "another format of tiers"
+
+
+def test_a_ladder_and_a_format_of_tiers_go_together() -> None:
+    for ladder, below in (("int5", "int4"), ("int5,int4", "int5"), ("int4", "int5")):
+        llm = small(kv_ladder=ladder, kv_tier_format=below, kv_host="256KiB")
+        rounds(llm, 3)
+        rungs = {held.form.rung for held in llm.core.scheduler.manager.blocks.tiers._host.values()}
+        assert rungs <= {0, 1, 2}
+        assert llm.core.scheduler.manager.blocks.ladder.num_packed
+        llm.close()
+
+
 def test_the_limit_of_quality_holds() -> None:
     llm = small(kv_ladder="int4", kv_cold_share=0.5)
     receipts = [output.receipt for output in rounds(llm, 3)[8:]]
@@ -82,11 +116,20 @@ def test_nothing_is_rewritten_if_computing_takes_less_time() -> None:
     assert llm.core.scheduler.manager.blocks.ladder.num_packed == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_host": "256KiB"}, {"async_scheduling": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_ladder": ("int4", "int3")},
+        {"kv_ladder": ("int4", "int3"), "kv_host": "256KiB"},
+        {"kv_ladder": "int4", "kv_host": "256KiB", "kv_tier_format": "int3"},
+        {"kv_host": "256KiB", "kv_tier_format": "int4"},
+        {"kv_ladder": ("int4", "int3"), "async_scheduling": True},
+    ],
+)
 @pytest.mark.parametrize("kv", ["int8_per_token_head", "int8"])
-def test_500_requests_of_all_kinds_with_a_ladder_leak_nothing(kv: str, options: dict[str, Any]) -> None:
+def test_500_requests_of_all_kinds_in_fewer_bits_leak_nothing(kv: str, options: dict[str, Any]) -> None:
     model = pair("llama")[0].with_kv(kv)
-    check_random_life(model, 500, seed=23, kv_ladder=("int4", "int3"), **options)
+    check_random_life(model, 500, seed=23, **options)
 
 
 def test_sliding_windows_have_no_rungs_and_still_come_back() -> None:
@@ -108,6 +151,9 @@ def test_sliding_windows_have_no_rungs_and_still_come_back() -> None:
         ({"kv_ladder": "int99"}, "int99"),
         ({"kv_ladder": "int4", "prefix_caching": False}, "prefix_caching"),
         ({"kv_ladder": "int4", "kv_cold_share": 1.5}, "kv_cold_share"),
+        ({"kv_tier_format": "int4"}, "kv_host"),
+        ({"kv_tier_format": "int8", "kv_host": "1MiB"}, "smaller than the pool's"),
+        ({"kv_tier_format": "int99", "kv_host": "1MiB"}, "int99"),
     ],
 )
 def test_ladders_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:

@@ -70,14 +70,15 @@ class _EngineOptions:
         type=POSITIVE,
     )
     kv_tenant_share: float = option(1.0, "Most of --kv-host and --kv-disk for one API key.", type=SHARE)
+    kv_tier_format: str | None = option(
+        None, "Format of fewer bits, such as int4, of KV in --kv-host and --kv-dir."
+    )
     kv_ladder: str | None = option(
         None,
         "Formats of fewer bits, such as int4,int3, for KV in the pool that no running request reads; it is "
         "rewritten in them before it leaves the pool.",
     )
-    kv_cold_share: float = option(
-        1.0, "Most of a prompt that may have been in formats of --kv-ladder.", type=SHARE
-    )
+    kv_cold_share: float = option(1.0, "Most of a prompt that may have been in fewer bits.", type=SHARE)
     hand_over_listen: str | None = option(
         None, "Take over requests and prefixes of other engines at a port, HOST:PORT or unix:PATH."
     )

@@ -65,6 +65,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
         f"{total('tokens'):,} tokens as each request gets them alone; {total('preemptions'):,} preemptions, "
         f"{total('cached_tokens'):,} prompt tokens found, {total('recomputed_tokens'):,} computed again"
     )
+    print(
+        f"{total('packed_blocks'):,} blocks packed, {total('loaded_tokens'):,} tokens loaded, "
+        f"{total('failed_loads'):,} loads failed, {total('damaged_blocks'):,} damaged blocks found, "
+        f"{total('prefetched'):,} sessions prefetched"
+    )
     if len(rows) == 1:
         (row,) = rows
         print(

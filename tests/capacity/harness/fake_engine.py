@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvq.blockmgr import Demote, Fill
+from kvq.blockmgr.packed.ladder import Pack
+from kvq.engine.requests.sessions import Sessions
 from kvq.errors import KVQError, RequestError
 from kvq.scheduler import Branch, Request, Scheduler, StepPlan
 from kvq.scheduler.request import RequestState
@@ -51,6 +53,8 @@ class FakeEngine:
         self.live: dict[Request, Ticket] = {}
         self.result = result
         self.trace = Trace()
+        self.now = 0.0
+        self.sessions = Sessions(self.scheduler, lambda: self.now)
         self._setup = setup
         self._model, model.tiers = model, self.manager.blocks.tiers
         self._injector = injector
@@ -72,6 +76,7 @@ class FakeEngine:
             self.trace.end(now, record.number, Outcome.REFUSED)
             return None
         self.live[request] = Ticket(job, request, record, {})
+        self.sessions.begin(request)
         self._progress.arrived(request, len(self.result.gauges), now)
         return request
 
@@ -80,8 +85,20 @@ class FakeEngine:
         self.scheduler.end(request)
         self._end(request, Outcome.CANCELLED, now)
 
+    def kept(self) -> dict[str, int]:
+        """Totals of what was kept beyond the pools, and came back."""
+        ladder, loading, tiers = self.manager.blocks.ladder, self.scheduler.loading, self.manager.blocks.tiers
+        return {
+            "packed_blocks": ladder.num_packed,
+            "loaded_tokens": loading.loaded_tokens,
+            "failed_loads": loading.num_failed,
+            "damaged_blocks": 0 if tiers is None else tiers.num_damaged,
+            "prefetched": self.sessions.num_prefetched,
+        }
+
     def step(self, now: float) -> Gauge:
         """One step; what was generated in it is there when it is over."""
+        self.sessions.prefetch_due()
         ran = self.ahead or self._next(now)
         if ran is None:
             return self._gauge(now, _IDLE_S, 0, 0)
@@ -132,7 +149,7 @@ class FakeEngine:
     def _measure(self, plan: StepPlan, prefill_tokens: int) -> float:
         first = plan.num_decodes
         depth = plan.ends[first] - plan.counts[first] if prefill_tokens else 0
-        moved = sum(isinstance(order, Demote | Fill) for order in plan.orders)
+        moved = sum(isinstance(order, Demote | Fill | Pack) for order in plan.orders)
         seconds = self._setup.seconds(
             num_decodes=first, prefill_tokens=prefill_tokens, depth=depth, moved=moved
         )
@@ -240,6 +257,8 @@ class FakeEngine:
         record.preemptions, record.cached_tokens = request.preemptions, request.cached_tokens
         record.recomputed_tokens = request.usage.recomputed
         record.reason = "" if request.error is None else str(request.error)
+        if request.error is None:
+            self.sessions.end(request, now)
         self.trace.end(now, record.number, outcome)
         self._progress.ended(request, len(self.result.gauges))
         check_tokens(request, ticket.job, self._model.windows)

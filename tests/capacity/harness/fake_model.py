@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from kvq.blockmgr import BlockId, Copy, Demote, Fill, Order, Scrub
+from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.scheduler import StepPlan
 from kvq.tiers.tiers import Tiers
 from tests.capacity.harness.answers import attend, choose
@@ -18,6 +19,7 @@ from tests.capacity.harness.setup import Pools
 Guess = Callable[[int], int]  # the right token -> a draft
 POISON = 1 << 33  # what an unwritten, scrubbed or lost slot holds; keys are below 2**32
 BROKEN = 1 << 34  # what a step wrote that went wrong
+PACKED = 1 << 35  # and more: the number of an extent, in all its slots
 
 
 def _rightly(token: int) -> int:
@@ -65,6 +67,7 @@ class FakeModel:
         self.windows = pools.windows
         self._size = size = pools.block_size
         self._kv = [[[POISON] * size for _ in range(count)] for count in pools.num_blocks]
+        self._packed: list[list[list[int]]] = []  # what was packed, by number of extent and slot
         self.tiers: Tiers | None = None
         self._rows: list[list[list[BlockId]]] = [[[] for _ in pools.windows] for _ in range(max_num_seqs)]
         self._is_tainted = False  # True once any step went wrong
@@ -102,14 +105,27 @@ class FakeModel:
         match order:
             case Copy(source=source, target=target):
                 kv[target] = kv[source][:]
-            case Demote(source=source, key=key):
+            case Demote(source=source, key=key, form=form):
                 assert self.tiers is not None
-                assert isinstance(source, int), "nothing is packed"
-                self.tiers.put(key, array("q", kv[source]).tobytes())
+                self.tiers.put(key, array("q", self._content(kv, source)).tobytes(), form)
+            case Pack(sources=sources, targets=targets):
+                self._packed.append([self._content(kv, source)[:] for source in sources])
+                for block in targets:
+                    kv[block] = [PACKED + len(self._packed) - 1] * self._size
+            case Fill(block=block, content=Packed() as content):
+                kv[block] = self._content(kv, content)[:]
             case Fill(block=block, content=content):
                 kv[block] = array("q", content).tolist()
             case Scrub(block=block):
                 kv[block] = [POISON] * self._size
+
+    def _content(self, kv: list[list[int]], source: BlockId | Packed) -> list[int]:
+        """What a block holds, or a packed one."""
+        if not isinstance(source, Packed):
+            return kv[source]
+        number = kv[source.blocks[0]][0]
+        assert all(kv[block] == [number] * self._size for block in source.blocks), "an extent was overwritten"
+        return self._packed[number - PACKED][source.slot]
 
     def _forward(self, tables: list[list[BlockId]], start: int, tokens: list[int]) -> list[int]:
         """The keys of new tokens; those before them are read from the cache."""

@@ -24,6 +24,7 @@ class Faults:
     host_corruption: float = 0.0  # the bytes of a block in host memory are damaged
     preemption: float = 0.0  # a running request loses its blocks
     pin: float = 0.0  # somebody pins the prefix of a request's tokens
+    hint: float = 0.0  # somebody says what should happen to a session
 
     def __post_init__(self) -> None:
         for field in fields(self):

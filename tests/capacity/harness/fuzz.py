@@ -87,6 +87,8 @@ def random_pools(rng: random.Random, given: Given) -> Pools:
         num_blocks=num_blocks,
         block_size=given.block_size or block_size,
         windows=windows,
+        has_ladder=rng.random() < 0.5,
+        has_cold_host=rng.random() < 0.3,
         host_blocks=rng.randint(0, 80) if rng.random() < 0.8 else 0,
         reserve_blocks=min(rng.choice([0, 0, 1, 3]), min(num_blocks) - 1),
     )
@@ -116,6 +118,7 @@ def random_mix(rng: random.Random, given: Given, setup: Setup) -> Mix:
         patience_s=rng.choice([0.02, 0.3]),
         num_tenants=rng.choice([1, 3]),
         end_token=rng.choice([None, 0]),
+        session_share=rng.choice([0.0, 0.5, 1.0]),
     )
 
 
@@ -133,4 +136,5 @@ def random_faults(rng: random.Random) -> Faults:
         host_corruption=often(0.2),
         preemption=often(0.03),
         pin=often(0.02),
+        hint=often(0.1),
     )

@@ -58,6 +58,9 @@ class SimulationResult:
     gaps_s: list[float] = field(default_factory=list)  # between tokens of a request's first branch
     seconds: float = 0.0  # simulated
     digest: str = ""  # of the whole trace of events
+    kept: dict[str, int] = field(
+        default_factory=dict
+    )  # totals of what was kept beyond the pools, and came back
 
     def summary(self) -> dict[str, Any]:
         """Figures over all requests and steps; percentiles are 0.0 where there is nothing to count."""
@@ -76,6 +79,7 @@ class SimulationResult:
             "preemptions": sum(record.preemptions for record in self.records),
             "cached_tokens": sum(record.cached_tokens for record in self.records),
             "recomputed_tokens": sum(record.recomputed_tokens for record in self.records),
+            **self.kept,
             "mean_running": sum(gauge.running for gauge in self.gauges) / max(1, steps),
             "mean_live": sum(gauge.live for gauge in self.gauges) / max(1, steps),
         }

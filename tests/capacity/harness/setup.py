@@ -18,16 +18,23 @@ class Pools:
     block_size: int  # tokens
     windows: list[int | None]  # None: full attention
     host_blocks: int = 0  # that host memory holds
+    has_cold_host: bool = False  # blocks of groups without windows go there in another form
+    has_ladder: bool = False  # groups without windows are packed in half and then a quarter of the room
     reserve_blocks: int = 0
 
     def manager(self, make: Callable[..., BlockManager] = BlockManager) -> BlockManager:
         """A block manager for these pools."""
+        full = [group for group, window in enumerate(self.windows) if window is None]
         manager = make(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             windows=self.windows,
             reserve_blocks=self.reserve_blocks,
+            block_bytes=[4] * len(self.windows),
+            rungs={group: [2, 1] for group in full if self.has_ladder},
         )
+        if self.has_cold_host:
+            manager.blocks.tier_rungs = dict.fromkeys(full, 1)
         if self.host_blocks:
             manager.blocks.tiers = Tiers(self.host_blocks * self.block_size * KEY_BYTES, None)
         return manager

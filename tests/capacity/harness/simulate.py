@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from typing import get_args
 
+from kvq.engine.params import HintAction
 from kvq.errors import OutOfBlocks
 from kvq.scheduler import Request, Scheduler
 from kvq.scheduler.request import RequestState
@@ -71,6 +73,7 @@ class _Simulation:
         while True:
             if len(gauges) == max_steps:
                 self._next = None
+            engine.now = self._now
             self._arrive()
             self._leave()
             if not (engine.scheduler.has_work or engine.scheduler.loading):
@@ -87,6 +90,7 @@ class _Simulation:
         check_empty(engine.scheduler)
         assert not engine.live, "requests never ended"
         self.result.seconds = self._now
+        self.result.kept = engine.kept()
         self.result.digest = engine.trace.digest()
 
     def _arrive(self) -> None:
@@ -116,6 +120,9 @@ class _Simulation:
             injector.damage(engine.manager.blocks.tiers)
         if injector.happens(faults.pin):
             self._pin(injector.one_of(list(engine.live)))
+        if injector.happens(faults.hint) and (known := injector.one_of(list(engine.sessions._sessions))):
+            action = injector.one_of(get_args(HintAction))
+            engine.sessions.hint(*known, action, injector.seconds(_PIN_S))
 
     def _preempt(self, request: Request | None) -> None:
         if request is None or request.preemptions >= _MOST_PREEMPTIONS:

@@ -11,6 +11,19 @@ from kvq.errors import ConfigError
 from kvq.scheduler import Priority, Request
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class SessionRequest(Request):
+    """Request that may name its session, as an engine's jobs do."""
+
+    session: str | None = None
+    retain_s: float | None = None
+
+    @property
+    def timing(self) -> "SessionRequest":
+        """What has `arrival_s`."""
+        return self
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedRequest:
     """One request to come."""
@@ -27,10 +40,12 @@ class SimulatedRequest:
     reuse: bool = True
     max_chunk: int | None = None
     patience_s: float | None = None  # the user cancels this long after the arrival
+    session: str | None = None
+    retain_s: float | None = None
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> SessionRequest:
         """A fresh request, as the scheduler takes it."""
-        return Request(
+        return SessionRequest(
             id=str(number),
             tokens=self.prompt,
             max_tokens=self.max_tokens,
@@ -40,6 +55,8 @@ class SimulatedRequest:
             shared_salt=self.shared_salt,
             max_reuse=None if self.reuse else 0,
             max_chunk=self.max_chunk,
+            session=self.session,
+            retain_s=self.retain_s,
         )
 
 
@@ -66,6 +83,8 @@ class Mix:
     patience_s: float = 1.0  # mean of the impatient
     num_tenants: int = 1
     end_token: int | None = None
+    session_share: float = 0.0  # name one of a few sessions
+    num_sessions: int = 6
 
     def __post_init__(self) -> None:
         for name in ("rate", "prompt_tokens", "output_tokens"):
@@ -111,6 +130,8 @@ def _job(mix: Mix, rng: random.Random, now: float, prompt: "array[int]") -> Simu
         reuse=rng.random() >= mix.whole_share,
         max_chunk=rng.randint(1, 16) if rng.random() < mix.chunk_share else None,
         patience_s=rng.expovariate(1 / mix.patience_s) if rng.random() < mix.impatient_share else None,
+        session=f"s{rng.randrange(mix.num_sessions)}" if rng.random() < mix.session_share else None,
+        retain_s=rng.choice([None, None, 0.0, 0.05, 1.0]),
     )
 
 
