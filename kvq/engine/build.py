@@ -15,7 +15,7 @@ from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
-from kvq.engine.tiering import build_tiers, engine_identity, rung_bytes, rungs_of
+from kvq.engine.tiering import build_tiers, engine_identity, rungs_of
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import Holding, KVLayout
@@ -28,7 +28,7 @@ from kvq.models.mtp import MtpHead
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of
-from kvq.sizing.pools import PoolPlan, reserve_blocks
+from kvq.sizing.pools import PoolPlan, reserve_blocks, rung_bytes
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))

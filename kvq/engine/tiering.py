@@ -16,6 +16,7 @@ from kvq.errors import ConfigError
 from kvq.layout import KVLayout, plan_layout
 from kvq.models import Model
 from kvq.sizes import binary, parse_bytes
+from kvq.sizing.pools import BESIDE, rung_bytes
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
 from kvq.tiers.sealing import Sealing, keyed_sealing
@@ -28,7 +29,6 @@ _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
 _PIECE_S = 0.02  # when idle: a new request waits this long at most
 _FULL_S = 0.005  # until the queue of a slow disk is looked at again
-_BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 
 
 def engine_identity(model: Model, rungs: list[KVLayout]) -> bytes:
@@ -62,7 +62,7 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
     host, disk = parse_bytes(config.kv_host, "kv_host"), parse_bytes(config.kv_disk, "kv_disk")
     groups = None
     if rungs and not host and not disk:  # what has no rungs would be lost, and with it the use of the rest
-        host, groups = pool_bytes // _BESIDE, {*range(len(model.layout.groups))} - rung_bytes(rungs).keys()
+        host, groups = pool_bytes // BESIDE, {*range(len(model.layout.groups))} - rung_bytes(rungs).keys()
     if not host and not disk:
         return None
     age, share, files = config.kv_max_age_s, config.kv_tenant_share, None
@@ -104,17 +104,6 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
                 f"{binary(sizes[at + 1])} a block, after {binary(sizes[at])}; leave it out"
             )
     return layouts
-
-
-def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
-    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs."""
-    if not rungs:
-        return {}
-    return {
-        number: [rung.groups[number].block_bytes for rung in rungs[1:]]
-        for number, group in enumerate(rungs[0].sealed)
-        if group.group.window is None
-    }
 
 
 class Upkeep:

@@ -15,6 +15,7 @@ CPU_FRACTION = 0.5
 CPU_MOST = 4 << 30  # bytes, by default: other programs need a host's memory, too
 STEP_MOST = 0.0625  # of the pools' memory, for a step's tokens while they are staged
 OTHERS_LEAST = 0.125  # of it, for staging groups, if a truncated context could take all
+BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 _USUAL = 1024  # tokens of the sequences for which recurrent states are sized
 _SHORT = 512  # tokens of the sequences for which staging areas are sized if pools are too small for all
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine, by default
@@ -108,6 +109,17 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
         step_tokens = steps[max(0, fits - 1)]
         blocks = needed(step_tokens)
     return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=limits["sequences"])
+
+
+def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
+    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs."""
+    if not rungs:
+        return {}
+    return {
+        number: [rung.groups[number].block_bytes for rung in rungs[1:]]
+        for number, group in enumerate(rungs[0].sealed)
+        if group.group.window is None
+    }
 
 
 def _with_states(
