@@ -162,6 +162,7 @@ def build_parts(
     _log_pools(pools, config, layout, max_context)
     swap = None if host_slots is None else (host_slots, config.swap_folder)
     rungs = rungs_of(config, model)
+    sizes = rung_bytes(rungs)
     tiers = build_tiers(config, model, rungs, bytes_of(layout, num_blocks))
     runner = Runner(model, pools, max_context, swap=swap, keeps_hidden=isinstance(helper, MtpHead))
     runner.cache.tiers = tiers
@@ -170,7 +171,7 @@ def build_parts(
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        **(layout.holding | Holding(snapshot_every=config.snapshot_every, rungs=rung_bytes(rungs))),
+        **(layout.holding | Holding(snapshot_every=config.snapshot_every, rungs=sizes)),
         host_slots=host_slots,
         identity=engine_identity(model, rungs) if model.prepared.exact or config.kv_dir is not None else b"",
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),

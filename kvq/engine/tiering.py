@@ -85,8 +85,8 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
     """Return the layouts of a ladder, from the model's own format on; empty without a ladder.
 
     Raises:
-        ConfigError: a format is unknown, doesn't fit or isn't smaller than the one before it, or the engine
-            promises exactness, which no ladder can keep.
+        ConfigError: a format is unknown or doesn't fit, or the engine promises exactness, which no ladder
+            can keep.
     """
     names = config.kv_ladder.split(",") if isinstance(config.kv_ladder, str) else list(config.kv_ladder)
     if not names or names == [""]:
@@ -95,15 +95,7 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
         raise ConfigError("exact and kv_ladder exclude each other: a ladder changes blocks; leave one out")
     size, order = model.layout.block_size, model.prepared.order
     plan = partial(plan_layout, model.geometry, block_size=size, order=order, staging=False)
-    layouts = [plan(model.recipe), *(plan(model.prepared.recipe(name.strip())) for name in names)]
-    sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
-    for at, name in enumerate(names):
-        if sizes[at + 1] >= sizes[at]:
-            raise ConfigError(
-                f"kv_ladder (--kv-ladder) must name ever smaller formats, but {name.strip()} takes "
-                f"{binary(sizes[at + 1])} a block, after {binary(sizes[at])}; leave it out"
-            )
-    return layouts
+    return [plan(model.recipe), *(plan(model.prepared.recipe(name.strip())) for name in names)]
 
 
 class Upkeep:

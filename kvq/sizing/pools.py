@@ -4,7 +4,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from kvq.errors import ConfigError
 from kvq.layout import GroupLayout, KVLayout, Role
 from kvq.sizing import needs
 from kvq.sizing.needs import bytes_of
@@ -112,12 +114,22 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
 
 
 def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
-    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs."""
-    if not rungs:
-        return {}
+    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs.
+
+    `rungs`: the layouts of a ladder, first that of the pools; with fewer than two there is no ladder.
+
+    Raises:
+        ConfigError: a format isn't smaller than the one before it.
+    """
+    for before, rung in pairwise(rungs):
+        if rung.kv_bytes_per_token >= before.kv_bytes_per_token:
+            raise ConfigError(
+                f"kv_ladder (--kv-ladder) must name ever smaller formats, but {rung.recipe.name} takes "
+                f"{rung.kv_bytes_per_token:,.0f} bytes a token, not below {before.kv_bytes_per_token:,.0f}"
+            )
     return {
         number: [rung.groups[number].block_bytes for rung in rungs[1:]]
-        for number, group in enumerate(rungs[0].sealed)
+        for number, group in enumerate(rungs[0].sealed if rungs[1:] else ())
         if group.group.window is None
     }
 

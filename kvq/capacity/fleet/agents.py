@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from json import JSONDecodeError
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,51 +17,90 @@ from kvq.capacity.fleet.arrivals import Call, drawn_tokens
 from kvq.capacity.fleet.records import Records
 from kvq.errors import ConfigError
 
+FORMAT_VERSION = 1
+_MOST_TOKENS = 1 << 24  # of a piece
+_PIECE = f"[seed, tokens] in whole numbers, with 1 to {_MOST_TOKENS:,} tokens"
+Turns = dict[Any, dict[str, Any]]  # fields by (session, turn)
 
-class AgentTrace:
-    """Turns of an agent trace."""
 
-    def __init__(self, path: Path, *, repeats_trace: bool = False) -> None:
-        """Read a trace, or raise ConfigError. `repeats_trace`: prompts have its answers, not the engines'."""
-        self._repeats_trace = repeats_trace
-        self.turns: list[dict[str, Any]] = []  # with tokens for pieces and numbers for other turns
-        numbers: dict[tuple[str, int], int] = {}
-        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:]):
-            try:
-                turn = strict_json.loads(line)
-                pieces = [
-                    drawn_tokens(random.Random(seed), n) for seed, n in (*turn["added"], turn["answer"])
-                ]
-                if len(pieces) < 2 or not all(pieces) or not 0 <= turn["pause_s"] < inf:
-                    raise ValueError("pieces must have tokens, and pauses at least 0 s")
-                base, *after = [one and numbers[tuple(one)] for one in (turn["base"], *turn["after"])]
-            except (ValueError, KeyError, TypeError) as error:  # KeyError: no turn before it
-                raise ConfigError(f"{path}, line {at + 2}: {type(error).__name__}: {error}") from error
-            self.turns.append(turn | {"pieces": pieces, "base": base, "after": after, "next": []})
-            numbers[turn["session"], turn["turn"]] = at
-            for other in after:
-                self.turns[other]["next"].append(at)
+def read_turns(path: Path) -> Turns:
+    """Return the turns of an agent trace. Ids of turns are tuples; those of `base` are also in `after`.
 
-    def calls(self, records: Records, step: Callable[[float], bool]) -> Iterator[Call]:
-        """Yield turns when they are due. `step` runs a step that begins before a time, if there is one."""
-        left = [len(turn["after"]) for turn in self.turns]
-        due = sorted([(turn["pause_s"], at) for at, turn in enumerate(self.turns) if not left[at]])  # a heap
-        said: dict[int | None, array[int]] = {None: array("I")}  # prompts with answers
-        running: dict[int, int] = {}  # turns by call
-        while due or running:
-            if not step(due[0][0] if due else inf):
-                now, at = heappop(due)
-                turn, number = self.turns[at], len(records)
-                *added, answer = turn["pieces"]
-                prompt, name = sum(added, said[turn["base"]]), str(turn["session"])
-                call = Call(
-                    number=number, arrival_s=now, prompt=prompt, output_tokens=len(answer), session=name
-                )
-                said[at] = prompt + (answer if self._repeats_trace else call.answer(0, len(answer)))
-                running[number] = at
-                yield call
-            for number in [number for number in running if records.fate[number]]:
-                for at in self.turns[running.pop(number)]["next"]:
-                    left[at] -= 1
-                    if not left[at]:
-                        heappush(due, (records.end_s[number] + self.turns[at]["pause_s"], at))
+    Raises:
+        ConfigError: a line is invalid; the message includes its number, the field, and what is allowed.
+    """
+    turns: Turns = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
+        try:
+            data = strict_json.loads(line)
+            if not isinstance(data, dict):
+                raise ValueError("every line is an object")
+            if number > 1:
+                turns[data.get("session"), data.get("turn")] = _checked(data, turns)
+            elif data.get("format_version") != FORMAT_VERSION:
+                raise ValueError(f"format_version must be {FORMAT_VERSION}")
+        except ValueError as error:
+            what = "it is no JSON" if isinstance(error, JSONDecodeError) else str(error)
+            raise ConfigError(f"{path}, line {number}: {what}") from error
+    if not turns:
+        raise ConfigError(f"{path} has no turns")
+    return turns
+
+
+def _checked(turn: dict[str, Any], earlier: Turns) -> dict[str, Any]:
+    """Return a turn as `read_turns` does. Raises ValueError if a field is invalid."""
+
+    def are(ones: Any, kind: type) -> bool:  # ids if `kind` is `str`, otherwise pieces
+        return isinstance(ones, list) and all(
+            isinstance(one, list)
+            and [*map(type, one)] == [kind, int]
+            and (tuple(one) in earlier if kind is str else 0 < one[1] <= _MOST_TOKENS)
+            for one in ones
+        )
+
+    names = ("session", "turn", "base", "after", "pause_s", "added", "answer")
+    session, number, base, after, pause_s, added, answer = map(turn.get, names)
+    is_new = type(number) is int and (str(session), number) not in earlier
+    rules = {
+        "session must be a text": isinstance(session, str),
+        "turn must be a whole number that the session did not have": is_new,
+        "base must be null or the [session, turn] of a line before": base is None or are([base], str),
+        "after must be a list of [session, turn] of lines before": are(after, str),
+        "pause_s must be seconds of at least 0": type(pause_s) in (int, float) and pause_s >= 0,
+        f"added must be a list of {_PIECE}, and not empty": added != [] and are(added, int),
+        f"answer must be {_PIECE}": are([answer], int),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(f"{rule}, got {turn.get(rule.split()[0])!r}")
+    ids = dict.fromkeys(tuple(one) for one in (*after, *([base] if base else [])))
+    return turn | {"base": base and tuple(base), "after": [*ids]}
+
+
+def agent_calls(
+    turns: Turns, records: Records, step: Callable[[float], bool], *, repeats_trace: bool = False
+) -> Iterator[Call]:
+    """Yield turns when they are due. `step` runs a step that begins before a time, if there is one.
+
+    `repeats_trace`: prompts have the answers of the trace, not those of the simulated engines.
+    """
+    left = {id: {*turn["after"]} for id, turn in turns.items()}  # what has to end first
+    due = sorted([(turn["pause_s"], id) for id, turn in turns.items() if not left[id]])  # a heap
+    said: dict[Any, array[int]] = {None: array("I")}  # prompts with answers
+    running: dict[int, tuple[str, int]] = {}  # turns by call
+    while due or running:
+        if not step(due[0][0] if due else inf):
+            now, id = heappop(due)
+            turn, number = turns[id], len(records)
+            *added, answer = [drawn_tokens(random.Random(x), n) for x, n in (*turn["added"], turn["answer"])]
+            prompt, count = sum(added, said[turn["base"]]), len(answer)
+            call = Call(number=number, arrival_s=now, prompt=prompt, output_tokens=count, session=id[0])
+            said[id] = prompt + (answer if repeats_trace else call.answer(0, count))
+            running[number] = id
+            yield call
+        for number in [number for number in running if records.fate[number]]:
+            ended = running.pop(number)
+            for id in [id for id, before in left.items() if ended in before]:
+                left[id].remove(ended)
+                if not left[id]:
+                    heappush(due, (records.end_s[number] + turns[id]["pause_s"], id))

@@ -12,7 +12,6 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from kvq.capacity.fleet.agents import AgentTrace
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.records import Fate, FleetRun, Records
@@ -20,7 +19,8 @@ from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
 
-Load = Iterable[Call] | AgentTrace
+# All requests, or a function that yields each when it is due, given the records and `_Fleet.step`
+Load = Iterable[Call] | Callable[[Records, Callable[[float], bool]], Iterator[Call]]
 Progress = Callable[[int], object]  # receives the number of requests that have arrived
 _OBJECTS = 100_000  # objects allocated between collections of the young generation
 
@@ -47,7 +47,7 @@ class FleetSpec:
 def serve(
     calls: Load, spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
 ) -> FleetRun:
-    """Serve requests in order of arrival, or turns when they are due, until all of them have finished.
+    """Serve requests in order of arrival until all of them have finished.
 
     `leaps=False` simulates every step separately: slower, but with the same results.
 
@@ -56,8 +56,8 @@ def serve(
     """
     fleet = _Fleet(spec, leaps)
     records = fleet.records
-    if isinstance(calls, AgentTrace):
-        calls = calls.calls(records, fleet.step)
+    if callable(calls):
+        calls = calls(records, fleet.step)
     with _rare_collections():
         for call in spec.faults.visit(calls):
             if records and call.arrival_s < records.arrival_s[-1]:

@@ -15,7 +15,6 @@ from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
-from kvq.layout import Holding
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
 from kvq.scheduler.request import Branch, Request
@@ -113,13 +112,15 @@ class Replica:
     def _begin(self) -> None:
         """Start an empty engine."""
         spec = self._spec
-        limits, windows = list(spec.time.limits or [None] * len(spec.time.windows)), list(spec.time.windows)
-        own = Holding(windows=windows, limits=limits, lag=spec.time.lag, state_group=spec.time.state_group)
         self.manager = BlockManager(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
+            windows=list(spec.time.windows),
+            limits=list(spec.time.limits or [None] * len(spec.time.windows)),
+            lag=spec.time.lag,
+            state_group=spec.time.state_group,
             reserve_blocks=reserve_blocks(spec.num_blocks),
-            **(own | spec.tiers.holding),
+            **spec.tiers.holding,
         )
         self.manager.blocks.tiers = self._disk.tiers()
         most = spec.config.max_num_batched_tokens

@@ -1,6 +1,6 @@
 """`kvq simulate`: KV formats and policies under one simulated load."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvq.sizes import binary, dollars
 
 _PROGRESS_EVERY = 100  # requests
 _COMPARED = ("kv", "gpus", "max_num_batched_tokens", "routing", "kv_host", "kv_disk")
+_PLACES = {"kv_host": "host memory", "kv_disk": "disk"}
 _GAINS = ("output_tokens_per_s", "ttft_ms_p95", "prefix_hit_rate")
 
 
@@ -90,7 +91,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
             row["wins"] = row is best if len(group) > 1 else None
 
 
-def gains(rows: list[dict[str, Any]], key: str, place: str) -> Iterator[str]:
+def gains(rows: list[dict[str, Any]], key: str, shown: Collection[str]) -> Iterator[str]:
     """Yield what a GiB of a tier buys, for each pair of successive sizes in rows that are otherwise alike."""
     alike = [name for name in _COMPARED if name != key]
     for less, more in pairwise(sorted(rows, key=lambda row: [row[name] for name in (*alike, key)])):
@@ -98,9 +99,16 @@ def gains(rows: list[dict[str, Any]], key: str, place: str) -> Iterator[str]:
             gib = (more[key] - less[key]) / (1 << 30)
             tokens, p95, hits = [((more[name] or 0) - (less[name] or 0)) / gib for name in _GAINS]
             yield (
-                f"{more['kv']}, {binary(less[key])} to {binary(more[key])} of {place}: each GiB buys "
-                f"{tokens:+,.3g} tokens/s, {p95:+,.0f} ms of TTFT p95, {hits:+.1%} of hits"
+                f"{_label(more, [name for name in alike if name in shown])}, {binary(less[key])} to "
+                f"{_label(more, [key])}: each GiB buys {tokens:+,.3g} tokens/s, {p95:+,.0f} ms of TTFT "
+                f"p95, {hits:+.1%} of hits"
             )
+
+
+def _label(row: dict[str, Any], names: Iterable[str]) -> str:
+    """Return a row's values of compared fields."""
+    sizes = {name: f"{binary(row[name])} of {place}" for name, place in _PLACES.items()}
+    return ", ".join(sizes.get(name) or str(row[name]) for name in names)
 
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
@@ -146,8 +154,7 @@ def _show(rows: list[dict[str, Any]], options: SimulateOptions) -> None:
     for row in rows:
         if row.get("wins"):
             echo(f"{row['kv']}, {row['replicas']} replicas: {row['routing']} wins")
-    for line in (*gains(rows, "kv_host", "host memory"), *gains(rows, "kv_disk", "disk")):
+    for line in (*gains(rows, "kv_host", shown), *gains(rows, "kv_disk", shown)):
         echo(line)
     for row in rows:
-        names = [str(row[key]) for key in shown if key in _COMPARED]
-        echo(f"digest {row['digest']}  {', '.join(names)}")
+        echo(f"digest {row['digest']}  {_label(row, [name for name in shown if name in _COMPARED])}")

@@ -1,15 +1,16 @@
 """Study of `kvq simulate`: one load, served by a simulated fleet in each KV format and policy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product, starmap
 from typing import Any, NamedTuple
 
-from kvq.capacity.fleet.agents import AgentTrace
-from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
+from kvq.capacity.fleet.agents import agent_calls, read_turns
+from kvq.capacity.fleet.arrivals import Arrivals, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
+from kvq.capacity.fleet.fleet import FleetSpec, Load, fewest_replicas, serve
 from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import costs, summarize
 from kvq.capacity.fleet.replica import EngineSpec
@@ -165,11 +166,8 @@ class Study:
         geometry, size = split_geometry(self._target.geometry, self._target.split), self._sizing.block_size
         names = [case.kv, *filter(None, self._options.kv_ladder.split(","))]
         layouts = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
-        holding = layouts[0].holding | Holding(rungs=rung_bytes(layouts) if layouts[1:] else {})
+        holding = Holding(block_bytes=layouts[0].holding["block_bytes"], rungs=rung_bytes(layouts))
         host, disk, groups = case.host_bytes // plan.split.gpus, case.disk_bytes // plan.split.gpus, None
-        sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
-        if sizes != sorted(set(sizes), reverse=True):
-            raise ConfigError(f"--kv-ladder must name ever smaller formats, got {', '.join(names)}")
         if layouts[1:] and not host and not disk:  # as in the engine
             host = bytes_of(layouts[0], plan.num_blocks) // BESIDE
             groups = {*range(len(plan.num_blocks))} - holding["rungs"].keys()
@@ -188,19 +186,19 @@ def _one_gpu(sizing: SizingOptions) -> Gpu:
     return gpu
 
 
-def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Iterator[Call] | AgentTrace]]:
+def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Load]]:
     """Return the number of requests, and a function that yields the same requests on every call."""
     path, rate, seed = options.trace, options.rate, options.seed
     if path is not None:
         if wrong := sorted(spelled for name, spelled in given_options().items() if name in _DRAWN):
             raise ConfigError(f"--trace has the requests already; leave out {', '.join(wrong)}")
         with path.open(encoding="utf-8", errors="replace") as file:
-            is_agents = file.readline(99).startswith('{"format_version"')
+            is_agents = '"format_version"' in file.readline(4096)
         if is_agents:
             if rate or options.requests or options.prefill_replicas:
                 raise ConfigError("agents' traces exclude --rate, --requests and --prefill-replicas")
-            agents = AgentTrace(path)
-            return len(agents.turns), lambda: agents
+            turns = read_turns(path)
+            return len(turns), lambda: partial(agent_calls, turns)
         number = sum(1 for _ in read_lines(path))  # checks every line before any work
         if not number:
             raise ConfigError(f"{path} has no requests")

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvq.capacity.fleet.agents import AgentTrace
+from kvq.capacity.fleet.agents import agent_calls, read_turns
 from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import Fate, FleetRun, summarize
@@ -48,9 +49,13 @@ def sessions(path: Path, count: int, turns: int) -> Path:
     return written(path, found)
 
 
+def load(path: Path) -> Any:
+    return partial(agent_calls, read_turns(path))
+
+
 def ran(path: Path, blocks: int = 400, tiers: TierSpec | None = None, **more: Any) -> FleetRun:
     spec = replace(engine(blocks), tiers=tiers or TierSpec())
-    return serve(AgentTrace(path), FleetSpec(engine=spec, **more))
+    return serve(load(path), FleetSpec(engine=spec, **more))
 
 
 def below(host: int = 0, disk: int = 0, **more: Any) -> TierSpec:
@@ -85,14 +90,17 @@ def test_slow_engines_get_turns_later(tmp_path: Path) -> None:
     path = sessions(tmp_path / "t.jsonl", 3, 4)
     slow = replace(engine(400), time=replace(engine().time, sequence_s=0.05))
     records = ran(path).records
-    later = serve(AgentTrace(path), FleetSpec(engine=slow)).records
+    later = serve(load(path), FleetSpec(engine=slow)).records
     assert max(later.arrival_s) > max(records.arrival_s) + 1
 
 
 def test_answers_of_the_trace_are_no_hits(tmp_path: Path) -> None:
     path = sessions(tmp_path / "t.jsonl", 1, 2)
     spec = FleetSpec(engine=engine(400))
-    own, given = (serve(AgentTrace(path, repeats_trace=x), spec).records.cached_tokens for x in (False, True))
+    own, given = (
+        serve(partial(agent_calls, read_turns(path), repeats_trace=x), spec).records.cached_tokens
+        for x in (False, True)
+    )
     assert (own[1], given[1]) == (176, 160)  # 160 tokens of the prompt, and 20 of the answer
 
 
@@ -126,20 +134,64 @@ def test_moving_takes_time(tmp_path: Path) -> None:
 def test_runs_repeat_and_leaps_change_nothing(tmp_path: Path, replicas: int) -> None:
     path = sessions(tmp_path / "t.jsonl", 8, 3)
     spec = FleetSpec(engine=engine(100), replicas=replicas, routing=Routing.SESSION)
-    digests = [serve(AgentTrace(path), spec, leaps=leaps).digest for leaps in (True, True, False)]
+    digests = [serve(load(path), spec, leaps=leaps).digest for leaps in (True, True, False)]
     assert len(set(digests)) == 1
     tiers = below(host=50, disk=200, rungs={0: [BLOCK // 2]})
     assert ran(path, 60, tiers).digest == ran(path, 60, tiers).digest
 
 
+def test_a_base_that_is_not_waited_for_is(tmp_path: Path) -> None:
+    turns = [turn("s1", 0, None, [], 1.5, 200), turn("f1", 0, ["s1", 0], [], 1.0, 50)]
+    records = ran(written(tmp_path / "t.jsonl", turns)).records
+    assert records.arrival_s[1] == records.end_s[0] + 1.0
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"base": ["s9", 0]}, {"after": [["s9", 0]]}, {"pause_s": -1}, {"answer": [1, 0]}, {"added": []},
-        {"session": None, "turn": None, "added": 3},
+        ({"session": 7}, "session must be a text, got 7"),
+        ({"turn": "0"}, "turn must be a whole number that the session did not have, got '0'"),
+        ({"session": "s1"}, "turn must be a whole number that the session did not have, got 0"),
+        ({"base": ["s9", 0]}, r"base must be null or the \[session, turn\] of a line before"),
+        ({"base": "s1"}, "base must be null or"),
+        ({"base": [["s1"], 0]}, "base must be null or"),
+        ({"after": [["s9", 0]]}, r"after must be a list of \[session, turn\] of lines before"),
+        ({"after": ["s1", 0]}, "after must be a list"),
+        ({"after": None}, "after must be a list"),
+        ({"pause_s": -1}, "pause_s must be seconds of at least 0, got -1"),
+        ({"pause_s": "2"}, "pause_s must be seconds of at least 0, got '2'"),
+        ({"pause_s": True}, "pause_s must be seconds of at least 0"),
+        ({"answer": [1, 0]}, r"answer must be \[seed, tokens\] in whole numbers, with 1 to 16,777,216"),
+        ({"answer": [1, 2.0]}, "answer must be"),
+        ({"answer": None}, "answer must be .* got None"),
+        ({"added": []}, r"added must be a list of \[seed, tokens\] .*, and not empty, got \[\]"),
+        ({"added": [[1, 2, 3]]}, "added must be a list"),
+        ({"added": [[1, 1 << 40]]}, "added must be a list"),
+        ({"added": 3}, "added must be a list"),
     ],
 )  # fmt: skip
-def test_bad_turns_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_bad_fields_are_named_with_what_is_allowed(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     turns = [turn("s1", 0, None, [], 1.5, 200), turn("s2", 0, None, [], 1.5, 200) | change]
-    with pytest.raises(ConfigError, match="line 3"):
-        AgentTrace(written(tmp_path / "t.jsonl", turns))
+    with pytest.raises(ConfigError, match=f"t.jsonl, line 3: {message}"):
+        read_turns(written(tmp_path / "t.jsonl", turns))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"format_version": 2}'], "line 1: format_version must be 1"),
+        (['{"format_version": 1}'], "has no turns"),
+        (['{"format_version": 1}', "[1]"], "line 2: every line is an object"),
+        (['{"format_version": 1}', "{"], "line 2: it is no JSON"),
+        (['{"format_version": 1}', '{"pause_s": NaN}'], "line 2: "),
+        (['{"format_version": 1}', "\udcff"], "line 2: it is no JSON"),
+        ([""], "has no turns"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=message):
+        read_turns(path)

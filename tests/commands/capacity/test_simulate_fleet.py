@@ -276,3 +276,6 @@ def test_agents_over_tiers_say_what_a_gib_buys(run, tmp_path):
     assert (status, "ever smaller formats" in err) == (2, True)
     status, _, err = run(*small, "--rate", 3)
     assert (status, "agents' traces exclude --rate" in err) == (2, True)
+    trace.write_text("\n".join(map(json.dumps, [turns[0], turns[1] | {"pause_s": -2}])))
+    status, _, err = run(*small)
+    assert (status, f"{trace}, line 2: pause_s must be seconds of at least 0, got -2\n" in err) == (2, True)
