@@ -27,7 +27,7 @@ from benchmarks.agents.trace import Piece, read_trace
 from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import percentile
 from kvq.blockmgr import Demote, Fill, Order, Pack
-from kvq.capacity.fleet.agents import agent_calls, read_turns
+from kvq.capacity.fleet.agents import agent_calls, read_agents
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.memory import TierSpec
@@ -41,7 +41,6 @@ from kvq.engine.requests.outputs import RequestOutput
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.steps.core import EngineCore
 from kvq.evals.report.results import envelope, write_json
-from kvq.layout import Holding
 from kvq.models import Model, load
 from kvq.sizes import parse_bytes
 from kvq.sizing.memory import kv_layout
@@ -69,7 +68,7 @@ class Served:
         self._base_s = 0.0
         self._watch()
         self.core.on_step(self._keep)
-        for call in agent_calls(read_turns(trace), self.records, self._step, repeats_trace=True):
+        for call in agent_calls(read_agents(trace), self.records, self._step, repeats_trace=True):
             self.records.open(call)
             self._base_s = max(self._base_s, call.arrival_s)
             self._submit(self._ids(call), call.output_tokens, call)
@@ -154,11 +153,11 @@ def simulate(
     names = [name for name in options.get("kv_ladder", "").split(",") if name]
     ladder = [layout, *(kv_layout(target.geometry, name) for name in names)]
     host, groups = parse_bytes(options.get("kv_host", "0"), "kv_host"), None
-    holding = Holding(block_bytes=layout.holding["block_bytes"], rungs=rung_bytes(ladder))
+    block_bytes, rungs = layout.holding["block_bytes"], rung_bytes(ladder)
     if names and not host:
         host = bytes_of(layout, num_blocks) // BESIDE
-        groups = {*range(len(num_blocks))} - holding["rungs"].keys()
-    tiers = TierSpec(holding=holding, host_bytes=host, groups=groups)
+        groups = {*range(len(num_blocks))} - rungs.keys()
+    tiers = TierSpec(block_bytes=block_bytes, rungs=rungs, host_bytes=host, groups=groups)
     if run.moved_bytes:
         tiers = replace(tiers, host_s=run.moved_s / run.moved_bytes)
     spec = EngineSpec(
@@ -168,7 +167,7 @@ def simulate(
         time=roofline(target, layout, SHEET, efficiency(costs, SHEET, source="these runs")),
         tiers=tiers,
     )
-    calls = partial(agent_calls, read_turns(trace), repeats_trace=True)
+    calls = partial(agent_calls, read_agents(trace), repeats_trace=True)
     return serve(calls, FleetSpec(engine=spec)).records
 
 
@@ -204,7 +203,7 @@ def main() -> None:
         found.append(row)
     if given.json is not None:
         command = ["python", "-m", "benchmarks.agents.simulated", *sys.argv[1:]]
-        facts = {"turns": len(read_turns(given.trace)), "pool_blocks": blocks, "clock": "CPU time, 1 thread"}
+        facts = {"turns": len(read_agents(given.trace)), "pool_blocks": blocks, "clock": "CPU time, 1 thread"}
         write_json(given.json, envelope(command, torch.device("cpu"), found, facts))
 
 

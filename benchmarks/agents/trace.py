@@ -21,7 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvq.capacity.fleet.agents import FORMAT_VERSION, read_turns
+from kvq.capacity.fleet.agents import FORMAT_VERSION, read_agents
 from kvq.errors import ConfigError
 
 TurnId = tuple[str, int]  # session, turn
@@ -132,7 +132,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: a line is invalid; the message includes its number.
     """
-    turns = [_turn(turn) for turn in read_turns(path).values()]
+    turns = [_turn(turn) for turn in read_agents(path).values()]
     with path.open(encoding="utf-8") as file:
         about = json.loads(file.readline())
     del about["format_version"]

@@ -23,7 +23,7 @@ _PIECE = f"[seed, tokens] in whole numbers, with 1 to {_MOST_TOKENS:,} tokens"
 Turns = dict[Any, dict[str, Any]]  # fields by (session, turn)
 
 
-def read_turns(path: Path) -> Turns:
+def read_agents(path: Path) -> Turns:
     """Return the turns of an agent trace. Ids of turns are tuples; those of `base` are also in `after`.
 
     Raises:
@@ -33,8 +33,7 @@ def read_turns(path: Path) -> Turns:
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
         try:
             data = strict_json.loads(line)
-            if not isinstance(data, dict):
-                raise ValueError("every line is an object")
+            data = data if isinstance(data, dict) else {}
             if number > 1:
                 turns[data.get("session"), data.get("turn")] = _checked(data, turns)
             elif data.get("format_version") != FORMAT_VERSION:
@@ -48,7 +47,7 @@ def read_turns(path: Path) -> Turns:
 
 
 def _checked(turn: dict[str, Any], earlier: Turns) -> dict[str, Any]:
-    """Return a turn as `read_turns` does. Raises ValueError if a field is invalid."""
+    """Return a turn as `read_agents` does. Raises ValueError if a field is invalid."""
 
     def are(ones: Any, kind: type) -> bool:  # ids if `kind` is `str`, otherwise pieces
         return isinstance(ones, list) and all(
@@ -59,7 +58,8 @@ def _checked(turn: dict[str, Any], earlier: Turns) -> dict[str, Any]:
         )
 
     names = ("session", "turn", "base", "after", "pause_s", "added", "answer")
-    session, number, base, after, pause_s, added, answer = map(turn.get, names)
+    values: list[Any] = [turn.get(name) for name in names]
+    session, number, base, after, pause_s, added, answer = values
     is_new = type(number) is int and (str(session), number) not in earlier
     rules = {
         "session must be a text": isinstance(session, str),

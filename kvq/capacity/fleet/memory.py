@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from kvq.blockmgr.events import Demote, Fill, Order
 from kvq.blockmgr.packed.ladder import Pack
-from kvq.layout import Holding
 from kvq.tiers.disk import Block, DiskTier
 from kvq.tiers.sealing import Sealing
 from kvq.tiers.tiers import Tiers
@@ -20,7 +19,8 @@ _UNIT = 1024  # bytes that one byte stands for
 class TierSpec:
     """Sizes and speeds of what keeps blocks beyond the pools; by default, nothing."""
 
-    holding: Holding = field(default_factory=Holding)  # the bytes of blocks, also in a ladder's formats
+    block_bytes: list[int] = field(default_factory=list)  # by layer group
+    rungs: dict[int, list[int]] = field(default_factory=dict)  # of a ladder; see `Holding`
     host_bytes: int = 0
     disk_bytes: int = 0
     groups: set[int] | None = None  # layer groups that the tiers keep; None: all
@@ -35,10 +35,9 @@ class TierSpec:
         """Carry out a step's orders, and return the number of bytes that each moves."""
         moved = []
         for order in (order for order in orders if isinstance(order, Demote | Fill | Pack)):
-            own = self.holding["block_bytes"][order.group]
-            sizes = [own, *self.holding.get("rungs", {}).get(order.group, [])]
+            sizes = [self.block_bytes[order.group], *self.rungs.get(order.group, [])]
             if isinstance(order, Pack):
-                moved += [own] * len(order.sources)
+                moved += sizes[:1] * len(order.sources)
                 continue
             moved.append(sizes[order.form.rung if isinstance(order, Demote) else order.rung])
             if isinstance(order, Demote) and tiers is not None:

@@ -40,7 +40,7 @@ class EngineSpec:
     @property
     def can_leap(self) -> bool:
         """True if several steps may be simulated at once, because no block leaves a window or a pool."""
-        has_tiers = self.tiers.host_bytes or self.tiers.disk_bytes or self.tiers.holding.get("rungs")
+        has_tiers = self.tiers.host_bytes or self.tiers.disk_bytes or self.tiers.rungs
         return not has_tiers and all(window is None for window in self.time.windows)
 
 
@@ -120,7 +120,8 @@ class Replica:
             lag=spec.time.lag,
             state_group=spec.time.state_group,
             reserve_blocks=reserve_blocks(spec.num_blocks),
-            **spec.tiers.holding,
+            block_bytes=spec.tiers.block_bytes or [1] * len(spec.num_blocks),
+            rungs=spec.tiers.rungs,
         )
         self.manager.blocks.tiers = self._disk.tiers()
         most = spec.config.max_num_batched_tokens

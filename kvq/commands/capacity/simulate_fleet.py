@@ -6,7 +6,7 @@ from functools import partial
 from itertools import islice, product, starmap
 from typing import Any, NamedTuple
 
-from kvq.capacity.fleet.agents import agent_calls, read_turns
+from kvq.capacity.fleet.agents import agent_calls, read_agents
 from kvq.capacity.fleet.arrivals import Arrivals, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
@@ -22,7 +22,6 @@ from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.declare import given_options, picked
 from kvq.errors import ConfigError
-from kvq.layout import Holding
 from kvq.scheduler import SchedulerConfig
 from kvq.sizes import parse_bytes
 from kvq.sizing.memory import kv_layout, split_geometry
@@ -166,12 +165,12 @@ class Study:
         geometry, size = split_geometry(self._target.geometry, self._target.split), self._sizing.block_size
         names = [case.kv, *filter(None, self._options.kv_ladder.split(","))]
         layouts = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
-        holding = Holding(block_bytes=layouts[0].holding["block_bytes"], rungs=rung_bytes(layouts))
+        block_bytes, rungs = layouts[0].holding["block_bytes"], rung_bytes(layouts)
         host, disk, groups = case.host_bytes // plan.split.gpus, case.disk_bytes // plan.split.gpus, None
         if layouts[1:] and not host and not disk:  # as in the engine
             host = bytes_of(layouts[0], plan.num_blocks) // BESIDE
-            groups = {*range(len(plan.num_blocks))} - holding["rungs"].keys()
-        return TierSpec(holding=holding, host_bytes=host, disk_bytes=disk, groups=groups)
+            groups = {*range(len(plan.num_blocks))} - rungs.keys()
+        return TierSpec(block_bytes=block_bytes, rungs=rungs, host_bytes=host, disk_bytes=disk, groups=groups)
 
 
 def _one_gpu(sizing: SizingOptions) -> Gpu:
@@ -197,7 +196,7 @@ def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Loa
         if is_agents:
             if rate or options.requests or options.prefill_replicas:
                 raise ConfigError("agents' traces exclude --rate, --requests and --prefill-replicas")
-            turns = read_turns(path)
+            turns = read_agents(path)
             return len(turns), lambda: partial(agent_calls, turns)
         number = sum(1 for _ in read_lines(path))  # checks every line before any work
         if not number:

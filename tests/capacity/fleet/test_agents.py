@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvq.capacity.fleet.agents import agent_calls, read_turns
+from kvq.capacity.fleet.agents import agent_calls, read_agents
 from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import Fate, FleetRun, summarize
 from kvq.capacity.fleet.routing import Routing
 from kvq.errors import ConfigError
-from kvq.layout import Holding
 from tests.capacity.fleet.kit import engine
 
 BLOCK = 1 << 20  # bytes
@@ -50,7 +49,7 @@ def sessions(path: Path, count: int, turns: int) -> Path:
 
 
 def load(path: Path) -> Any:
-    return partial(agent_calls, read_turns(path))
+    return partial(agent_calls, read_agents(path))
 
 
 def ran(path: Path, blocks: int = 400, tiers: TierSpec | None = None, **more: Any) -> FleetRun:
@@ -60,8 +59,7 @@ def ran(path: Path, blocks: int = 400, tiers: TierSpec | None = None, **more: An
 
 def below(host: int = 0, disk: int = 0, **more: Any) -> TierSpec:
     """Tiers of so many blocks."""
-    holding = Holding(block_bytes=[BLOCK], **more)
-    return TierSpec(holding=holding, host_bytes=host * BLOCK, disk_bytes=disk * BLOCK)
+    return TierSpec(block_bytes=[BLOCK], **more, host_bytes=host * BLOCK, disk_bytes=disk * BLOCK)
 
 
 def test_turns_pause_after_those_they_wait_for(tmp_path: Path) -> None:
@@ -98,7 +96,7 @@ def test_answers_of_the_trace_are_no_hits(tmp_path: Path) -> None:
     path = sessions(tmp_path / "t.jsonl", 1, 2)
     spec = FleetSpec(engine=engine(400))
     own, given = (
-        serve(partial(agent_calls, read_turns(path), repeats_trace=x), spec).records.cached_tokens
+        serve(partial(agent_calls, read_agents(path), repeats_trace=x), spec).records.cached_tokens
         for x in (False, True)
     )
     assert (own[1], given[1]) == (176, 160)  # 160 tokens of the prompt, and 20 of the answer
@@ -175,7 +173,7 @@ def test_bad_fields_are_named_with_what_is_allowed(
 ) -> None:
     turns = [turn("s1", 0, None, [], 1.5, 200), turn("s2", 0, None, [], 1.5, 200) | change]
     with pytest.raises(ConfigError, match=f"t.jsonl, line 3: {message}"):
-        read_turns(written(tmp_path / "t.jsonl", turns))
+        read_agents(written(tmp_path / "t.jsonl", turns))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,8 @@ def test_bad_fields_are_named_with_what_is_allowed(
     [
         (['{"format_version": 2}'], "line 1: format_version must be 1"),
         (['{"format_version": 1}'], "has no turns"),
-        (['{"format_version": 1}', "[1]"], "line 2: every line is an object"),
+        (['{"format_version": 1}', "[1]"], "line 2: session must be a text, got None"),
+        (["[1]"], "line 1: format_version must be 1"),
         (['{"format_version": 1}', "{"], "line 2: it is no JSON"),
         (['{"format_version": 1}', '{"pause_s": NaN}'], "line 2: "),
         (['{"format_version": 1}', "\udcff"], "line 2: it is no JSON"),
@@ -194,4 +193,4 @@ def test_bad_lines_are_named(tmp_path: Path, lines: list[str], message: str) -> 
     path = tmp_path / "t.jsonl"
     path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=message):
-        read_turns(path)
+        read_agents(path)
