@@ -21,9 +21,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvq.capacity.fleet.agents import FORMAT_VERSION, read_agents
 from kvq.errors import ConfigError
 
-FORMAT_VERSION = 1
 TurnId = tuple[str, int]  # session, turn
 
 
@@ -132,30 +132,14 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: a line is invalid; the message includes its number.
     """
-    first, *lines = path.read_text(encoding="utf-8").splitlines()
-    about = json.loads(first)
-    if about.pop("format_version", None) != FORMAT_VERSION:
-        raise ConfigError(f"{path} is no agent trace of version {FORMAT_VERSION}")
-    turns = []
-    for number, line in enumerate(lines, 2):
-        try:
-            turns.append(_turn(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+    turns = [_turn(turn) for turn in read_agents(path).values()]
+    with path.open(encoding="utf-8") as file:
+        about = json.loads(file.readline())
+    del about["format_version"]
     return Trace(turns, about)
 
 
 def _turn(data: dict[str, Any]) -> Turn:
-    pieces = tuple(Piece(*map(int, piece)) for piece in (*data["added"], data["answer"]))
-    if min(piece.tokens for piece in pieces) < 1 or data["pause_s"] < 0:
-        raise ValueError("pieces have at least one token, and pauses at least 0 s")
-    base = data["base"]
-    return Turn(
-        session=data["session"],
-        turn=data["turn"],
-        base=None if base is None else (base[0], base[1]),
-        after=tuple((session, turn) for session, turn in data["after"]),
-        pause_s=data["pause_s"],
-        added=pieces[:-1],
-        answer=pieces[-1],
-    )
+    *added, answer = [Piece(*piece) for piece in (*data["added"], data["answer"])]
+    plain = {name: data[name] for name in ("session", "turn", "base", "pause_s")}
+    return Turn(**plain, after=tuple(data["after"]), added=tuple(added), answer=answer)

@@ -15,7 +15,7 @@ from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
-from kvq.engine.tiering import build_tiers, engine_identity, ladder_bytes, rungs_of, tier_rungs
+from kvq.engine.tiering import build_tiers, engine_identity, ladder_of, rungs_of, tier_rungs
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import Holding, KVLayout
@@ -28,7 +28,7 @@ from kvq.models.mtp import MtpHead
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of
-from kvq.sizing.pools import PoolPlan, reserve_blocks
+from kvq.sizing.pools import PoolPlan, reserve_blocks, rung_bytes
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
@@ -164,12 +164,13 @@ def build_parts(
     num_blocks = pools.num_blocks
     _log_pools(pools, config, layout, max_context)
     rungs = rungs_of(config, model)
+    sizes, below = rung_bytes(rungs[: 1 + len(ladder_of(config))]), tier_rungs(config, rungs)
     tiers = build_tiers(config, model, rungs, bytes_of(layout, num_blocks))
     runner = Runner(model, pools, max_context, keeps_hidden=isinstance(helper, MtpHead))
     runner.cache.tiers = tiers
     if rungs:
         runner.cache.codec = ColdCodec(runner.cache, rungs[0], rungs[1:], model.prepared.backend)
-    more = Holding(snapshot_every=config.snapshot_every, rungs=ladder_bytes(config, rungs))
+    more = Holding(snapshot_every=config.snapshot_every, rungs=sizes)
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -177,7 +178,7 @@ def build_parts(
         identity=engine_identity(model, rungs) if model.prepared.exact or config.kv_dir is not None else b"",
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
-    manager.blocks.tiers, manager.blocks.tier_rungs = tiers, tier_rungs(config, rungs)
+    manager.blocks.tiers, manager.blocks.tier_rungs = tiers, below
     if tiers is not None:
         tiers.on_aged = lambda key: manager.misses.lose([key.digest], "too_old")
     scheduler = Scheduler(

@@ -16,6 +16,7 @@ from kvq.errors import ConfigError
 from kvq.layout import KVLayout, plan_layout
 from kvq.models import Model
 from kvq.sizes import binary, parse_bytes
+from kvq.sizing.pools import BESIDE, rung_bytes
 from kvq.tiers.disk import DiskTier
 from kvq.tiers.folder import Folder
 from kvq.tiers.sealing import Sealing, keyed_sealing
@@ -28,7 +29,6 @@ _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
 _PIECE_S = 0.02  # when idle: a new request waits this long at most
 _FULL_S = 0.005  # until the queue of a slow disk is looked at again
-_BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 
 
 def engine_identity(model: Model, rungs: list[KVLayout]) -> bytes:
@@ -62,7 +62,7 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
     host, disk = parse_bytes(config.kv_host, "kv_host"), parse_bytes(config.kv_disk, "kv_disk")
     groups = None
     if rungs and not host and not disk:  # what has no rungs would be lost, and with it the use of the rest
-        host, groups = pool_bytes // _BESIDE, {*range(len(model.layout.groups))} - {*_with_rungs(rungs)}
+        host, groups = pool_bytes // BESIDE, {*range(len(model.layout.groups))} - rung_bytes(rungs).keys()
     if not host and not disk:
         return None
     age, share, files = config.kv_max_age_s, config.kv_tenant_share, None
@@ -81,7 +81,8 @@ def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_
     return Tiers(host, files, groups=groups, max_age_s=age, tenant_share=share)
 
 
-def _ladder(config: EngineConfig) -> list[str]:
+def ladder_of(config: EngineConfig) -> list[str]:
+    """Return the formats of a ladder, in their order."""
     names = config.kv_ladder.split(",") if isinstance(config.kv_ladder, str) else config.kv_ladder
     return [name.strip() for name in names if name.strip()]
 
@@ -92,10 +93,10 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
     Empty if there is only the model's own.
 
     Raises:
-        ConfigError: a format is unknown, doesn't fit or isn't smaller than the one before it, or the engine
-            promises exactness, which fewer bits can't keep.
+        ConfigError: a format is unknown or doesn't fit, or the engine promises exactness, which fewer bits
+            can't keep.
     """
-    names, below = _ladder(config), config.kv_tier_format
+    names, below = ladder_of(config), config.kv_tier_format
     given = [*names, below] if below is not None and below not in names else names
     if not given:
         return []
@@ -104,38 +105,16 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
         raise ConfigError(f"exact and {option} exclude each other: fewer bits change blocks; leave one out")
     size, order = model.layout.block_size, model.prepared.order
     plan = partial(plan_layout, model.geometry, block_size=size, order=order, staging=False)
-    layouts = [plan(model.recipe), *(plan(model.prepared.recipe(name)) for name in given)]
-    sizes = [sum(group.block_bytes for group in layout.sealed) for layout in layouts]
-    for at, name in enumerate(given):
-        before = sizes[at] if at < len(names) else sizes[0]
-        if sizes[at + 1] >= before:
-            what = "kv_ladder (--kv-ladder) must name ever smaller formats"
-            if at >= len(names):
-                what = "kv_tier_format (--kv-tier-format) must be smaller than the pool's format"
-            raise ConfigError(
-                f"{what}, but {name} takes {binary(sizes[at + 1])} a block, after {binary(before)}; "
-                f"leave it out"
-            )
-    return layouts
-
-
-def _with_rungs(rungs: list[KVLayout]) -> list[int]:
-    """Return the layer groups whose blocks may be stored in fewer bits: those without windows and states."""
-    sealed = rungs[0].sealed if rungs else ()
-    return [number for number, group in enumerate(sealed) if group.group.window is None]
-
-
-def ladder_bytes(config: EngineConfig, rungs: list[KVLayout]) -> dict[int, list[int]]:
-    """Return the bytes of a block on every colder rung of a ladder, by layer group."""
-    colder = rungs[1 : 1 + len(_ladder(config))]
-    return {g: [rung.groups[g].block_bytes for rung in colder] for g in _with_rungs(rungs) if colder}
+    return [plan(model.recipe), *(plan(model.prepared.recipe(name)) for name in given)]
 
 
 def tier_rungs(config: EngineConfig, rungs: list[KVLayout]) -> dict[int, int]:
     """Return the rung on which blocks go to the tiers, by layer group; the others go as they are."""
-    names, below = _ladder(config), config.kv_tier_format
+    names, below = ladder_of(config), config.kv_tier_format
+    if below is None:
+        return {}
     rung = 1 + (names.index(below) if below in names else len(names))
-    return dict.fromkeys(_with_rungs(rungs), rung) if below is not None else {}
+    return dict.fromkeys(rung_bytes([rungs[0], rungs[rung]]), rung)
 
 
 class Upkeep:

@@ -4,7 +4,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from kvq.errors import ConfigError
 from kvq.layout import GroupLayout, KVLayout, Role
 from kvq.sizing import needs
 from kvq.sizing.needs import bytes_of
@@ -15,6 +17,7 @@ CPU_FRACTION = 0.5
 CPU_MOST = 4 << 30  # bytes, by default: other programs need a host's memory, too
 STEP_MOST = 0.0625  # of the pools' memory, for a step's tokens while they are staged
 OTHERS_LEAST = 0.125  # of it, for staging groups, if a truncated context could take all
+BESIDE = 4  # a ladder alone uses host memory of this part of the pools
 _USUAL = 1024  # tokens of the sequences for which recurrent states are sized
 _SHORT = 512  # tokens of the sequences for which staging areas are sized if pools are too small for all
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine, by default
@@ -108,6 +111,28 @@ def plan_pools(  # D269: the planner is the engine's own arithmetic
         step_tokens = steps[max(0, fits - 1)]
         blocks = needed(step_tokens)
     return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=limits["sequences"])
+
+
+def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
+    """Return the bytes of a block on every colder rung, by layer group; windows have no rungs.
+
+    `rungs`: the layouts of a ladder, first that of the pools; with fewer than two there is no ladder.
+
+    Raises:
+        ConfigError: a format isn't smaller than the one before it.
+    """
+    for before, rung in pairwise(rungs):
+        if rung.kv_bytes_per_token >= before.kv_bytes_per_token:
+            raise ConfigError(
+                f"kv_ladder (--kv-ladder) and kv_tier_format (--kv-tier-format) must name ever smaller "
+                f"formats, but {rung.recipe.name} takes {rung.kv_bytes_per_token:,.0f} bytes a token, not "
+                f"below the {before.kv_bytes_per_token:,.0f} of {before.recipe.name}"
+            )
+    return {
+        number: [rung.groups[number].block_bytes for rung in rungs[1:]]
+        for number, group in enumerate(rungs[0].sealed if rungs[1:] else ())
+        if group.group.window is None
+    }
 
 
 def _with_states(

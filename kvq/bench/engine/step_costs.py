@@ -33,7 +33,7 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     parameters = None
     with suppress(ConfigError):
         parameters = count_parameters(model.prepared.config, geometry)
-    slides = any(group.group.window is not None for group in layout.groups)
+    slides = any(group.group.window is not None and not group.is_staging for group in layout.groups)
     if len(steps) < _FEWEST_STEPS or slides or parameters is None or parameters.experts:
         return None
     rows = [step.decode_tokens + step.prefill_tokens for step in steps]
@@ -58,7 +58,7 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
         "sequence_s": sequence_s,
         "weight_bytes": read_bytes(model, parameters),
         "token_flops": 2 * parameters.active,
-        "kv_bytes": sum(group.block_bytes for group in layout.groups) / layout.block_size,
+        "kv_bytes": layout.kv_bytes_per_token,
         "pair_flops": 2 * geometry.q_heads * heads,
     }
 

@@ -85,7 +85,7 @@ class Arrivals:
     def _conversations(self, rng: random.Random) -> "Iterator[_Conversation]":
         now = 0.0
         number = self.num_prefixes if self.shared_prefix else 0
-        prefixes = [_tokens(rng, self.max_context) for _ in range(number)]
+        prefixes = [drawn_tokens(rng, self.max_context) for _ in range(number)]
         for number in count():
             now += rng.expovariate(self.rate / self.turns)
             yield _Conversation(
@@ -104,7 +104,7 @@ class Arrivals:
         prompt = talk.so_far[:length]
         if not prompt and talk.prefix is not None:
             prompt = talk.prefix[: round(self.shared_prefix * length)]
-        prompt = prompt + _tokens(rng, length - len(prompt))
+        prompt = prompt + drawn_tokens(rng, length - len(prompt))
         asked = self.output_lengths.draw(rng)
         output = min(asked, self.max_context - length)
         call = Call(
@@ -150,12 +150,12 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
         length = min(line.prompt_tokens, max_context - 1)
         prompt = array("I")
         for one in line.hash_ids[: -(-length // HASHED_TOKENS)]:  # the same tokens for the same id
-            prompt += _tokens(random.Random(one), HASHED_TOKENS)
+            prompt += drawn_tokens(random.Random(one), HASHED_TOKENS)
         prompt = prompt[:length]
         yield Call(
             number=number,
             arrival_s=now,
-            prompt=prompt + _tokens(rng, length - len(prompt)),
+            prompt=prompt + drawn_tokens(rng, length - len(prompt)),
             output_tokens=max(1, min(line.output_tokens, max_context - length)),
             is_cut=line.prompt_tokens + line.output_tokens > max_context,
             session=line.session or str(number),
@@ -177,7 +177,7 @@ class _Conversation:
     so_far: "array[int]" = field(default_factory=lambda: array("I"))
 
 
-def _tokens(rng: random.Random, number: int) -> "array[int]":
+def drawn_tokens(rng: random.Random, number: int) -> "array[int]":
     tokens = array("I")
     tokens.frombytes(rng.randbytes(tokens.itemsize * number))
     return tokens

@@ -19,6 +19,8 @@ from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
 
+# All requests, or a function that yields each when it is due, given the records and `_Fleet.step`
+Load = Iterable[Call] | Callable[[Records, Callable[[float], bool]], Iterator[Call]]
 Progress = Callable[[int], object]  # receives the number of requests that have arrived
 _OBJECTS = 100_000  # objects allocated between collections of the young generation
 
@@ -43,7 +45,7 @@ class FleetSpec:
 
 
 def serve(
-    calls: Iterable[Call], spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
+    calls: Load, spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
 ) -> FleetRun:
     """Serve requests in order of arrival until all of them have finished.
 
@@ -54,6 +56,8 @@ def serve(
     """
     fleet = _Fleet(spec, leaps)
     records = fleet.records
+    if callable(calls):
+        calls = calls(records, fleet.step)
     with _rare_collections():
         for call in spec.faults.visit(calls):
             if records and call.arrival_s < records.arrival_s[-1]:
@@ -111,6 +115,15 @@ class _Fleet:
         if self._looks:
             _advance(self._rest, call.arrival_s)
         self._place(call, self._route, self._rest, most)
+
+    def step(self, until: float) -> bool:
+        """Run the next step of any engine if it begins before `until`. Return False if there is none."""
+        busy = sorted([engine for engine in self.engines if engine.live], key=lambda engine: engine.now)
+        if not busy or busy[0].now >= until:
+            return False
+        others = [other.now for other in busy if other.now > busy[0].now]
+        busy[0].advance(min([until, *others]), once=True)
+        return True
 
     def end(self) -> None:
         """Serve the remaining requests; no more will arrive."""

@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
@@ -11,6 +11,7 @@ from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.closed_form import is_settled, repeat
 from kvq.capacity.fleet.drafting import Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults
+from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
@@ -34,11 +35,13 @@ class EngineSpec:
     time: StepTime  # includes the sliding windows
     computes_prompts: bool = True  # False: prompts arrive with their KV
     drafting: Drafting | None = None
+    tiers: TierSpec = field(default_factory=TierSpec)
 
     @property
     def can_leap(self) -> bool:
-        """True if several steps may be simulated at once, because no block can leave a sliding window."""
-        return all(window is None for window in self.time.windows)
+        """True if several steps may be simulated at once, because no block leaves a window or a pool."""
+        has_tiers = self.tiers.host_bytes or self.tiers.disk_bytes or self.tiers.rungs
+        return not has_tiers and all(window is None for window in self.time.windows)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +106,7 @@ class Replica:
         self._trouble = faults.of_replica(index)
         self._leaps = leaps and spec.can_leap
         self._rng = random.Random(f"drafts/{spec.drafting.seed if spec.drafting else 0}/{index}")
+        self._disk = spec.tiers.disk()  # outlives the engine
         self._begin()
 
     def _begin(self) -> None:
@@ -116,7 +120,10 @@ class Replica:
             lag=spec.time.lag,
             state_group=spec.time.state_group,
             reserve_blocks=reserve_blocks(spec.num_blocks),
+            block_bytes=spec.tiers.block_bytes or [1] * len(spec.num_blocks),
+            rungs=spec.tiers.rungs,
         )
+        self.manager.blocks.tiers = self._disk.tiers()
         most = spec.config.max_num_batched_tokens
         self._costs: CostModel = FixedCosts()
         if spec.computes_prompts:
@@ -162,13 +169,15 @@ class Replica:
         self._steady = []
         self.gauges.peak_waiting = max(self.gauges.peak_waiting, self.num_waiting)
 
-    def advance(self, until: float) -> None:
-        """Run every step that begins before `until`."""
+    def advance(self, until: float, *, once: bool = False) -> None:
+        """Run every step that begins before `until`; with `once`, at most until a request ends."""
         while self.live and self.now < until:
             if self.now >= self._trouble.death_s:
                 self._die(self.now)
             elif not (self._steady and self._leaps and self._leap(until)):
                 self._step()
+            if once:
+                return
         while not self.live and self._trouble.death_s < until < inf:
             self._die(max(self.now, self._trouble.death_s))
 
@@ -185,13 +194,17 @@ class Replica:
         if self._guesser is not None:
             self._guesser.plan(is_steady=bool(self._steady))
         self._steady = []
+        self._disk.advance(began)
         plan = scheduler.schedule(began)
         for request in scheduler.take_failed():
             self._end(request, Fate.FAILED, began)
         if plan is None:
             self.now += _IDLE_S
             return
-        seconds = self._seconds(plan)
+        seconds = self._seconds(plan) if plan.branches else 1e-9
+        if moved := self._spec.tiers.carry_out(plan.orders, self.manager.blocks.tiers):
+            self._costs.observe_move(len(moved) / 2, moving_s := self._spec.tiers.host_s * sum(moved))
+            seconds += moving_s
         end = self.now = began + seconds
         tickets = [self.live[branch.request] for branch in plan.branches]
         tokens = [

@@ -1,5 +1,7 @@
 """`kvq simulate`: KV formats and policies under one simulated load."""
 
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -14,9 +16,12 @@ from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.evals.report.page import Columns
 from kvq.evals.watch import Progress, part_of
-from kvq.sizes import dollars
+from kvq.sizes import binary, dollars
 
 _PROGRESS_EVERY = 100  # requests
+_COMPARED = ("kv", "gpus", "max_num_batched_tokens", "routing", "kv_host", "kv_disk")
+_PLACES = {"kv_host": "host memory", "kv_disk": "disk"}
+_GAINS = ("output_tokens_per_s", "ttft_ms_p95", "prefix_hit_rate")
 
 
 @click.command(name="simulate")
@@ -78,16 +83,38 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         replicas = None if finds_replicas else row["replicas"]
-        groups.setdefault((row["kv"], row["max_num_batched_tokens"], replicas), []).append(row)
+        key = (row["kv"], row["max_num_batched_tokens"], row["kv_host"], row["kv_disk"], replicas)
+        groups.setdefault(key, []).append(row)
     for group in groups.values():
         best = min(group, key=lambda row: (row["replicas"], -(row["slo_met"] or 0), row["ttft_ms_p50"] or 0))
         for row in group:
             row["wins"] = row is best if len(group) > 1 else None
 
 
+def gains(rows: list[dict[str, Any]], key: str, shown: Collection[str]) -> Iterator[str]:
+    """Yield what a GiB of a tier buys, for each pair of successive sizes in rows that are otherwise alike."""
+    alike = [name for name in _COMPARED if name != key]
+    for less, more in pairwise(sorted(rows, key=lambda row: [row[name] for name in (*alike, key)])):
+        if [less[name] for name in alike] == [more[name] for name in alike]:
+            gib = (more[key] - less[key]) / (1 << 30)
+            tokens, p95, hits = [((more[name] or 0) - (less[name] or 0)) / gib for name in _GAINS]
+            yield (
+                f"{_label(more, [name for name in alike if name in shown])}, {binary(less[key])} to "
+                f"{_label(more, [key])}: each GiB buys {tokens:+,.3g} tokens/s, {p95:+,.0f} ms of TTFT "
+                f"p95, {hits:+.1%} of hits"
+            )
+
+
+def _label(row: dict[str, Any], names: Iterable[str]) -> str:
+    """Return a row's values of compared fields."""
+    sizes = {name: f"{binary(row[name])} of {place}" for name, place in _PLACES.items()}
+    return ", ".join(sizes.get(name) or str(row[name]) for name in names)
+
+
 def columns(rows: list[dict[str, Any]]) -> Columns:
     """Return the table's columns, omitting compared fields that do not differ and events that never occur."""
-    compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
+    tiers = {"kv_host": ("host", binary), "kv_disk": ("disk", binary)}
+    compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", ""), **tiers}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {
         "handover_ms_p99": ("handed over p99", ",.1f"),
@@ -101,6 +128,7 @@ def columns(rows: list[dict[str, Any]]) -> Columns:
         **{key: one for key, one in compared.items() if len({row[key] for row in rows}) > 1},
         "output_tokens_per_s": ("tokens/s", ",.0f"),
         "ttft_ms_p50": ("TTFT p50", ",.0f"),
+        "ttft_ms_p95": ("p95", ",.0f"),
         "ttft_ms_p99": ("p99, ms", ",.0f"),
         "itl_ms_p50": ("ITL p50", ",.1f"),
         "itl_ms_p99": ("p99, ms", ",.1f"),
@@ -126,6 +154,7 @@ def _show(rows: list[dict[str, Any]], options: SimulateOptions) -> None:
     for row in rows:
         if row.get("wins"):
             echo(f"{row['kv']}, {row['replicas']} replicas: {row['routing']} wins")
+    for line in (*gains(rows, "kv_host", shown), *gains(rows, "kv_disk", shown)):
+        echo(line)
     for row in rows:
-        names = [str(row[key]) for key in shown if key in ("kv", "gpus", "max_num_batched_tokens", "routing")]
-        echo(f"digest {row['digest']}  {', '.join(names)}")
+        echo(f"digest {row['digest']}  {_label(row, [name for name in shown if name in _COMPARED])}")

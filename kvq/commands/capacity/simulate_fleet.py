@@ -1,13 +1,17 @@
 """Study of `kvq simulate`: one load, served by a simulated fleet in each KV format and policy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import islice, product, starmap
 from typing import Any, NamedTuple
 
-from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
+from kvq.capacity.fleet.agents import agent_calls, read_agents
+from kvq.capacity.fleet.arrivals import Arrivals, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
+from kvq.capacity.fleet.fleet import FleetSpec, Load, fewest_replicas, serve
+from kvq.capacity.fleet.memory import TierSpec
 from kvq.capacity.fleet.records import costs, summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
@@ -19,6 +23,10 @@ from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.declare import given_options, picked
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
+from kvq.sizes import parse_bytes
+from kvq.sizing.memory import kv_layout, split_geometry
+from kvq.sizing.needs import bytes_of
+from kvq.sizing.pools import BESIDE, rung_bytes
 
 _MOST_ROWS = 64
 _MAX_NUM_SEQS = 256
@@ -33,6 +41,8 @@ class _Case(NamedTuple):
     chunk: int
     routing: Routing
     replicas: int
+    host_bytes: int
+    disk_bytes: int
 
 
 class Study:
@@ -67,7 +77,9 @@ class Study:
                 f"each adds a token to a step; lower that too"
             )
         routings, replicas = map(Routing, options.routing), options.replicas or (1,)
-        combined = product(self._target.formats(kv), options.max_num_batched_tokens, routings, replicas)
+        tiers = [{parse_bytes(size, "it") for size in sizes} for sizes in (options.kv_host, options.kv_disk)]
+        formats, chunks = self._target.formats(kv), options.max_num_batched_tokens
+        combined = product(formats, chunks, routings, replicas, *map(sorted, tiers))
         cases = list(starmap(_Case, combined))
         if len(cases) > _MOST_ROWS:
             raise ConfigError(f"{len(cases)} combinations are too many to simulate; at most {_MOST_ROWS}")
@@ -88,7 +100,7 @@ class Study:
             engine=self._sizing.engine(case.chunk, sequences=self._max_num_seqs),
             efficiency=self._sizing.efficiency(gpu, case.kv),
         )
-        spec = self._engine(plan)
+        spec = replace(self._engine(plan), tiers=self._tiers(case, plan))
         transferred_bytes = plan.kv_bytes_per_token * plan.split.gpus
         runs = 0
 
@@ -119,6 +131,8 @@ class Study:
             "kv": case.kv,
             "max_num_batched_tokens": case.chunk,
             "routing": case.routing.value,
+            "kv_host": case.host_bytes,
+            "kv_disk": case.disk_bytes,
             "prefill_replicas": options.prefill_replicas,
             "speculation": None if self._drafting is None else options.speculation,
             "num_blocks": spec.num_blocks,
@@ -146,6 +160,18 @@ class Study:
             drafting=self._drafting,
         )
 
+    def _tiers(self, case: _Case, plan: CapacityPlan) -> TierSpec:
+        """Return what an engine has beyond its pools. Sizes are of all of a replica's GPUs."""
+        geometry, size = split_geometry(self._target.geometry, self._target.split), self._sizing.block_size
+        names = [case.kv, *filter(None, self._options.kv_ladder.split(","))]
+        layouts = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
+        block_bytes, rungs = layouts[0].holding["block_bytes"], rung_bytes(layouts)
+        host, disk, groups = case.host_bytes // plan.split.gpus, case.disk_bytes // plan.split.gpus, None
+        if layouts[1:] and not host and not disk:  # as in the engine
+            host = bytes_of(layouts[0], plan.num_blocks) // BESIDE
+            groups = {*range(len(plan.num_blocks))} - rungs.keys()
+        return TierSpec(block_bytes=block_bytes, rungs=rungs, host_bytes=host, disk_bytes=disk, groups=groups)
+
 
 def _one_gpu(sizing: SizingOptions) -> Gpu:
     gpu, *more = sizing.gpus()
@@ -159,12 +185,19 @@ def _one_gpu(sizing: SizingOptions) -> Gpu:
     return gpu
 
 
-def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Iterator[Call]]]:
+def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Load]]:
     """Return the number of requests, and a function that yields the same requests on every call."""
     path, rate, seed = options.trace, options.rate, options.seed
     if path is not None:
         if wrong := sorted(spelled for name, spelled in given_options().items() if name in _DRAWN):
             raise ConfigError(f"--trace has the requests already; leave out {', '.join(wrong)}")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            is_agents = '"format_version"' in file.readline(4096)
+        if is_agents:
+            if rate or options.requests or options.prefill_replicas:
+                raise ConfigError("agents' traces exclude --rate, --requests and --prefill-replicas")
+            turns = read_agents(path)
+            return len(turns), lambda: partial(agent_calls, turns)
         number = sum(1 for _ in read_lines(path))  # checks every line before any work
         if not number:
             raise ConfigError(f"{path} has no requests")

@@ -12,6 +12,7 @@ from kvq.commands.shared.param_types import (
     NATURAL,
     POSITIVE,
     SHARE,
+    SIZE,
     TOKENS,
     Finite,
     Several,
@@ -25,7 +26,7 @@ class SimulateOptions:
     """Options for the load, the fleet that serves the load, the goals, and faults."""
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
-    trace: Path | None = option(None, "Requests as JSON lines (kvq's, Mooncake's) or Azure's CSV.", type=FILE)
+    trace: Path | None = option(None, "JSON lines (kvq's, agents', Mooncake's) or Azure's CSV.", type=FILE)
     requests: int | None = option(
         None, "Number of requests.  [default: 2000, or the trace's]", type=AT_LEAST_1
     )
@@ -51,6 +52,9 @@ class SimulateOptions:
     max_num_batched_tokens: tuple[int, ...] = option(
         "2048", "Most new tokens of a step; several to compare.", type=Several(TOKENS)
     )
+    kv_host: tuple[str, ...] = option("0", "Host memory for KV; several to compare.", type=Several(SIZE))
+    kv_disk: tuple[str, ...] = option("0", "Disk for KV; several to compare.", type=Several(SIZE))
+    kv_ladder: str = option("", "Formats in which cold blocks stay in the pool.")
     prefix_caching: bool = option(
         True, "Reuse the KV of common prefixes.", names="--prefix-caching/--no-prefix-caching"
     )

@@ -52,6 +52,14 @@ def test_known_costs_are_found_again(tiny: Model, noise: float, off: float):
     assert costs["pair_s"] == pytest.approx(3e-8, rel=max(off, 0.3))
 
 
+def test_formats_with_recent_tokens_have_costs(tiny: Model):
+    staged = tiny.with_kv("int4")
+    assert staged.layout.is_staged
+    costs = fit_costs(steps(2000), staged)
+    assert costs["read_s"] == pytest.approx(2e-7, rel=0.1)
+    assert costs["kv_bytes"] == staged.layout.kv_bytes_per_token
+
+
 def test_nothing_costs_less_than_nothing(tiny: Model):
     costs = fit_costs(steps(60, noise=0.9), tiny)
     if costs is not None:

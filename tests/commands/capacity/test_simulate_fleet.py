@@ -244,3 +244,38 @@ def test_what_is_cut_or_empty_is_said(run, tmp_path):
     empty = tmp_path / "t.jsonl"
     empty.write_text("")
     assert run("--trace", empty)[::2] == (2, f"kvq: error: {empty} has no requests\n")
+
+
+def test_agents_over_tiers_say_what_a_gib_buys(run, tmp_path):
+    trace, path = tmp_path / "t.jsonl", tmp_path / "s.json"
+    turns = [{"format_version": 1}]
+    for number in range(3):
+        for i in range(8):
+            before = [f"s{i}", number - 1] if number else None
+            turns.append({
+                "session": f"s{i}", "turn": number, "base": before, "after": [before] if before else [],
+                "pause_s": 2.0, "added": [[100 * number + i, 1500]], "answer": [1, 20],
+            })  # fmt: skip
+    trace.write_text("\n".join(map(json.dumps, turns)))
+    small = ("--trace", trace, "--kv", "int8", "--gpu-memory-utilization", 0.03, "--max-model-len", 8192)
+    status, out, _ = run(*small, "--kv-host", "0,512MiB,4GiB", "--json", path)
+    assert status == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["kv_host"] for row in rows] == [0, 512 << 20, 4 << 30]
+    assert [row["served"] for row in rows] == [24] * 3
+    hits = [row["prefix_hit_rate"] for row in rows]
+    assert hits[0] < hits[2]
+    assert hits == sorted(hits)
+    assert len(re.findall(r"^int8, .* of host memory: each GiB buys [+-]", out, re.M)) == 2
+    status, out, _ = run(*small, "--kv-disk", "0,4GiB", "--kv-ladder", "int4,int3", "--json", path)
+    assert status == 0
+    assert "4.00 GiB of disk: each GiB buys" in out
+    ladder, disk = json.loads(path.read_text())["rows"]
+    assert hits[0] < ladder["prefix_hit_rate"] <= disk["prefix_hit_rate"]
+    status, _, err = run(*small, "--kv-ladder", "int3,int4")
+    assert (status, "ever smaller formats" in err) == (2, True)
+    status, _, err = run(*small, "--rate", 3)
+    assert (status, "agents' traces exclude --rate" in err) == (2, True)
+    trace.write_text("\n".join(map(json.dumps, [turns[0], turns[1] | {"pause_s": -2}])))
+    status, _, err = run(*small)
+    assert (status, f"{trace}, line 2: pause_s must be seconds of at least 0, got -2\n" in err) == (2, True)
