@@ -19,8 +19,8 @@ def digest_context(layout: GroupLayout, recipe: KVRecipe) -> bytes:
 def block_digest(content: Tensor, place: int, context: bytes) -> bytes:
     """Return the 16-byte digest of `content`, host bytes uint8 [...], as stored at `place`: xxh3-128.
 
-    `place` is a host slot or the index of a stored block, so bytes moved elsewhere don't match. `context`:
-    from `digest_context`.
+    `place` is the index of a stored block, so bytes moved elsewhere don't match. `context`: from
+    `digest_context`.
     """
     hasher = xxhash.xxh3_128(context)
     hasher.update(place.to_bytes(8, "little"))

@@ -651,7 +651,7 @@ def test_wrong_numbers_of_parameters_and_unknown_priorities_are_refused(llm):
         ({"itl_slo_s": float("inf")}, "itl_slo_s must be a finite number"),
         ({"max_step_stretch": float("nan")}, "max_step_stretch must be a finite number"),
         ({"async_scheduling": "no"}, "async_scheduling must be True or False, got 'no'"),
-        ({"swap_memory": "1GiB"}, "unknown option 'swap_memory'; give kv_host, such as '8GiB'; an engine"),
+        ({"swap_memory": "1GiB"}, "unknown option 'swap_memory'; give kv_host, such as '8GiB'; "),
         ({"swap_folder": "/tmp"}, "unknown option 'swap_folder'; give kv_disk, such as '100GiB', and kv_dir"),
     ],
 )

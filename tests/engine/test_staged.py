@@ -16,7 +16,7 @@ STAGED = [
     *("int4+sinks=4+recent=5", "int8/int4_mean+sinks=17+recent=33"),
 ]
 NEW = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
-# Prompts in several chunks; preemptions by computing again, and by swapping; prefixes taken and waited for.
+# Prompts in several chunks; preemptions, with host memory and without; prefixes taken and waited for.
 WAYS = [
     {"max_num_batched_tokens": 19},
     {"num_blocks": 14, "max_context": 112},

@@ -152,18 +152,22 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
     assert_balanced(again)
 
 
-def test_a_preempted_request_gets_its_blocks_back_instead_of_computing_them() -> None:
-    model = pair("llama")[0]
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_preempted_request_gets_its_blocks_back_instead_of_computing_them(family: str) -> None:
+    model = pair(family)[0]
     long = SamplingParams(max_tokens=60, ignore_eos=True)
     wanted = tokens_of(engine(model, num_blocks=256).generate(prompts(4), long))
-    plain, kept = engine(model, num_blocks=22), engine(model, num_blocks=22, kv_host=4 * MIB)
-    for llm in (plain, kept):
-        assert tokens_of(llm.generate(prompts(4), long)) == wanted
+    recomputed, restored = [], []
+    for options in ({}, {"kv_host": 4 * MIB}):
+        llm = engine(model, num_blocks=22, **options)
+        outputs = llm.generate(prompts(4), long)
+        assert tokens_of(outputs) == wanted
         assert llm.core.scheduler.counters.preemptions > 0
         assert_balanced(llm)
-    lost = [llm.core.scheduler.manager for llm in (plain, kept)]
-    assert lost[1].blocks.tiers is not None
-    assert kept.core.scheduler.loading.loaded_tokens > 0
+        recomputed.append(sum(output.receipt.recomputed_tokens for output in outputs))
+        restored.append(sum(output.receipt.restored_tokens for output in outputs))
+    assert recomputed[1] < recomputed[0] / 3
+    assert restored[1] > restored[0] == 0
 
 
 def test_a_cancelled_request_leaves_its_load_to_others() -> None:

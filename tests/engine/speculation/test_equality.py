@@ -16,7 +16,7 @@ FORMATS = [
     "fp32", "bf16", "fp16", "fp8", "int8", "int6", "int5", "int4", "int4_rot", "int3", "int2",
     "k8v4", "int4_g16_s8_mean_rot", "int3_mean", "int4+sinks=4+recent=5", "int8/int4_mean+sinks=17+recent=33",
 ]  # fmt: skip
-# Prompts in several chunks; preemptions by computing again, and by swapping; steps launched ahead.
+# Prompts in several chunks; preemptions, with host memory and without; steps launched ahead.
 WAYS = [
     {"max_num_batched_tokens": 19},
     {"num_blocks": 14, "max_context": 112},
