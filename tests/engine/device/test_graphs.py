@@ -161,7 +161,6 @@ def test_what_a_graph_reads_outlives_its_capture(tiny):
     assert len(outside.read) > 100
     assert not any(storage.expired() for storage in outside.read)
     assert graphs is not None
-    llm.core.runner.close()
 
 
 def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
@@ -175,4 +174,3 @@ def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
     core.runner.prepare(prefill)
     core.scheduler.commit(prefill, [[7]])
     assert graphs.takes(core.scheduler.schedule(0.0))
-    llm.core.runner.close()
