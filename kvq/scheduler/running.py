@@ -78,8 +78,12 @@ class Running:
         return self.manager.pins.release_first()
 
     def detach(self, request: Request) -> None:
-        """Take a request off its row, if it has one. It keeps its blocks."""
-        self._leave(request)
+        """Take a request off its rows, if it has any. It keeps its blocks."""
+        for branch in request.live:
+            self.active.pop(branch, None)
+            self._give_row_back(branch)
+        self.requests.pop(request, None)
+        request.state = RequestState.PREEMPTED
 
     def drop(self, request: Request) -> None:
         """Free all blocks of a request. What is not found or loaded later will be computed again."""
@@ -89,7 +93,7 @@ class Running:
                 branch.rewound = 0
                 self._free(branch)
         request.is_forked, request.num_loads = len(request.live) == 1, 0
-        self._leave(request)
+        self.detach(request)
 
     def close(self, branch: Branch) -> None:
         """End one branch, freeing its blocks and its row."""
@@ -163,13 +167,6 @@ class Running:
             request.place = self._places
         request.state = RequestState.RUNNING
         self.requests[request] = None
-
-    def _leave(self, request: Request) -> None:
-        for branch in request.live:
-            self.active.pop(branch, None)
-            self._give_row_back(branch)
-        self.requests.pop(request, None)
-        request.state = RequestState.PREEMPTED
 
     def _free(self, branch: Branch) -> None:
         self.active.pop(branch, None)
