@@ -65,6 +65,7 @@ class Blocks:
         self.events = Events()
         self.orders: list[Order] = []
         self.tiers: Tiers | None = None
+        self.cold_share = 1.0  # largest share of a prompt that may have been stored in fewer bits
         self.tier_rungs: dict[int, int] = {}  # by layer group; blocks of others go to the tiers as they are
         self.ladder = Ladder(self.pools, {group: [self.block_bytes[group], *rungs[group]] for group in rungs})
         self._is_packing = False

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Stored
+from kvq.blockmgr.events import Copy, Stored
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence, tables_of
@@ -111,8 +111,17 @@ class Prefixes:
         self._computing: dict[bytes, Sequence] = {}  # by digest of a prompt block
 
     def hit(self, prompt: PrefixQuery) -> Hit:
-        """Return the longest hit that leaves at least one token to compute. Changes nothing."""
-        return find(self._blocks, prompt, most_reused(prompt))
+        """Return the longest hit that leaves at least one token to compute. Changes nothing.
+
+        It ends before more blocks than `Blocks.cold_share` allows were stored in fewer bits.
+        """
+        most, blocks = most_reused(prompt), self._blocks
+        found = find(blocks, prompt, most)
+        if blocks.cold_share < 1:
+            cold = [i for i, node in enumerate(found.nodes) if node.coldest]
+            if len(cold) > (allowed := most_cold(blocks, prompt)):
+                return find(blocks, prompt, cold[allowed] * blocks.block_size)
+        return found
 
     def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
         """Return the longest hit in complete blocks as (length, starts, tables by group). Changes nothing."""
@@ -215,9 +224,12 @@ class Prefixes:
             node = index.insert(sequence.node, digest, tokens)
             if node is None or self._splits_forks(sequence, i, node):
                 break
+            is_computed = i * size >= sequence.adopted
             for group in groups:
                 if sequence.holds(group, i):
-                    self._settle(sequence, group, i, node)
+                    self._settle(sequence, group, i, node, replaces=is_computed and node.coldest > 0)
+            if is_computed:
+                node.coldest = 0
             sequence.node = node
             sequence.depth += 1
             if i == sequence.tail:
@@ -286,8 +298,11 @@ class Prefixes:
             if sequence.holds(group, i) and group != sequence.state_group
         )
 
-    def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
-        """Index a sequence's block, or make the sequence use the block that is already indexed."""
+    def _settle(self, sequence: Sequence, group: int, i: int, node: Node, *, replaces: bool) -> None:
+        """Index a sequence's block, or make the sequence use the block that is already indexed.
+
+        `replaces`: the indexed block gets the content of the sequence's block, which lost nothing.
+        """
         blocks, table = self._blocks, sequence.tables[group]
         states = blocks.states
         if states is not None and group == states.group and not states.keeps(sequence, i):
@@ -305,10 +320,17 @@ class Prefixes:
                 stored = Stored(group=group, block=mine, digest=node.digest, parent=node.parent.digest)
                 blocks.events.add(stored)
         elif known != mine:
+            if replaces:
+                blocks.orders.append(Copy(group=group, source=mine, target=known))
             pool.share(known)
             pool.release(mine)
             table[i] = known
             sequence.mark(group, i)
+
+
+def most_cold(blocks: Blocks, prompt: PrefixQuery) -> int:
+    """Return how many blocks of a hit may have been stored in fewer bits."""
+    return int(blocks.cold_share * (most_reused(prompt) // blocks.block_size))
 
 
 def most_reused(prompt: PrefixQuery) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.blockmgr.events import Fill
-from kvq.blockmgr.hits import Prefixes, most_reused
+from kvq.blockmgr.hits import Prefixes, most_cold, most_reused
 from kvq.blockmgr.packed.ladder import Packed
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import PrefixQuery
@@ -43,35 +43,31 @@ class Below:
         self._blocks, self._tables, self._prefixes = tables.blocks, tables, prefixes
         self._begin, self._commit, self._free = begin, commit, free
 
-    def restorable(self, prompt: PrefixQuery, *, cold_share: float = 1.0) -> int:
+    def restorable(self, prompt: PrefixQuery) -> int:
         """Return how many tokens of a prompt would be a hit after `restore`. Changes nothing.
 
-        0 without tiers or packed blocks; otherwise a multiple of the block size. `cold_share`: largest share
-        of the prompt that may have been stored in fewer bits.
+        0 without tiers or packed blocks; otherwise a multiple of the block size.
         """
-        blocks, tiers = self._blocks, self._blocks.tiers
-        if tiers is None and not len(blocks.ladder):
+        blocks = self._blocks
+        if blocks.tiers is None and not len(blocks.ladder):
             return 0
-        size = blocks.block_size
-        most = most_reused(prompt) // size
-        nodes, max_cold = blocks.index.walk(prompt, most), int(cold_share * most)
-        cold = {index for index, node in enumerate(nodes) if node.coldest}
+        size, cold = blocks.block_size, set[int]()
+        depth = most_reused(prompt) // size
 
         def has(group: int, index: int) -> bool:
-            if index < len(nodes) and nodes[index].blocks[group] is not None:
-                return True
-            key = BlockKey(prompt.root, blocks.index.digest_at(prompt, index), group)
-            packed = blocks.ladder.find(key)
-            form = packed.form if packed is not None else None if tiers is None else tiers.find(key)
-            if form is not None and form.coldest:
+            coldest = self._coldest(prompt, group, index)
+            if coldest:
                 cold.add(index)
-            return form is not None and (not form.coldest or len(cold) <= max_cold)
+            return coldest is not None
 
-        depth = most
         for group, window in enumerate(blocks.windows):
             if window is None:
                 end = blocks.entries(group, depth * size)
                 depth = next((i for i in range(end) if not has(group, i)), depth)
+        if len(found := sorted(index for index in cold if index < depth)) > (
+            allowed := most_cold(blocks, prompt)
+        ):
+            depth = found[allowed]
         while depth and not all(
             has(group, i)
             for group, window in enumerate(blocks.windows)
@@ -80,6 +76,20 @@ class Below:
         ):
             depth -= 1
         return depth * size
+
+    def is_too_cold(self, prompt: PrefixQuery, index: int) -> bool:
+        """Return True if a block is kept, but only in fewer bits."""
+        return any(self._coldest(prompt, group, index) for group in range(len(self._blocks.pools)))
+
+    def _coldest(self, prompt: PrefixQuery, group: int, index: int) -> int | None:
+        """Return the coldest rung that a block has been on, wherever it is, or None if it is nowhere."""
+        blocks = self._blocks
+        key = BlockKey(prompt.root, blocks.index.digest_at(prompt, index), group)
+        if (node := blocks.index.get(key.digest)) is not None and node.blocks[group] is not None:
+            return node.coldest
+        packed = blocks.ladder.find(key)
+        form = packed.form if packed is not None else None if blocks.tiers is None else blocks.tiers.find(key)
+        return None if form is None else form.coldest
 
     def restore(self, prompt: PrefixQuery, length: int) -> Restore:
         """Start a sequence whose first `length` tokens are indexed or are filled in.

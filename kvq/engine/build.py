@@ -179,6 +179,8 @@ def build_parts(
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
     manager.blocks.tiers, manager.blocks.tier_rungs = tiers, below
+    if config.kv_cold_share < 1:
+        manager.blocks.cold_share, manager.misses.refuses = config.kv_cold_share, manager.below.is_too_cold
     if tiers is not None:
         tiers.on_aged = lambda key: manager.misses.lose([key.digest], "too_old")
     scheduler = Scheduler(
@@ -190,7 +192,6 @@ def build_parts(
             **{name: getattr(config, name) for name in _GOALS},
         ),
         costs,
-        cold_share=config.kv_cold_share,
     )
     return scheduler, runner
 

@@ -35,9 +35,8 @@ class _Load:
 class Loading:
     """Loads in progress, oldest first."""
 
-    def __init__(self, manager: BlockManager, costs: CostModel, *, cold_share: float = 1.0) -> None:
-        """`cold_share`: largest share of a prompt that may have been stored in fewer bits."""
-        self._manager, self._costs, self._cold_share = manager, costs, cold_share
+    def __init__(self, manager: BlockManager, costs: CostModel) -> None:
+        self._manager, self._costs = manager, costs
         self._loads: dict[bytes, _Load] = {}  # by digest of the last block
         self._held: dict[Request, Sequence] = {}  # loaded for requests that wait to start
         self.loaded_tokens = 0  # since the start
@@ -52,7 +51,7 @@ class Loading:
         Returns the sequence to wait for, or None if the request should start with what the index has.
         """
         manager = self._manager
-        length = manager.below.restorable(prompt, cold_share=self._cold_share)
+        length = manager.below.restorable(prompt)
         if length <= found or request.num_loads >= _MOST_LOADS:
             return None
         last = manager.blocks.index.digest_at(prompt, length // manager.block_size - 1)
@@ -73,6 +72,13 @@ class Loading:
         """Let others evict what was loaded for a request that has started or ended."""
         if (sequence := self._held.pop(request, None)) is not None:
             self._manager.free(sequence)
+
+    def abandon(self) -> None:
+        """Give up all loads, since orders may be lost."""
+        for last in list(self._loads):
+            self._end(last, is_complete=False)
+        while self.give_back():
+            pass
 
     def give_back(self) -> bool:
         """Let others evict what was loaded for a waiting request. Return False if there is nothing."""
@@ -124,7 +130,8 @@ class Loading:
             self.num_failed += 1
             return
         request = load.request
-        if request.branches and request.state is not RequestState.ENDED and request not in self._held:
+        waits = request.state in (RequestState.WAITING, RequestState.PREEMPTED)
+        if request.branches and waits and request not in self._held:
             self._held[request] = load.restore.sequence
         else:
             self._manager.free(load.restore.sequence)
@@ -135,7 +142,8 @@ class Loading:
         if request.preemptions:
             request.usage.restored += size * len(fetched)
         else:
-            request.disk_tokens, request.host_tokens = size * on_disk, size * (len(fetched) - on_disk)
+            request.disk_tokens += size * on_disk
+            request.host_tokens += size * (len(fetched) - on_disk)
         self.loaded_tokens += size * len({key.digest for _, key in load.restore.missing})
 
     def _most_filled(self, num_running: int) -> int:

@@ -97,7 +97,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens found in the prefix index
     host_tokens: int = 0  # tokens that came back from host memory for it
     disk_tokens: int = 0  # tokens that came back from the disk for it
-    cold_tokens: int = 0  # prompt tokens found there that were stored in fewer bits meanwhile
+    cold_tokens: int = 0  # tokens found there, also after a preemption, that were stored in fewer bits
     num_loads: int = 0
     texts: Items[tuple[int, int]] = ()  # of a chat: token ranges of the messages' texts in the prompt
     miss: PrefixMiss | None = None  # why no more tokens were cached, if more could have been

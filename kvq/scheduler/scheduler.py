@@ -27,10 +27,7 @@ class Scheduler:
     scheduler.commit(plan, tokens)                # then `finish`, `branch_out` or continue
     """
 
-    def __init__(
-        self, manager: BlockManager, config: SchedulerConfig, costs: CostModel, *, cold_share: float = 1.0
-    ) -> None:
-        """`cold_share`: largest share of a prompt that may have been stored in fewer bits."""
+    def __init__(self, manager: BlockManager, config: SchedulerConfig, costs: CostModel) -> None:
         self.manager = manager
         self.config = config
         self.costs = costs
@@ -43,7 +40,7 @@ class Scheduler:
             reaches=[Reach(*rule, group == manager.blocks.state_group) for group, rule in enumerate(rules)],
             block_size=manager.block_size,
         )
-        self.loading = Loading(manager, costs, cold_share=cold_share)
+        self.loading = Loading(manager, costs)
         self._admission = Admission(manager, config, costs, self.running, self.shape)
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that also had decodes
         self._failed: list[Request] = []
@@ -363,6 +360,8 @@ class Scheduler:
         self.loading.let_go(request)
         if request.admitted_s is None:
             self._count_admission(branch, step.now)
+        if self.manager.blocks.ladder.has_rungs or self.manager.blocks.tier_rungs:
+            request.cold_tokens = max(request.cold_tokens, self.manager.below.cold_tokens(held(branch)))
         self._prefill(step, branch)
         if branch.sequence is not None:  # otherwise the request was given up
             step.promised = added(step.promised, admission.taken(branch.sequence.length, len(prompt.tokens)))
@@ -372,7 +371,5 @@ class Scheduler:
         request, reused = branch.request, held(branch).length
         request.admitted_s, request.cached_tokens = now, reused
         request.miss = self.running.explain(branch)
-        if self.manager.blocks.ladder.has_rungs or self.manager.blocks.tier_rungs:
-            request.cold_tokens = self.manager.below.cold_tokens(held(branch))
         self.counters.admit(request)
         self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)

@@ -11,7 +11,7 @@ from kvq.cache.cold import ColdCodec
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError
 from kvq.layout import plan_layout
-from tests.engine.kit import BLOCK, assert_balanced, engine, pair, tokens_of
+from tests.engine.kit import BLOCK, assert_balanced, drive, engine, pair, preempt, submit, tokens_of
 from tests.engine.test_pressure import check_random_life
 from tests.helpers_models import random_tokens
 
@@ -107,6 +107,37 @@ def test_the_limit_of_quality_holds() -> None:
     assert 0 < max(receipt.cold_tokens for receipt in receipts) <= 0.5 * (WHOLE + 5)
     none = small(kv_ladder="int4", kv_cold_share=0.0)
     assert not any(output.receipt.cold_tokens for output in rounds(none))
+
+
+def test_the_limit_of_quality_holds_for_prompts_that_find_what_others_restored() -> None:
+    llm = small(kv_ladder="int4", kv_cold_share=0.5)
+    prompt = random_tokens(240, seed=3)
+    plain = tokens_of(engine(pair("llama")[0], "int8_per_token_head").generate([prompt], GREEDY))
+    llm.generate([prompt], GREEDY)
+    for i in range(5):
+        llm.generate([random_tokens(149, seed=900 + i)], GREEDY)
+    for length in (245, 205, 155, 105, 69):
+        output = llm.generate([prompt[: length - 5] + random_tokens(5, seed=4)], GREEDY)[0]
+        assert 0 < output.receipt.cold_tokens <= 0.5 * length
+        assert output.receipt.cold_tokens <= output.receipt.cached_tokens
+    assert llm.core.scheduler.counters.misses["format"] > 0
+    llm.core.scheduler.manager.blocks.cold_share = 0.0
+    assert tokens_of(llm.generate([prompt], GREEDY)) == plain, "all of it was computed again"
+    llm.core.scheduler.manager.blocks.cold_share = 1.0
+    again = llm.generate([prompt], GREEDY)
+    assert tokens_of(again) == plain, "which replaced what had lost bits"
+    assert again[0].receipt.cold_tokens == 0
+
+
+def test_receipts_tell_that_a_preempted_request_read_its_own_kv_in_fewer_bits() -> None:
+    llm = engine(pair("llama")[0], "int8", num_blocks=64, kv_host="8MiB", kv_tier_format="int4")
+    job, found = submit(llm, random_tokens(100, seed=3), SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(30):
+        llm.step()
+    preempt(llm, job, to_host=True)
+    drive(llm, [job])
+    receipt = found.output.receipt
+    assert receipt.cold_tokens == receipt.restored_tokens > 100 - 2 * BLOCK
 
 
 def test_nothing_is_rewritten_if_computing_takes_less_time() -> None:

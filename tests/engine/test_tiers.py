@@ -233,3 +233,27 @@ def test_a_miss_says_that_a_prefix_became_too_old() -> None:
     tiers.expire()
     miss = llm.generate([prompts()[5]], GREEDY)[0].receipt.miss  # causes of the last ones are remembered
     assert (miss.cause, miss.token) == ("too_old", 0)
+
+
+def test_a_load_is_given_up_if_a_step_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orders to fill its blocks may be lost with the step."""
+    model, prompt = pair("llama")[0].with_kv("fp32"), random_tokens(150, seed=1)
+    wanted = tokens_of(engine(model).generate([prompt], GREEDY))
+    llm = engine(model, num_blocks=40, kv_host="8MiB")
+    for tokens in (prompt, *(random_tokens(149, seed=900 + i) for i in range(5))):
+        llm.generate([tokens], GREEDY)
+    submit(llm, random_tokens(100, seed=77), SamplingParams(max_tokens=60, ignore_eos=True))
+    llm.step()
+    llm.step()
+    submit(llm, prompt, GREEDY)
+    llm.step()
+    assert llm.core.scheduler.loading
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.core.runner.cache, "carry_out", lambda orders: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    assert not llm.core.scheduler.loading
+    assert_balanced(llm)
+    again = llm.generate([prompt], GREEDY)
+    assert tokens_of(again) == wanted
+    assert again[0].receipt.host_tokens == again[0].receipt.cached_tokens > 0

@@ -41,8 +41,8 @@ class Misses:  # D397: keys hold the tenant's salt; two generations instead of a
     """Memory of evicted blocks and of the salts that tenants used, bounded by the sizes of the pools.
 
     Everything is found by digests that begin with the prompt's own salt, or by its tenant, so no prompt of
-    another tenant changes an explanation. `elsewhere` may be set to a function that returns True if a
-    prompt's first block is stored by another model or recipe.
+    another tenant changes an explanation. `refuses` may be set to a function that returns True if a
+    prompt's block with an index is kept only in a format that must not be read.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Misses:  # D397: keys hold the tenant's salt; two generations instead of a
         """`windows`, `ends`: by layer group, as in `Blocks`."""
         self.now = 0.0  # seconds on the callers' clock
         self.takers: Takers = ()  # those for whom blocks are evicted now
-        self.elsewhere: Callable[[PrefixQuery], bool] | None = None
+        self.refuses: Callable[[PrefixQuery, int], bool] | None = None
         self._index = index
         self._pools = pools
         self._windows = windows
@@ -97,6 +97,9 @@ class Misses:  # D397: keys hold the tenant's salt; two generations instead of a
         common = self._index.num_common(sequence.node, rest) if sequence.length < most else size
         if start + common >= most:
             return None if most == last else PrefixMiss(cause="limit", token=most)
+        has_next = len(rest) == size * TOKEN_BYTES
+        if has_next and self.refuses is not None and self.refuses(prompt, depth):
+            return PrefixMiss(cause="format", token=start + common)
         if common == size:
             return self._unusable(prompt, sequence)
         place = start + common
@@ -105,8 +108,6 @@ class Misses:  # D397: keys hold the tenant's salt; two generations instead of a
             return self._gone(prompt, depth, place, loss, more)
         if not depth and root is not None and root != prompt.root:
             return PrefixMiss(cause="salt", token=place)
-        if not depth and self.elsewhere is not None and self.elsewhere(prompt):
-            return PrefixMiss(cause="format", token=place)
         has_changed = common or (depth and sequence.node.keys)
         return PrefixMiss(cause="changed_text" if has_changed else "new_text", token=place)
 

@@ -14,7 +14,7 @@ Cause = Literal[
     "evicted",  # it was cached and had to make room
     "too_old",  # it was cached and reached its maximum age
     "no_snapshot",  # tokens are cached, but not the recurrent state or the window that must be there, too
-    "format",  # it is stored by another model or recipe
+    "format",  # it is kept, but more of it in fewer bits than `kv_cold_share` allows
     "limit",  # the request forbids reuse there, since it needs log-probabilities of the prompt
     "off",  # prefix caching is off
 ]

@@ -27,6 +27,7 @@ class _Extent:
     rung: int
     keys: list[BlockKey | None]  # by slot; None where the packed block is gone
     holds: int = 0  # loads that read from it
+    unpacked: set[BlockKey] = field(default_factory=set)  # meanwhile; removed once nobody reads it
 
     def live(self) -> list[tuple[int, BlockKey]]:
         """Return the slots in use, with what they hold."""
@@ -112,14 +113,16 @@ class Ladder:  # D401
             extent.holds += 1
 
     def drop(self, keys: Iterable[BlockKey], *, read: bool) -> None:
-        """End the hold on these blocks. `read`: remove them, since they are in the pool's own format now."""
+        """End the hold on these blocks. `read`: they are in the pool's own format now."""
         for key in keys:
-            extent, slot, _ = self._where[key]
+            extent = self._where[key][0]
             extent.holds -= 1
             if read:
-                extent.keys[slot] = None
-                del self._where[key]
+                extent.unpacked.add(key)
             if not extent.holds:
+                for one in extent.unpacked:
+                    extent.keys[self._where.pop(one)[1]] = None
+                extent.unpacked.clear()
                 level = self._levels[key.group]
                 self._held.remove(extent)
                 level.pool.release_all(extent.blocks)
@@ -145,11 +148,14 @@ class Ladder:  # D401
         return next((extent.blocks[0] for rung in extents for extent in rung), None)
 
     def forget(self, key: BlockKey) -> None:
-        """Remove a packed block that is in the pool's own format again, unless a load reads it."""
+        """Remove a packed block that is in the pool's own format again, once no load reads it."""
         found = self._where.get(key)
-        if found is None or found[0].holds:
+        if found is None:
             return
         extent, slot, _ = found
+        if extent.holds:
+            extent.unpacked.add(key)
+            return
         del self._where[key]
         extent.keys[slot] = None
         if not extent.live():

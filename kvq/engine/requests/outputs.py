@@ -51,7 +51,7 @@ class Receipt:
     cached_tokens: int  # prompt tokens found in the prefix index
     host_tokens: int  # of these, brought back from host memory for this request
     disk_tokens: int  # of these, brought back from the disk for this request
-    cold_tokens: int  # of these, stored in the fewer bits of a ladder meanwhile
+    cold_tokens: int  # of these, or of those found after a preemption, stored in fewer bits meanwhile
     pinned_tokens: int  # prompt tokens pinned there for a time
     generated_tokens: int  # in all results
     recomputed_tokens: int  # computed again after a preemption

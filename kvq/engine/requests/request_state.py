@@ -265,12 +265,12 @@ class Job(Request):
         )
 
     def _receipt(self, generated: list[CompletionOutput]) -> Receipt:
-        usage = self.usage
+        usage, from_disk = self.usage, min(self.disk_tokens, self.cached_tokens)  # the rest was evicted again
         return Receipt(
             prompt_tokens=self.prompt_length,
             cached_tokens=self.cached_tokens,
-            host_tokens=self.host_tokens,
-            disk_tokens=self.disk_tokens,
+            host_tokens=min(self.host_tokens, self.cached_tokens - from_disk),
+            disk_tokens=from_disk,
             cold_tokens=self.cold_tokens,
             pinned_tokens=self.pinned_tokens,
             generated_tokens=sum(len(output.token_ids) for output in generated),

@@ -251,6 +251,7 @@ class EngineCore(NotCopyable):
         self._forget()
         for job in list(self.jobs):
             self.end(job, EngineError("a step broke off; send the request again"), "error")
+        self.scheduler.loading.abandon()
         self.scheduler.manager.expire(inf)
         self.scheduler.manager.drop_cached()
 

@@ -191,10 +191,10 @@ def too_old(w: World) -> None:
 def other_format(w: World) -> None:
     tokens = w.fresh(whole(w.length()))
     known = [tokens[:SIZE]]
-    w.blocks.misses.elsewhere = lambda prompt: prompt.tokens[:SIZE].tolist() in known
+    w.blocks.misses.refuses = lambda prompt, index: prompt.tokens[:SIZE].tolist() in known
     assert w.done(tokens, tenant="a") == PrefixMiss(cause="format", token=0)
     assert w.done(w.fresh(SIZE), tenant="a") == PrefixMiss(cause="new_text", token=0)
-    w.blocks.misses.elsewhere = None
+    w.blocks.misses.refuses = None
 
 
 MAKERS: list[Callable[[World], None]] = [

@@ -95,7 +95,7 @@ def test_what_tiers_lost_and_other_formats() -> None:
     found = miss(llm, prompt)
     assert found is not None
     assert (found.cause, found.token) == ("too_old", 0)
-    misses.elsewhere = lambda prompt: len(prompt.tokens) == 3 * BLOCK
+    misses.refuses = lambda prompt, index: len(prompt.tokens) == 3 * BLOCK
     assert miss(llm, tokens(3 * BLOCK, seed=5)) == PrefixMiss(cause="format", token=0)
 
 
