@@ -105,12 +105,13 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """Pin the complete indexed blocks of a prompt until `until`, in seconds on the caller's clock.
 
         Pinning the same prefix again extends the pin. Returns the number of pinned tokens, which may be 0.
+        At the limit, pins of the tenants with most blocks make room for a tenant within its share of it.
 
         Raises:
-            OutOfBlocks: the pins would exceed their limit; nothing was changed.
+            OutOfBlocks: the pins would exceed their limit, and the tenant's its share; nothing was changed.
             ConfigError: `until` is not a finite number.
         """
-        return self.pins.add(self.prefixes.whole(prompt), until)
+        return self.pins.add(self.prefixes.whole(prompt), until, (prompt.tenant, None))
 
     def expire(self, now: float) -> int:
         """Release the pins that expired at or before `now`, and return their number."""

@@ -1,5 +1,8 @@
 """Pins: a prefix stays through any pressure until its time is over, within a limit."""
 
+import contextlib
+import random
+
 import pytest
 
 from kvq.blockmgr import BlockManager
@@ -117,6 +120,62 @@ def test_requests_share_pinned_blocks_and_leave_them_pinned() -> None:
     blocks.free(run(blocks, range(5)))
     assert blocks.usage()[0].live == 2
     blocks.check_integrity()
+
+
+def test_a_pin_of_several_holders_ends_with_the_last() -> None:
+    blocks = manager(8)
+    cache(blocks, range(4))
+    nodes = blocks.prefixes.whole(blocks.prompt(range(4)))
+    for until, name in ((1.0, "a"), (2.0, "b"), (3.0, None)):
+        assert blocks.pins.add(nodes, until, ("", name)) == 4
+    blocks.pins.release(nodes[-1], ("", None))
+    blocks.pins.release(nodes[-1], ("other", "b"))
+    assert blocks.expire(1.5) == 1
+    press(blocks)
+    assert hit(blocks, range(5)) == 4
+    blocks.check_integrity()
+    blocks.pins.release(nodes[-1], ("", "b"))
+    assert blocks.pins.num_pinned(0) == 0
+
+
+def test_tenants_share_the_limit() -> None:
+    blocks = manager(16, 16, windows=[None, 4])
+    for i in range(4):
+        cache(blocks, range(10 * i, 10 * i + 4), tenant="a")
+        blocks.pin(blocks.prompt(range(10 * i, 10 * i + 4), tenant="a"), 10.0 + i)
+    assert blocks.pins.num_pinned(0) == blocks.pins.limit(0) == 8
+    cache(blocks, range(10), tenant="b")
+    before = state(blocks)
+    with pytest.raises(OutOfBlocks, match="the limit is 8"):  # more than half, its share
+        blocks.pin(blocks.prompt(range(10), tenant="b"), 1.0)
+    assert state(blocks) == before
+    assert blocks.pin(blocks.prompt(range(6), tenant="b"), 1.0) == 6
+    assert blocks.pins.num_pinned(0) == 7
+    assert [pin.until for pin in blocks.pins.all()] == [12.0, 13.0, 1.0], "what ends first made room"
+    with pytest.raises(OutOfBlocks):
+        blocks.pin(blocks.prompt(range(4), tenant="a"), 1.0)
+    blocks.check_integrity()
+
+
+def test_random_pins_of_tenants_keep_the_limit() -> None:
+    rng, blocks = random.Random(3), manager(24, 24, windows=[None, 4])
+    for _ in range(600):
+        tenant, salt = f"t{rng.randrange(4)}", rng.choice([None, "all"])
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
+        cache(blocks, tokens, tenant, salt)
+        nodes = blocks.prefixes.whole(blocks.prompt(tokens, tenant=tenant, shared_salt=salt))
+        holder = tenant, rng.choice([None, "a", "b"])
+        with contextlib.suppress(OutOfBlocks):
+            blocks.pins.add(nodes, rng.random(), holder)
+        if nodes and rng.random() < 0.3:
+            blocks.pins.release(nodes[-1], holder)
+        if rng.random() < 0.05:
+            blocks.expire(rng.random())
+        blocks.check_integrity()
+    blocks.expire(1.0)
+    assert not len(blocks.pins)
+    assert not blocks.pins._tenants
+    assert [usage.live for usage in blocks.usage()] == [0, 0]
 
 
 def test_a_negative_limit_is_refused() -> None:

@@ -31,6 +31,14 @@ def cached(server: Server, **more: Any) -> int:
     return int(post(server, "/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def refusal(server: Server, path: str, body: dict[str, Any]) -> tuple[str | None, str]:
+    """The field that is at fault, and the message."""
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        post(server, path, body)
+    error = json.loads(refused.value.read())["error"]
+    return error.get("param"), error["message"]
+
+
 def metric(server: Server, name: str) -> float:
     with urllib.request.urlopen(server.url + "/metrics", timeout=HANG_S) as answer:
         lines = answer.read().decode().splitlines()
@@ -69,6 +77,20 @@ def test_hints_reach_the_engine() -> None:
         ):
             with pytest.raises(urllib.error.HTTPError, match="400"):
                 post(server, "/v1/kv/hint", body)
+        hint = {"session_id": "agent", "action": "demote"}
+        assert refusal(server, "/v1/kv/hint", {**hint, "tenant": "x"}) == (
+            "tenant",
+            "unknown field 'tenant'; known are action, seconds, session_id",
+        )
+        assert "did you mean 'seconds'" in refusal(server, "/v1/kv/hint", {**hint, "second": 5})[1]
+        chat = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+        for path, asked in (
+            ("/v1/completions", {"model": "tiny", "prompt": "a"}),
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+        ):
+            assert "kv_retain: needs session_id" in refusal(server, path, {**asked, "kv_retain": 9})[1]
+            post(server, path, {**asked, "kv_retain": None, "max_tokens": 1})
 
 
 def test_a_server_refuses_a_folder_that_it_cannot_use(tmp_path: Path) -> None:

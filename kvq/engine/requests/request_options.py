@@ -130,6 +130,8 @@ class RequestOptions:
             )
         if retain is not None and not (isinstance(retain, int | float) and 0 <= retain <= MAX_PIN_S):
             raise RequestError(f"retain_s must be 0 to {MAX_PIN_S} seconds, got {retain!r:.100}")
+        if retain is not None and session is None:
+            raise RequestError("retain_s needs the name of a session; give session too, or leave it out")
         object.__setattr__(self, "priority", as_priority(self.priority))
 
 

@@ -6,21 +6,22 @@ has left the pools is brought back, unless requests wait.
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import exp, log
 from typing import get_args
 
 from kvq.blockmgr import PrefixQuery
+from kvq.blockmgr.prefix import Node
 from kvq.engine.params import HintAction
 from kvq.engine.requests.request_state import Job
-from kvq.errors import OutOfBlocks, RequestError, not_one_of
+from kvq.errors import KVQError, OutOfBlocks, RequestError, not_one_of
 from kvq.scheduler import Request, Scheduler
 
-_MOST_SESSIONS = 4096
 _MOST_TOKENS = 1 << 24  # of all sessions
+_LEAST_TOKENS = 1 << 12  # that a session counts as, so there are at most 4,096 of them
 _USUAL_PAUSE_S = 10.0  # while a session has not returned yet
 _MOST_RETAINED_S = 300.0  # unless a request asks for more
 _RATE = 0.3  # weight of the last pause in the averages
@@ -37,8 +38,12 @@ class _Session:
     pause: float = log(_USUAL_PAUSE_S)  # moving average of the logarithm of its pauses
     spread: float = 0.5  # of the logarithms' distance from it
     num_pauses: int = 0
-    pinned: PrefixQuery | None = None
-    requests: int = 0  # that run or wait
+    pinned: Node | None = None  # the last block of its pin, which may be over
+    requests: set[Job] = field(default_factory=set)  # that run or wait
+
+    @property
+    def size(self) -> int:
+        return max(len(self.tokens), _LEAST_TOKENS)
 
 
 def check_action(action: str) -> None:
@@ -54,7 +59,7 @@ class Sessions:
         self._scheduler, self._clock = scheduler, clock
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()  # by tenant and name
         self._due: list[tuple[float, int, tuple[str, str], float]] = []  # heap: when, number, who, `ended_s`
-        self._num_tokens = 0
+        self._num_tokens: Counter[str] = Counter()  # by tenant
         self.num_prefetched = 0  # since the start
 
     def begin(self, job: Job) -> None:
@@ -62,27 +67,32 @@ class Sessions:
         session = self._sessions.get((job.tenant, job.session or ""))
         if job.session is None or session is None:
             return
-        session.requests += 1
+        session.requests.add(job)
         pause = job.timing.arrival_s - session.ended_s
-        if session.requests == 1 and pause > 0:
+        if len(session.requests) == 1 and pause > 0:
             away = log(max(pause, 1e-3)) - session.pause
             rate = _RATE if session.num_pauses else 1.0
             session.pause += rate * away
             session.spread += rate * (abs(away) - session.spread) if session.num_pauses else 0.0
             session.num_pauses += 1
 
-    def end(self, job: Job, now: float) -> None:
-        """Keep the prefix of a request that has ended, and foresee when its session returns."""
-        if job.session is None or not job.branches:
+    def end(self, job: Job, now: float, error: KVQError | None = None) -> None:
+        """Keep the prefix of a request that has ended, unless it failed; foresee when its session returns."""
+        key = job.tenant, job.session or ""
+        if (known := self._sessions.get(key)) is not None:
+            known.requests.discard(job)
+        if job.session is None or not job.branches or error is not None:
             return
-        key = job.tenant, job.session
-        session = self._sessions.pop(key, None) or _Session(array("I"), (None, None), now)
-        self._num_tokens += len(job.branches[0].tokens) - len(session.tokens)
+        session = self._forget(key) or _Session(array("I"), (None, None), now)
         session.tokens, session.salts = job.branches[0].tokens, (job.shared_salt, job.cache_salt)
-        session.ended_s, session.requests = now, max(0, session.requests - 1)
+        session.ended_s = now
         self._sessions[key] = session
-        while len(self._sessions) > _MOST_SESSIONS or self._num_tokens > _MOST_TOKENS:
-            self._forget(next(iter(self._sessions)))
+        self._num_tokens[job.tenant] += session.size
+        while self._num_tokens.total() > _MOST_TOKENS:  # the tenant that has most forgets its oldest
+            most = max(self._num_tokens, key=self._num_tokens.__getitem__)
+            self._forget(next(at for at in self._sessions if at[0] == most))
+        if key not in self._sessions:
+            return
         longest = exp(session.pause + 2 * session.spread)
         seconds = min(longest, _MOST_RETAINED_S) if job.retain_s is None else job.retain_s
         self._retain(key, session, seconds)
@@ -106,7 +116,7 @@ class Sessions:
         elif action == "prefetch":
             self._prefetch((tenant, name), session)
         else:
-            self._unpin(session)
+            self._unpin((tenant, name), session)
             manager.below.give_up(self._prompt(tenant, session), to_tiers=action == "demote")
             if action == "release":
                 self._forget((tenant, name))
@@ -128,11 +138,12 @@ class Sessions:
 
     def _retain(self, key: tuple[str, str], session: _Session, seconds: float) -> None:
         """Pin a session's prefix, as far as the limit of pins allows."""
-        self._unpin(session)
-        prompt = self._prompt(key[0], session)
+        self._unpin(key, session)
+        manager = self._scheduler.manager
+        nodes = manager.prefixes.whole(self._prompt(key[0], session)) if seconds else []
         try:
-            if seconds and self._scheduler.manager.pin(prompt, self._clock() + seconds):
-                session.pinned = prompt
+            if manager.pins.add(nodes, self._clock() + seconds, key):
+                session.pinned = nodes[-1]
         except OutOfBlocks:  # the usual order of eviction decides
             return
 
@@ -152,14 +163,14 @@ class Sessions:
             session.tokens, tenant=tenant, shared_salt=shared, cache_salt=salt
         )
 
-    def _unpin(self, session: _Session) -> None:
+    def _unpin(self, key: tuple[str, str], session: _Session) -> None:
         if session.pinned is not None:
-            manager = self._scheduler.manager
-            if nodes := manager.prefixes.whole(session.pinned):
-                manager.pins.release(nodes[-1])
+            self._scheduler.manager.pins.release(session.pinned, key)
             session.pinned = None
 
-    def _forget(self, key: tuple[str, str]) -> None:
-        session = self._sessions.pop(key)
-        self._unpin(session)
-        self._num_tokens -= len(session.tokens)
+    def _forget(self, key: tuple[str, str]) -> _Session | None:
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self._unpin(key, session)
+            self._num_tokens -= Counter({key[0]: session.size})
+        return session

@@ -390,8 +390,7 @@ class EngineCore(NotCopyable):
         if self.handover is not None:
             self.handover.forget(job)
         output = job.complete(self._clock(), error, reason)
-        if error is None:
-            self.sessions.end(job, self._clock())
+        self.sessions.end(job, self._clock(), error)
         if self._sign is not None and error is None and reason is None:
             output.receipt = self._sign(job, output)
         try:

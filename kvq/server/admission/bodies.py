@@ -43,7 +43,7 @@ _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 # The conversation that a request belongs to, and how long its KV should be kept afterwards
 SessionId = Annotated[str, Field(min_length=1, max_length=MAX_SESSION)]
-RetainSeconds = Annotated[Real, Field(ge=0, le=MAX_PIN_S)]
+_Seconds = Annotated[Real, Field(ge=0, le=MAX_PIN_S)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id in canonical form
 # Options of `apply_chat_template` that would replace the template or the messages, or change the result
@@ -56,6 +56,13 @@ _RESERVED = frozenset(
 )
 
 
+def _of_session(seconds: Any, info: Any) -> Any:
+    if seconds is not None and info.data.get("session_id") is None:
+        raise ValueError("needs session_id, the name of the conversation; give both, or leave kv_retain out")
+    return seconds
+
+
+RetainSeconds = Annotated[_Seconds, BeforeValidator(_of_session)]
 _NULL = {"type": "null"}
 
 
@@ -367,7 +374,7 @@ class HintBody(Body):
 
     session_id: SessionId
     action: HintAction
-    seconds: RetainSeconds | None = None  # of "retain"
+    seconds: _Seconds | None = None  # of "retain"
 
 
 class DetokenizeBody(Body):

@@ -103,7 +103,7 @@ class Service:
         is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
         forms = await self.prompts.forms() if is_for_template else None
         names, unknown = find_ignored(given, body, forms)
-        if unknown is not None and self.is_strict:
+        if unknown is not None and (self.is_strict or isinstance(body, HintBody)):
             self.metrics.ignored.labels("refused").inc()
             raise unknown.refusal()
         if names:

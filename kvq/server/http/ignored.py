@@ -18,6 +18,7 @@ HEADER = "x-kvq-ignored-fields"  # D321: ignored fields: named in a header and c
 IGNORED = "kvq_ignored"  # scope key of the header's value
 ONLY_USUAL = "Ignored; a strict server takes only the default."
 _MOST = 8  # maximum number of fields listed
+_MOST_KNOWN = 4  # maximum number of known fields that a refusal lists
 _MAX_NAME = 100  # maximum length of a name in a response, in characters
 _MAX_WORD = 64  # maximum length of a name that is compared with known names
 _ALIKE = 0.7  # so that max_token matches max_tokens, and tools does not
@@ -101,6 +102,8 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
     for same in _SAME:
         if name in same and (here := same & set(known)):
             hint = f"; did you mean {min(here)!r}?"
+    if not hint and 0 < len(all_known := sorted(known)) <= _MOST_KNOWN:
+        hint = f"; known are {', '.join(all_known)}"
     return f"unknown field {path[:_MAX_NAME]!r}{hint}"
 
 

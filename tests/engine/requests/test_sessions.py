@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvq.engine import LLM, SamplingParams
-from kvq.engine.requests.sessions import _MOST_SESSIONS
-from kvq.errors import RequestError
+from kvq.engine import LLM, PrefixPin, SamplingParams
+from kvq.engine.requests.sessions import _LEAST_TOKENS, _MOST_TOKENS
+from kvq.errors import EngineError, RequestError
 from tests.engine.kit import BLOCK, assert_balanced, drive, engine, pair, submit
 from tests.helpers_models import random_tokens
 
@@ -161,16 +161,91 @@ def test_sessions_of_other_tenants_are_other_sessions() -> None:
     assert kit.num_pinned == 0
 
 
-def test_sessions_are_bounded() -> None:
+def test_a_growing_session_has_one_pin_and_its_release_ends_it() -> None:
     kit = Kit()
-    sessions = kit.llm.core.sessions
+    prompt = random_tokens(2 * BLOCK - 4, seed=1)  # with the answer whole blocks, the last of which is open
+    for turn in range(4):
+        job = submit(kit.llm, prompt, SHORT, session="agent", retain_s=1000.0)
+        drive(kit.llm, [job])
+        assert len(kit.manager.pins) == 1
+        prompt = prompt + job[1].output.outputs[0].token_ids + random_tokens(BLOCK - 4, seed=2 + turn)
+    kit.llm.core.sessions.hint("", "agent", "release")
+    assert (kit.num_pinned, kit.manager.usage()[0].live) == (0, 0)
+
+
+@pytest.mark.parametrize("action", ["retain", "demote", "release"])
+def test_what_ends_for_one_session_stays_pinned_for_others(action: Any) -> None:
+    kit = Kit(kv_host="1MiB")
+    kit.ask(1, "a", retain_s=1000.0)
+    kit.ask(1, "b", retain_s=500.0)
+    kit.llm.core.sessions.hint("", "a", action, 0.0)
+    assert kit.num_pinned == 5
+    kit.crowd()
+    assert kit.ask(1).cached_tokens == 5 * BLOCK
+    kit.llm.core.sessions.hint("", "b", action, 0.0)
+    assert kit.num_pinned == 0
+
+
+def test_a_session_leaves_the_pins_of_requests() -> None:
+    kit = Kit()
+    kit.ask(1, pins=[PrefixPin(length=5 * BLOCK, seconds=600.0)])
+    kit.ask(1, "agent")
+    kit.llm.core.sessions.hint("", "agent", "release")
+    assert kit.num_pinned == 5
+    assert_pins_end(kit)
+
+
+def test_a_tenant_with_all_pins_makes_room_for_others() -> None:
+    kit = Kit()
+    for number in range(3):
+        kit.ask(number, f"agent {number}", retain_s=80_000.0 + number, tenant="hog")
+    assert kit.num_pinned == 10
+    kit.ask(9, "agent", retain_s=60.0, tenant="other")
+    assert kit.num_pinned == 10
+    kit.ask(8, "more", retain_s=60.0, tenant="other")
+    kit.crowd()
+    assert kit.ask(9, "agent", tenant="other").cached_tokens == 5 * BLOCK
+    assert kit.ask(1, "agent 1", tenant="hog").cached_tokens == 5 * BLOCK, "each has its share"
+    assert_pins_end(kit)
+
+
+def test_requests_that_fail_do_not_stop_their_session_from_being_brought_back() -> None:
+    kit = Kit(kv_host="1MiB")
+    kit.ask(1, "agent", retain_s=0.0)
+    for _ in range(3):
+        job, collector = submit(kit.llm, random_tokens(LENGTH, seed=2), SHORT, session="agent")
+        kit.llm.step()
+        kit.llm.core.end(job, EngineError("broken"), "error")
+        assert collector.output.error is not None
+        assert kit.num_pinned == 0
+    for _ in range(4):
+        kit.now += 20.0
+        kit.ask(1, "agent")
+    kit.llm.core.sessions.hint("", "agent", "demote")
+    while not kit.llm.core.upkeep.when_idle():
+        wait_s = kit.llm.core.sessions.wait_s()
+        assert wait_s is not None, "the session counts as running"
+        kit.now += wait_s
+    assert kit.llm.core.sessions.num_prefetched == 1
+    drive(kit.llm, [])
+
+
+def test_sessions_are_bounded_and_only_their_own_tenant_forgets_them() -> None:
+    kit = Kit()
+    sessions, most = kit.llm.core.sessions, _MOST_TOKENS // _LEAST_TOKENS
+    kit.ask(1, "mine", retain_s=1000.0, tenant="other")
     job, _ = submit(kit.llm, random_tokens(8, seed=1), SHORT, session="x")
     drive(kit.llm, [job])
-    for number in range(_MOST_SESSIONS + 50):
+    for number in range(most + 50):
         job.session = f"s{number}"
         sessions.end(job, kit.now)
-    assert len(sessions._sessions) == _MOST_SESSIONS
-    assert sessions._num_tokens == sum(len(one.tokens) for one in sessions._sessions.values())
+    assert len(sessions._sessions) == most
+    assert sessions._num_tokens == {"": (most - 1) * _LEAST_TOKENS, "other": _LEAST_TOKENS}
+    assert ("", f"s{number}") in sessions._sessions
+    assert ("other", "mine") in sessions._sessions
+    assert kit.num_pinned == 5
+    sessions.hint("other", "mine", "release")
+    assert "other" not in sessions._num_tokens
 
 
 def test_random_hints_break_nothing() -> None:
@@ -202,4 +277,6 @@ def test_an_unknown_action_is_refused_and_an_unknown_session_is_not() -> None:
     with pytest.raises(RequestError, match="session"):
         kit.llm.stream([1, 2], session="")
     with pytest.raises(RequestError, match="retain_s"):
-        kit.llm.stream([1, 2], retain_s=-1.0)
+        kit.llm.stream([1, 2], session="x", retain_s=-1.0)
+    with pytest.raises(RequestError, match="retain_s needs the name of a session"):
+        kit.llm.stream([1, 2], retain_s=1.0)
