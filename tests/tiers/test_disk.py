@@ -398,7 +398,7 @@ def test_the_time_in_host_memory_counts(kit: Kit) -> None:
     tier.write(block(tier, 2), content(2), (0, 0), 110.0)
     assert found(tier, 1, 2) == [1]
     settle(tier)
-    assert (held(tier, 1, 2), tier.counts.dropped) == ([1], 1)
+    assert (found(tier, 1, 2), tier.counts.written, tier.counts.dropped) == ([1], 1, 1)
     kit.ahead += 50
     tier.refresh()
     assert found(tier, 1) == []
