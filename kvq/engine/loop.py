@@ -100,7 +100,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         block = not self.core.has_work
         while block and self._commands.empty() and self.core.upkeep.when_idle():
             block = not self.core.has_work
-        if block and (due_s := self.core.sessions.wait_s()) is not None:
+        if block and (due_s := self.core.upkeep.wait_s()) is not None:
             timeout_s = due_s if timeout_s is None else min(timeout_s, due_s)
         while True:
             try:

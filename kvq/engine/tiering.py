@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvq")
 _SHARE = 0.05  # of the time of steps, for saving blocks while requests run
 _PIECE_S = 0.02  # when idle: a new request waits this long at most
+_EXPIRE_S = 1.0  # when idle, from look to look for blocks that are too old
 _FULL_S = 0.005  # until the queue of a slow disk is looked at again
 
 
@@ -45,10 +46,10 @@ def engine_identity(model: Model, rungs: list[KVLayout]) -> bytes:
 
 
 def _size_of(layout: KVLayout, rungs: list[KVLayout], group: int, rung: int) -> int:
-    """Return the bytes of a stored block, or -1 if there is no such rung."""
-    if not rung:
-        return layout.groups[group].block_bytes
-    return rungs[rung].groups[group].block_bytes if rung < len(rungs) else -1
+    """Return the bytes of a stored block, or -1 if a layer group has no such rung."""
+    layouts = [layout, *rungs[1:]]
+    groups = layouts[rung].groups if rung < len(layouts) else ()
+    return groups[group].block_bytes if group < len(groups) else -1
 
 
 def build_tiers(config: EngineConfig, model: Model, rungs: list[KVLayout], pool_bytes: int) -> Tiers | None:
@@ -138,6 +139,8 @@ class Upkeep:
         if self._blocks.unsaved:
             self._allowed_s = min(self._allowed_s + _SHARE * seconds, _PIECE_S)
             self._allowed_s -= self._save(self._allowed_s)
+        if self._blocks.tiers is not None:
+            self._blocks.tiers.expire()
 
     def when_idle(self) -> bool:
         """Work for a short time. Return False once there is nothing to do. No request may run."""
@@ -145,9 +148,18 @@ class Upkeep:
             return True
         return self._save_some()
 
+    def wait_s(self) -> float | None:
+        """Return the seconds until `when_idle` may have something to do again, or None."""
+        tiers, due_s = self._blocks.tiers, self._sessions.wait_s()
+        if tiers is None or tiers.max_age_s is None or not len(tiers):
+            return due_s
+        return _EXPIRE_S if due_s is None else min(due_s, _EXPIRE_S)
+
     def _save_some(self) -> bool:
         """Save blocks for a short time. Return False once all are saved."""
         tiers = self._blocks.tiers
+        if tiers is not None:
+            tiers.expire()
         if tiers is not None and self._blocks.orders:
             self._cache.carry_out(self._blocks.take_orders())
         if tiers is None or not self._blocks.unsaved:

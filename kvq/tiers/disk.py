@@ -1,17 +1,20 @@
 """Disk tier: blocks in the segments of a folder, written and read by threads while steps run.
 
 The index is in memory and rebuilt from the segments. Anything that can't be read, is damaged or was deleted
-is a miss. If writing fails, for example because the disk is full, it is tried again after a minute.
+is a miss. If writing fails, for example because the disk is full, it is tried again after a minute. Once a
+second, the writer's thread looks for what other engines changed. It alone adds and removes segments.
 """
 
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,9 @@ from kvq.tiers.segment import (
 _log = logging.getLogger("kvq")
 _QUEUED_BYTES = 256 << 20  # most bytes that wait to be written
 _RETRY_S = 60.0
-_REFRESH_S = 1.0
+_REFRESH_S, _MOST_REFRESH_S = 1.0, 30.0  # from look to look
+_REFRESH_SHARE = 1e-4  # of time, within these limits
+_MOST_AGED = 100_000  # names that are remembered
 Block = tuple[str, bytes, int]  # owner, name, layer group
 
 
@@ -42,7 +47,8 @@ class _Segment:
     path: Path
     end: int = HEADER_BYTES  # of the last record
     size: int = 0  # when it was read last
-    names: dict[bytes, Record] = field(default_factory=dict)
+    begun_s: float = 0.0
+    names: dict[bytes, Record] = field(default_factory=dict)  # `written_s`: last use here; the latest is last
 
 
 @dataclass(slots=True)
@@ -75,21 +81,23 @@ class DiskTier:
         self.counts = _Counts()
         self._folder, self.sealing, self._facts, self._clock = folder, sealing, facts, folder.clock
         self._sizes = sizes
-        self._lock, self._refreshing = threading.Lock(), threading.Lock()
+        self._lock, self._closing = threading.RLock(), threading.Event()
         self._segments: dict[Path, _Segment] = {}
         self._unusable: set[Path] = set()
         self._where: dict[bytes, _Segment] = {}  # by name
         self._quota: Quota[bytes] = Quota(int(tenant_share * folder.budget))
-        self._queued: dict[bytes, tuple[Block, Any, tuple[int, int]]] = {}  # by name: content and its form
+        self._aged: set[bytes] = set()  # names of blocks that became too old
+        # By name: block, content, its form, time of its last use.
+        self._queued: dict[bytes, tuple[Block, Any, tuple[int, int], float]] = {}
         self._queued_bytes = 0
         self._written: list[Record] = []  # in this engine's segment
         self._open: tuple[_Segment, int] | None = None  # this engine's segment and its file
         self._failed_s = 0.0  # when writing failed
-        self._refreshed_s = 0.0
-        self._is_closed = False
         self._reader = ThreadPoolExecutor(1, "kvq-disk-reader")
         self._writer = ThreadPoolExecutor(1, "kvq-disk-writer")
         self._refresh()
+        watch = (weakref.ref(self), self._closing)
+        threading.Thread(target=_keep_looking, args=watch, name="kvq-disk-watch", daemon=True).start()
 
     @property
     def nbytes(self) -> int:
@@ -101,18 +109,23 @@ class DiskTier:
 
     def find(self, name: bytes) -> tuple[int, int] | None:
         """Return the form of a block that is stored or about to be, or None."""
-        if (queued := self._queued.get(name)) is not None:
-            return queued[2]
-        segment = self._where.get(name)
-        record = None if segment is None else segment.names.get(name)
-        return None if record is None else record.form
+        with self._lock:
+            if (queued := self._queued.get(name)) is not None:
+                return None if self._folder.is_old(queued[3]) else queued[2]
+            segment = self._where.get(name)
+            record = None if segment is None else segment.names[name]
+            return None if record is None or self._folder.is_old(record.written_s) else record.form
 
     def holds(self, name: bytes) -> bool:
         """Return True if a block is stored or about to be."""
-        return name in self._where or name in self._queued
+        return name in self._queued or self.find(name) is not None
 
-    def write(self, block: Block, content: Any, form: tuple[int, int] = (0, 0)) -> None:
-        """Queue a block for writing, unless it is stored or the queue is full. `content`: any buffer."""
+    def has_aged(self, name: bytes) -> bool:
+        """Return True if a block that is not found became too old, as far as is remembered."""
+        return name in self._aged or name in self._where
+
+    def write(self, block: Block, content: Any, form: tuple[int, int] = (0, 0), idle_s: float = 0) -> None:
+        """Queue a block (any buffer), last used `idle_s` ago, unless it is stored or the queue is full."""
         name = block[1]
         nbytes = memoryview(content).nbytes
         with self._lock:
@@ -121,7 +134,7 @@ class DiskTier:
             if self._queued_bytes + nbytes > _QUEUED_BYTES or not self._may_write():
                 self.counts.dropped += 1
                 return
-            self._queued[name] = block, content, form
+            self._queued[name] = block, content, form, self._clock() - idle_s
             self._queued_bytes += nbytes
         self._writer.submit(self._write, name)
 
@@ -129,12 +142,9 @@ class DiskTier:
         """Read blocks. The result has their bytes, as buffers, and forms, or None for each that is lost."""
         return self._reader.submit(lambda: [self._read(*block) for block in blocks])
 
-    def refresh(self) -> None:
-        """Look for changes by other engines soon, if the last look is a second ago."""
-        now = time.monotonic()
-        if now - self._refreshed_s >= _REFRESH_S:
-            self._refreshed_s = now
-            self._reader.submit(self._refresh)
+    def refresh(self) -> float:
+        """Look for what has changed or is too old. Wait, and return the seconds until the next look."""
+        return self._writer.submit(self._refresh).result()
 
     @property
     def is_failing(self) -> bool:
@@ -148,9 +158,9 @@ class DiskTier:
 
     def close(self) -> None:
         """Write what is queued, and complete this engine's segment. Waits. May be called again."""
-        if self._is_closed:
+        if self._closing.is_set():
             return
-        self._is_closed = True
+        self._closing.set()
         self._reader.shutdown(cancel_futures=True)
         self._writer.submit(self._complete)
         self._writer.shutdown()
@@ -161,7 +171,7 @@ class DiskTier:
     def _read(self, owner: str, name: bytes, group: int) -> tuple[Any, tuple[int, int]] | None:
         with self._lock:
             if (queued := self._queued.get(name)) is not None:
-                return queued[1:]
+                return queued[1:3]
             segment = self._where.get(name)
             record = None if segment is None else segment.names.get(name)
         if segment is None or record is None:
@@ -179,6 +189,9 @@ class DiskTier:
                 if self._sizes is None or memoryview(content).nbytes == self._sizes(group, record.form[0]):
                     self.counts.read += 1
                     self._folder.touch(segment.path)
+                    with self._lock:
+                        if segment.names.pop(name, None) is not None:
+                            segment.names[name] = replace(record, written_s=self._clock())
                     return content, record.form
         _log.warning("a block in %s is damaged; its tokens are computed again", segment.path.name)
         self.counts.damaged += 1
@@ -186,12 +199,12 @@ class DiskTier:
         return None
 
     def _write(self, name: bytes) -> None:
-        block, content, form = self._queued[name]
+        block, content, form, used_s = self._queued[name]
         try:
-            if not self._may_write():
+            if not self._may_write() or self._folder.is_old(used_s):
                 self.counts.dropped += 1
                 return
-            self._append(block, self.sealing.close(block[0], name + bytes(form), content), form)
+            self._append(block, self.sealing.close(block[0], name + bytes(form), content), form, used_s)
         except OSError as error:
             _log.warning("can't write KV to %s: %s", self._folder.path, error.strerror or error)
             self._failed_s = self._clock()
@@ -202,16 +215,17 @@ class DiskTier:
                 del self._queued[name]
                 self._queued_bytes -= memoryview(content).nbytes
 
-    def _append(self, block: Block, stored: Any, form: tuple[int, int]) -> None:
+    def _append(self, block: Block, stored: Any, form: tuple[int, int], used_s: float) -> None:
         """Append a block to this engine's segment, or to a new one."""
         owner, name, group = block
         nbytes = memoryview(stored).nbytes
-        sealing, written_s = self.sealing, self._clock()
+        sealing = self.sealing
         record = Record(
-            *(name, group, sealing.owner_tag(owner), written_s, nbytes),
+            *(name, group, sealing.owner_tag(owner), used_s, nbytes),
             *(content_digest(name + bytes(form), group, stored), sealing.is_encrypted, form),
         )
         tail_bytes = (len(self._written) + 2) * RECORD_BYTES
+        self._look_after_own()
         if self._open is not None:
             segment, file = self._open
             if segment.end + RECORD_BYTES + nbytes + tail_bytes > self._folder.segment_bytes:
@@ -232,13 +246,11 @@ class DiskTier:
         made = self._folder.create()
         if made is None:
             return False
+        self._refresh()  # others may have been deleted
         path, file = made
-        segment = _Segment(path)
+        segment = self._segments[path] = _Segment(path, begun_s=self._clock())
         self._open, self._written = (segment, file), []
         _write_all(file, [file_header(self._facts)], 0)
-        with self._lock:
-            self._segments[path] = segment
-        self._refresh()  # others may have been deleted
         return True
 
     def _complete(self) -> None:
@@ -249,6 +261,8 @@ class DiskTier:
         self._open = None
         try:
             _write_all(file, [tail(self._written)], segment.end)
+            used_s = max((one.written_s for one in list(segment.names.values())), default=segment.begun_s)
+            os.utime(file, (used_s, used_s))
         except OSError as error:
             _log.warning("can't complete %s: %s", segment.path, error.strerror or error)
         finally:
@@ -265,31 +279,41 @@ class DiskTier:
                     segment.path.unlink()
             os.close(file)
 
-    def _refresh(self) -> None:
-        """Index new blocks of all engines, and forget deleted segments and old ones."""
-        with self._refreshing:
-            self._compare(list(self._segments))
+    def _look_after_own(self) -> None:
+        """End this engine's segment if it was deleted, or is so old that later blocks go to another one."""
+        if self._open is None:
+            return
+        segment, file = self._open
+        if not os.fstat(file).st_nlink:
+            self._open = None
+            os.close(file)
+            self._forget(segment)
+        elif self._clock() - segment.begun_s > self._folder.fill_s:
+            self._complete()
 
-    def _compare(self, known: list[Path]) -> None:
-        """Compare the folder with the index. `known`: segments that were indexed before."""
-        found = self._folder.segments()
+    def _refresh(self) -> float:
+        """Index new blocks of all engines, and forget and delete what is too old."""
+        began = time.perf_counter()
+        self._look_after_own()
+        found, is_old = self._folder.segments(), self._folder.is_old
+        if not found or any(is_old(stat.st_mtime) for stat in found.values()):
+            self._folder.tidy()
         for path, stat in found.items():
             segment = self._segments.get(path)
-            is_old = self._folder.is_old(stat)
             if segment is None:
-                segment = _Segment(path)
-                if is_old or path in self._unusable or not self._is_usable(path):
+                if is_old(stat.st_mtime) or path in self._unusable or not self._is_usable(path):
                     continue
-                self._segments[path] = segment
+                segment = self._segments[path] = _Segment(path)
+            self._expire(segment)
             is_own = self._open is not None and self._open[0] is segment
-            if is_old and not is_own:
+            if is_old(stat.st_mtime) and not is_own:
                 self._forget(segment)
             elif stat.st_size != segment.size and not is_own:
                 segment.size = stat.st_size
                 self._scan(segment)
-        for path in known:
-            if path not in found and path in self._segments:
-                self._forget(self._segments[path])
+        for path in self._segments.keys() - found.keys():
+            self._forget(self._segments[path])
+        return min(max(_REFRESH_S, (time.perf_counter() - began) / _REFRESH_SHARE), _MOST_REFRESH_S)
 
     def _is_usable(self, path: Path) -> bool:
         """Return True if a segment's header is valid. Warn once about any that is not."""
@@ -318,33 +342,49 @@ class DiskTier:
         """Index a block. Blocks of an owner who has too many are forgotten, the oldest first."""
         with self._lock:
             segment.end = max(segment.end, record.end)
-            if record.name in self._where:
+            known, is_old = self._where.get(record.name), self._folder.is_old
+            if is_old(record.written_s) or (known and not is_old(known.names[record.name].written_s)):
                 return
+            self._remove([record.name])
+            self._aged.discard(record.name)
             segment.names[record.name] = record
             self._where[record.name] = segment
-            for name in self._quota.add(record.owner, record.name, record.nbytes):
-                self._remove(record.owner, name)
+            self._remove(self._quota.add(record.owner, record.name, record.nbytes))
 
     def _forget(self, segment: _Segment) -> None:
         with self._lock:
             self._segments.pop(segment.path, None)
-            self._remove_all(list(segment.names.values()))
+            self._remove(list(segment.names))
+
+    def _expire(self, segment: _Segment) -> None:
+        """Forget a segment's blocks that were not used for too long."""
+        with self._lock:
+            old = takewhile(lambda one: self._folder.is_old(one.written_s), segment.names.values())
+            names = [one.name for one in old]
+            if len(self._aged) + len(names) > _MOST_AGED:
+                self._aged.clear()
+            self._aged.update(names)
+            self._remove(names)
 
     def _lose(self, segment: _Segment, name: bytes) -> None:
         with self._lock:
-            if (record := segment.names.get(name)) is not None:
-                self._remove_all([record])
+            if name in segment.names:
+                self._remove([name])
 
-    def _remove_all(self, lost: Iterable[Record]) -> None:
-        for record in lost:
-            self._remove(record.owner, record.name)
+    def _remove(self, names: Iterable[bytes]) -> None:
+        """Remove blocks from the index. The lock is held."""
+        for name in names:
+            if (segment := self._where.pop(name, None)) is not None:
+                self._quota.remove(segment.names.pop(name).owner, name)
 
-    def _remove(self, owner: bytes, name: bytes) -> None:
-        """Remove a block from the index. The lock is held."""
-        segment = self._where.pop(name, None)
-        if segment is not None:
-            del segment.names[name]
-            self._quota.remove(owner, name)
+
+def _keep_looking(tier: "weakref.ref[DiskTier]", closing: threading.Event) -> None:
+    """Refresh a tier once a second, or less often, until it is closed or nobody has it any more."""
+    pause_s = _REFRESH_S
+    while not closing.wait(pause_s) and (found := tier()) is not None:
+        with suppress(RuntimeError):  # it is being closed, or the process ends
+            pause_s = found.refresh()
+        del found
 
 
 def _write_all(file: int, parts: list[Any], offset: int) -> None:

@@ -6,6 +6,7 @@ deletes segments, so that several engines together stay within the budget.
 """
 
 import fcntl
+import math
 import os
 import secrets
 import time
@@ -22,6 +23,8 @@ _MOST_BYTES, _LEAST_BYTES = 256 << 20, 1 << 20  # of a segment
 _PER_BUDGET = 32  # segments
 _BLOCKS = 4  # least number in a segment
 _TOUCH_S = 10.0  # a segment is marked as used at most this often
+_PER_AGE = 8  # segments that an engine begins, and times that it marks one, within the age, at least
+_NEW, _NEW_S = ".new", 60.0  # suffix of segments that are not locked yet; seconds until they never will be
 
 
 class Folder:  # D400
@@ -44,7 +47,8 @@ class Folder:  # D400
         Raises:
             ConfigError: the folder can't be created or read, or the budget is less than two segments.
         """
-        self.path, self.budget, self.max_age_s, self.clock = path, budget, max_age_s, clock
+        self.path, self.budget, self.clock, self._max_age_s = path, budget, clock, max_age_s
+        self.fill_s = math.inf if max_age_s is None else max_age_s / _PER_AGE  # then a segment is completed
         least = max(_LEAST_BYTES, _BLOCKS * block_bytes)
         self.segment_bytes = max(least, min(_MOST_BYTES, budget // _PER_BUDGET))
         if budget < 2 * least:
@@ -61,25 +65,34 @@ class Folder:  # D400
                 f"can't keep KV in {path}: {error.strerror or error}; name a folder as kv_dir (--kv-dir) "
                 f"that can be read and written"
             ) from error
+        self.tidy()
 
-    def segments(self) -> dict[Path, os.stat_result]:
+    def segments(self, suffix: str = SUFFIX) -> dict[Path, os.stat_result]:
         """Return all segments with their sizes and times of use, the least recently used first."""
         found = {}
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
                 with suppress(OSError):  # it was deleted meanwhile
-                    if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+                    if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False):
                         found[Path(entry.path)] = entry.stat(follow_symlinks=False)
         return dict(sorted(found.items(), key=lambda item: (item[1].st_mtime, item[0].name)))
 
-    def is_old(self, stat: os.stat_result) -> bool:
-        """Return True if a segment has not been used for too long."""
-        return self.max_age_s is not None and self.clock() - stat.st_mtime > self.max_age_s
+    def is_old(self, used_s: float) -> bool:
+        """Return True if a segment or block has not been used for too long."""
+        return self._max_age_s is not None and self.clock() - used_s > self._max_age_s
+
+    def tidy(self) -> None:
+        """Delete old segments, and what killed engines left of new ones, if the folder can be written."""
+        with suppress(OSError), self._locked():
+            for path, stat in (self.segments() | self.segments(_NEW)).items():
+                is_left = path.suffix == _NEW and self.clock() - stat.st_mtime > _NEW_S
+                if (is_left or self.is_old(stat.st_mtime)) and not is_written(path):
+                    path.unlink(missing_ok=True)
 
     def touch(self, path: Path) -> None:
         """Mark a segment as used now."""
         now = self.clock()
-        if now - self._touched.get(path, 0.0) >= _TOUCH_S:
+        if now - self._touched.get(path, 0.0) >= min(_TOUCH_S, self.fill_s):
             self._touched[path] = now
             with suppress(OSError):
                 os.utime(path, (now, now))
@@ -96,7 +109,7 @@ class Folder:  # D400
             if not self._make_room():
                 return None
             path = self.path / f"{int(self.clock() * 1e3):013x}-{secrets.token_hex(6)}{SUFFIX}"
-            new = path.with_suffix(".new")  # under its name, others see it locked from the start
+            new = path.with_suffix(_NEW)  # under its name, others see it locked from the start
             file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
             fcntl.flock(file, fcntl.LOCK_EX)
             new.rename(path)
@@ -111,13 +124,14 @@ class Folder:  # D400
             if not is_open:
                 removable.append((path, stat))
         for path, stat in removable:
-            if self.is_old(stat) or total + self.segment_bytes > self.budget:
+            if self.is_old(stat.st_mtime) or total + self.segment_bytes > self.budget:
                 path.unlink(missing_ok=True)
                 total -= stat.st_size
         return total + self.segment_bytes <= self.budget
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

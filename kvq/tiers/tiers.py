@@ -105,8 +105,9 @@ class Tiers:
         self.host_bytes, self._groups = host_bytes, groups
         self.disk = disk
         self._clock = clock
-        self._max_age_s = max_age_s
+        self.max_age_s = max_age_s
         self._host: OrderedDict[BlockKey, _Held] = OrderedDict()  # least recently used first
+        self._by_use: OrderedDict[BlockKey, None] = OrderedDict()  # all in host memory, the oldest use first
         self._quota: Quota[BlockKey] = Quota(int(tenant_share * host_bytes))
         self._owners: OrderedDict[bytes, str] = OrderedDict()  # by root
         self.num_damaged = self.num_dropped = 0  # in host memory, since the start
@@ -138,10 +139,15 @@ class Tiers:
 
     def find(self, key: BlockKey) -> Form | None:
         """Return the form of a block in host memory or on disk, or None if it is in neither."""
-        if (held := self._host.get(key)) is not None:
+        held = self._host.get(key)
+        if held is not None and not self._is_old(held):
             return held.form
-        form = None if self.disk is None else self.disk.find(self._name(key))
-        return None if form is None else Form(*form)
+        name = b"" if self.disk is None else self._name(key)
+        if self.disk is not None and (form := self.disk.find(name)) is not None:
+            return Form(*form)
+        if held or (self.max_age_s is not None and self.disk is not None and self.disk.has_aged(name)):
+            self.on_aged(key)
+        return None
 
     def wants(self, key: BlockKey) -> bool:
         """Return True if a block that leaves its pool should be put here; False if it is here already."""
@@ -161,19 +167,19 @@ class Tiers:
             return
         if key in self._host:
             return
-        self.expire()
         while self._quota.nbytes + nbytes > self.host_bytes:
             self._pass_on(next(iter(self._host)))
         digest = content_digest(key.digest, key.group, content)
         owner = self._owners.get(key.root, "")
         self._host[key] = _Held(owner, content, form, digest, self._clock())
+        self._by_use[key] = None
         for other in self._quota.add(owner, key, nbytes):
             self._pass_on(other)
 
-    def save(self, key: BlockKey, content: Any, form: Form = OWN_FORM) -> None:
-        """Write a block to the disk soon, if there is a disk."""
+    def save(self, key: BlockKey, content: Any, form: Form = OWN_FORM, idle_s: float = 0) -> None:
+        """Write a block, last used `idle_s` ago, to the disk soon, if there is a disk."""
         if self.disk is not None:
-            self.disk.write(self._address(key), content, form)
+            self.disk.write(self._address(key), content, form, idle_s)
         else:
             self.num_dropped += 1
 
@@ -189,6 +195,7 @@ class Tiers:
         """Return a block in host memory that is about to be in a pool again, or None if it isn't there."""
         held = self._host.get(key)
         if held is not None:
+            self._use(key, held)
             self._host.move_to_end(key, last=False)
         return held
 
@@ -207,14 +214,10 @@ class Tiers:
         return self.disk.read([self._address(key) for key in keys])
 
     def expire(self) -> None:
-        """Drop blocks that were not used for too long, and look for news on the disk."""
-        if self.disk is not None:
-            self.disk.refresh()
-        if self._max_age_s is not None:
-            since = self._clock() - self._max_age_s
-            while self._host and (oldest := next(iter(self._host.items())))[1].used_s < since:
-                self._drop(oldest[0])
-                self.on_aged(oldest[0])
+        """Drop blocks that were not used for too long from host memory."""
+        while self._by_use and self._is_old(self._host[key := next(iter(self._by_use))]):
+            self._drop(key)
+            self.on_aged(key)
 
     def close(self) -> None:
         """Write everything that is not on disk yet, and close the files. Waits."""
@@ -228,17 +231,24 @@ class Tiers:
     def _use(self, key: BlockKey, held: _Held) -> None:
         held.used_s = self._clock()
         self._host.move_to_end(key)
+        self._by_use.move_to_end(key)
         self._quota.touch(held.owner, key)
 
     def _pass_on(self, key: BlockKey) -> None:
         """Remove a block from host memory, and write it to the disk if it is not there."""
         held = self._host[key]
         self._drop(key)
-        if self.disk is None or not self.is_saved(key):
-            self.save(key, held.content, held.form)
+        if self._is_old(held):
+            self.on_aged(key)
+        elif self.disk is None or not self.is_saved(key):
+            self.save(key, held.content, held.form, self._clock() - held.used_s)
 
     def _drop(self, key: BlockKey) -> None:
+        self._by_use.pop(key)
         self._quota.remove(self._host.pop(key).owner, key)
+
+    def _is_old(self, held: _Held) -> bool:
+        return self.max_age_s is not None and self._clock() - held.used_s > self.max_age_s
 
     def _address(self, key: BlockKey) -> Block:
         return self._owners.get(key.root, ""), self._name(key), key.group

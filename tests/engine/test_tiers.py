@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kvq.engine import LLM, SamplingParams
+from kvq.engine.config import EngineConfig
+from kvq.engine.tiering import _size_of, rungs_of
 from kvq.errors import ConfigError
 from kvq.tiers.segment import HEADER_BYTES, SUFFIX
 from tests.engine.kit import BLOCK, assert_balanced, drive, engine, mixed_prompts, pair, submit, tokens_of
@@ -257,3 +259,41 @@ def test_a_load_is_given_up_if_a_step_breaks_off(monkeypatch: pytest.MonkeyPatch
     again = llm.generate([prompt], GREEDY)
     assert tokens_of(again) == wanted
     assert again[0].receipt.host_tokens == again[0].receipt.cached_tokens > 0
+
+
+def test_an_idle_engine_drops_what_became_too_old() -> None:
+    llm, now = pressed(pair("llama")[0], kv_host=MIB, kv_max_age_s=10.0), [0.0]
+    tiers = llm.core.scheduler.manager.blocks.tiers
+    tiers._clock = lambda: now[0]
+    assert llm.core.upkeep.wait_s() is None
+    llm.generate(prompts(), GREEDY)
+    assert len(tiers) > 0
+    assert llm.core.upkeep.wait_s() == 1.0
+    now[0] = 11.0
+    llm.core.upkeep.when_idle()
+    assert len(tiers) == 0
+    assert llm.core.upkeep.wait_s() is None
+
+
+def test_old_blocks_on_disk_are_a_miss_that_says_so(tmp_path: Path) -> None:
+    llm, ahead = pressed(pair("llama")[0], kv_disk=16 * MIB, kv_dir=tmp_path, kv_max_age_s=100.0), [0.0]
+    disk = llm.core.scheduler.manager.blocks.tiers.disk
+    disk._clock = disk._folder.clock = lambda: time.time() + ahead[0]
+    for prompt in prompts():
+        llm.generate([prompt], GREEDY)
+    disk.refresh()
+    assert llm.generate([prompts()[5]], GREEDY)[0].receipt.disk_tokens
+    ahead[0] = 110.0
+    disk.refresh()
+    assert not list(tmp_path.glob("*" + SUFFIX))
+    receipt = llm.generate([prompts()[4]], GREEDY)[0].receipt
+    assert (receipt.disk_tokens, receipt.miss.cause) == (0, "too_old")
+
+
+def test_blocks_of_groups_and_rungs_that_there_are_not_have_no_size() -> None:
+    rungs = rungs_of(EngineConfig(kv_ladder="int4"), model := pair("llama")[0].with_kv("int8+recent=16"))
+    sizes = [_size_of(model.layout, rungs, group, rung) for group in range(3) for rung in range(3)]
+    assert len(model.layout.groups) == 2
+    assert len(rungs[1].groups) == 1
+    assert [size > 0 for size in sizes] == [True, True, False, True, False, False, False, False, False]
+    assert set(sizes[5:]) == {-1}

@@ -4,8 +4,10 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -70,7 +72,7 @@ def settle(tier: DiskTier) -> None:
     """Wait until everything queued is written and looked for."""
     done: Future[Any] = tier._writer.submit(lambda: None)
     done.result(10)
-    tier._reader.submit(tier._refresh).result(10)
+    tier.refresh()
 
 
 def put(tier: DiskTier, *numbers: int, owner: str = "t") -> None:
@@ -338,3 +340,154 @@ def test_the_queue_is_bounded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None
     settle(tier)
     assert held(tier, *range(5)) == [0, 1, 2]
     assert tier.has_room
+
+
+def found(tier: DiskTier, *numbers: int) -> list[int]:
+    return [number for number in numbers if tier.find(block(tier, number)[1]) is not None]
+
+
+def files(kit: Kit) -> list[Path]:
+    return sorted(kit.path.glob("*" + SUFFIX))
+
+
+def test_each_block_is_found_as_long_as_it_is_used_and_no_longer(kit: Kit) -> None:
+    tier = kit.tier(max_age_s=100.0)
+    put(tier, 1, 2)
+    kit.ahead += 90
+    assert held(tier, 2) == [2]
+    kit.ahead += 20
+    assert found(tier, 1, 2) == [2], "at once, without another look at the folder"
+    assert tier.has_aged(block(tier, 1)[1])
+    tier.refresh()
+    assert tier.nbytes == SIZE
+    assert tier.has_aged(block(tier, 1)[1])
+    put(tier, 1)
+    assert held(tier, 1, 2) == [1, 2], "a block that was too old can be written again"
+    assert tier.counts.written == 3
+
+
+def test_old_blocks_leave_the_disk_although_nothing_is_put(kit: Kit) -> None:
+    tier = kit.tier(max_age_s=100.0)
+    put(tier, *range(3))
+    kit.ahead += 20
+    tier.refresh()
+    assert [is_written(path) for path in files(kit)] == [False], "later blocks go elsewhere"
+    put(tier, 3)
+    assert len(files(kit)) == 2
+    kit.ahead += 85
+    tier.refresh()
+    assert len(files(kit)) == 1
+    kit.ahead += 30
+    tier.refresh()
+    assert files(kit) == []
+    assert (tier.nbytes, len(tier)) == (0, 0)
+
+
+def test_old_files_are_deleted_at_the_start(kit: Kit) -> None:
+    tier = kit.tier(max_age_s=100.0)
+    put(tier, 1)
+    tier.close()
+    kit.ahead += 110
+    kit.tier(max_age_s=100.0)
+    assert files(kit) == []
+
+
+def test_the_time_in_host_memory_counts(kit: Kit) -> None:
+    tier = kit.tier(max_age_s=100.0)
+    tier.write(block(tier, 1), content(1), (0, 0), 60.0)
+    tier.write(block(tier, 2), content(2), (0, 0), 110.0)
+    assert found(tier, 1, 2) == [1]
+    settle(tier)
+    assert (found(tier, 1, 2), tier.counts.written, tier.counts.dropped) == ([1], 1, 1)
+    kit.ahead += 50
+    tier.refresh()
+    assert found(tier, 1) == []
+
+
+def test_a_running_engine_finds_what_others_write(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "_REFRESH_S", 0.01)
+    monkeypatch.setattr(disk_module, "_REFRESH_SHARE", 1.0)
+    one, other = kit.tier(), kit.tier()
+    put(one, *range(5))
+    until = time.monotonic() + 10
+    while found(other, *range(5)) != list(range(5)) and time.monotonic() < until:
+        time.sleep(0.005)
+    assert held(other, *range(5)) == list(range(5))
+
+
+def test_a_look_takes_a_small_share_of_the_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = kit.tier()
+    assert 1.0 <= tier.refresh() <= 30.0
+    ticks = iter([0.0, 0.0005])
+    monkeypatch.setattr(disk_module.time, "perf_counter", lambda: next(ticks))
+    assert tier._refresh() == pytest.approx(5.0)
+
+
+def test_a_tier_that_was_not_closed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "_REFRESH_S", 0.01)
+    tier = DiskTier(Folder(tmp_path, BUDGET, SIZE), Sealing(), {})
+    kept = weakref.ref(tier)
+    del tier
+    until = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < until:
+        time.sleep(0.005)
+    assert kept() is None
+
+
+def test_a_deleted_folder_is_made_again(kit: Kit) -> None:
+    tier = kit.tier()
+    put(tier, *range(3))
+    shutil.rmtree(kit.path)
+    tier.refresh()
+    assert kit.path.stat().st_mode & 0o777 == 0o700
+    assert (tier.nbytes, len(tier)) == (0, 0)
+    put(tier, 1)
+    assert (held(tier, 1), tier.is_failing, len(files(kit))) == ([1], False, 1)
+    shutil.rmtree(kit.path)
+    put(tier, 2)
+    assert [path.stat().st_size > SIZE for path in files(kit)] == [True], "not into the deleted segment"
+    assert (held(tier, 1, 2), tier.nbytes) == ([2], SIZE)
+
+
+def test_a_segment_is_indexed_once_while_it_is_begun(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, header, go_on = kit.tier(), threading.Event(), threading.Event()
+    real = DiskTier._is_usable
+
+    def is_usable(self: DiskTier, path: Path) -> bool:
+        header.wait(0.5)
+        usable = real(self, path)
+        go_on.wait(0.5)
+        return usable
+
+    monkeypatch.setattr(DiskTier, "_is_usable", is_usable)
+    write_all = disk_module._write_all
+
+    def write(file: int, parts: list[Any], offset: int) -> None:
+        look = threading.Thread(target=tier.refresh)
+        look.start()
+        write_all(file, parts, offset)
+        header.set()
+        time.sleep(0.05)
+
+    monkeypatch.setattr(disk_module, "_write_all", write)
+    tier.write(block(tier, 1), content(1))
+    time.sleep(0.2)
+    go_on.set()
+    monkeypatch.undo()
+    settle(tier)
+    assert tier._open is not None
+    assert list(tier._segments.values()) == [tier._open[0]]
+    assert held(tier, 1) == [1]
+
+
+def test_what_a_killed_engine_had_just_created_is_removed_at_the_start(kit: Kit) -> None:
+    kit.tier().close()
+    left, locked = kit.path / "a.new", kit.path / "b.new"
+    left.touch()
+    kit.tier()
+    assert left.exists(), "it may be a new one"
+    kit.ahead += 61
+    with open(locked, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        kit.tier()
+    assert (left.exists(), locked.exists()) == (False, True)

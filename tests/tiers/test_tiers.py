@@ -87,6 +87,48 @@ def test_unused_blocks_are_dropped_by_age() -> None:
     assert aged == [key(2)]
 
 
+def test_no_block_outlives_its_age_whatever_was_used_since() -> None:
+    now = [0.0]
+    some = tiers(9, max_age_s=10.0, clock=lambda: now[0])
+    aged: list[BlockKey] = []
+    some.on_aged = aged.append
+    put(some, 0, 1, 2, 3)
+    now[0] = 9.0
+    put(some, 3)
+    some.fetch([key(3)])  # now it is the first to leave
+    now[0] = 15.0
+    assert held(some, 0, 1, 2, 3) == [3], "at once"
+    assert aged == [key(0), key(1), key(2)]
+    some.expire()
+    assert (len(some), some.nbytes) == (1, SIZE)
+    now[0] = 19.5
+    some.expire()
+    assert len(some) == 0
+
+
+def test_an_old_block_does_not_go_to_the_disk_and_a_miss_there_is_told(tmp_path: Path) -> None:
+    now = [1e9]
+    folder = Folder(tmp_path, 8 << 20, SIZE, max_age_s=10.0, clock=lambda: now[0])
+    disk = DiskTier(folder, Sealing(), {})
+    some = tiers(1, disk, max_age_s=10.0, clock=lambda: now[0])
+    aged: list[BlockKey] = []
+    some.on_aged = aged.append
+    put(some, 1)
+    now[0] += 6
+    put(some, 2)
+    assert held(some, 1, 2) == [1, 2]
+    disk.refresh()  # now it is written
+    now[0] += 5
+    assert held(some, 1, 2) == [2], "six seconds in host memory and five on the disk"
+    assert aged == [key(1)]
+    now[0] += 6
+    put(some, 3)
+    assert held(some, 2) == []
+    assert aged[1:] == [key(2)]
+    some.close()
+    assert disk.counts.written == 2, "the first and the last"
+
+
 def test_a_flipped_bit_in_host_memory_is_a_miss() -> None:
     some, changed = tiers(4), bytearray(content(1))
     some.put(key(1), changed)

@@ -53,7 +53,7 @@ class _Disk:
         self._blocks: OrderedDict[bytes, tuple[Any, Any]] = OrderedDict()  # content and form by name
         self._reads: list[tuple[float, Future[list[Any]], list[Any]]] = []  # with the times of their ends
         self._now = self._busy_s = 0.0
-        self.holds, self.refresh = self._blocks.__contains__, bool  # nobody else writes
+        self.holds = self._blocks.__contains__
 
     def tiers(self) -> Tiers | None:
         """Return tiers over this disk, with empty host memory, or None if an engine has none."""
@@ -63,7 +63,7 @@ class _Disk:
     def find(self, name: bytes) -> Any:
         return self._blocks.get(name, (None, None))[1]
 
-    def write(self, block: Block, content: Any, form: Any) -> None:
+    def write(self, block: Block, content: Any, form: Any, _: float = 0.0) -> None:
         self._left -= 0 if block[1] in self._blocks else len(content)
         self._blocks[block[1]] = content, form
         while self._left < 0:
