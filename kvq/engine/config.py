@@ -49,7 +49,7 @@ class EngineConfig:
     kv_key_file: str | Path | None = None
     kv_max_age_s: float | None = None
     kv_tenant_share: float = 1.0
-    kv_tier_format: str | None = None
+    kv_tier_format: str | None = None  # D407
     kv_ladder: Sequence[str] | str = ()
     kv_cold_share: float = 1.0
     hand_over_listen: str | None = None
