@@ -49,7 +49,7 @@ class EngineConfig:
     kv_key_file: str | Path | None = None
     kv_max_age_s: float | None = None
     kv_tenant_share: float = 1.0
-    kv_tier_format: str | None = None
+    kv_tier_format: str | None = None  # D407
     kv_ladder: Sequence[str] | str = ()
     kv_cold_share: float = 1.0
     hand_over_listen: str | None = None
@@ -130,7 +130,14 @@ def _check_tiers(config: EngineConfig) -> None:
             "kv_tier_format (--kv-tier-format) is the format in kv_host (--kv-host) and kv_dir (--kv-dir); "
             "give one of them"
         )
-    if config.kv_ladder and not config.prefix_caching:
+    ladder = config.kv_ladder
+    names = ladder.split(",") if isinstance(ladder, str) else ladder
+    are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    if not are_names or (ladder and not any(name.strip() for name in names)):
+        raise ConfigError(
+            f"kv_ladder (--kv-ladder) must name formats of fewer bits, such as 'int4,int3', got {ladder!r}"
+        )
+    if ladder and not config.prefix_caching:
         raise ConfigError("kv_ladder (--kv-ladder) keeps prefixes, so it needs prefix_caching")
     cold = config.kv_cold_share
     if not (isinstance(cold, int | float) and 0 <= cold <= 1):
@@ -140,3 +147,13 @@ def _check_tiers(config: EngineConfig) -> None:
         raise ConfigError(f"kv_max_age_s (--kv-max-age) must be above 0 seconds, got {age!r}")
     if not (isinstance(share, int | float) and 0 < share <= 1):
         raise ConfigError(f"kv_tenant_share (--kv-tenant-share) must be above 0 and at most 1, got {share!r}")
+    if (age is not None or share != 1) and not (host or disk):
+        raise ConfigError(
+            "kv_max_age_s (--kv-max-age) and kv_tenant_share (--kv-tenant-share) bound what is kept in kv_host "
+            "(--kv-host) and kv_dir (--kv-dir); give one of these, too"
+        )
+    if config.hand_over_prefilled and config.hand_over_to is None:
+        raise ConfigError(
+            "hand_over_prefilled (--hand-over-prefilled) needs an engine to go to; give hand_over_to "
+            "(--hand-over-to)"
+        )

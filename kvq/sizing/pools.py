@@ -123,10 +123,15 @@ def rung_bytes(rungs: list[KVLayout]) -> dict[int, list[int]]:
     """
     for before, rung in pairwise(rungs):
         if rung.kv_bytes_per_token >= before.kv_bytes_per_token:
+            what = (
+                f"takes {rung.kv_bytes_per_token:,.0f} bytes a token, not below the "
+                f"{before.kv_bytes_per_token:,.0f} of {before.recipe.name}"
+            )
+            if rung.recipe == before.recipe:
+                what = "is the pool's own" if before is rungs[0] else "is named twice"
             raise ConfigError(
                 f"kv_ladder (--kv-ladder) and kv_tier_format (--kv-tier-format) must name ever smaller "
-                f"formats, but {rung.recipe.name} takes {rung.kv_bytes_per_token:,.0f} bytes a token, not "
-                f"below the {before.kv_bytes_per_token:,.0f} of {before.recipe.name}"
+                f"formats, but {rung.recipe.name} {what}"
             )
     return {
         number: [rung.groups[number].block_bytes for rung in rungs[1:]]

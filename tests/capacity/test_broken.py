@@ -7,6 +7,7 @@ import pytest
 
 from kvq.blockmgr import BlockManager, Copy, Fill, Scrub
 from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.packed.ladder import Ladder, Pack
 from kvq.blockmgr.sequence import Sequence
 from kvq.scheduler import Priority, Request, Scheduler, fit
 from kvq.scheduler.loading import Loading
@@ -50,6 +51,12 @@ def keep_loaded(real: Defect, self: Loading, request: Request) -> None:
     self._held.pop(request, None)
 
 
+def count_only(real: Defect, self: Ladder, keys: Any) -> None:
+    """Packed blocks that are read can be evicted."""
+    for key in keys:
+        self._where[key][0].holds += 1
+
+
 def lose_last_change(real: Defect, self: FakeModel, plan: Any, *arguments: Any) -> Any:
     """Every 50th step one row is not told of a change."""
     if plan.number % 50 == 49 and plan.table_changes:
@@ -71,6 +78,8 @@ DEFECTS: dict[str, tuple[object, str, Defect]] = {
     )),
     "copies are not made": (BlockManager, "take_orders", without(Copy)),
     "loaded blocks are not filled in": (BlockManager, "take_orders", without(Fill)),
+    "blocks are not packed": (BlockManager, "take_orders", without(Pack)),
+    "packed blocks that are read are overwritten": (Ladder, "hold", count_only),
     "failed blocks are not zeroed": (BlockManager, "take_orders", without(Scrub)),
     "damage is overlooked": (Tiers, "is_intact", lambda *_: True),
     "windows are one token short": (Blocks, "first_seen", lambda real, self, group, length: real(

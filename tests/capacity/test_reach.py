@@ -13,13 +13,15 @@ from kvq.scheduler.request import RequestState
 from kvq.scheduler.running import Running
 from kvq.scheduler.waiting_queue import WaitingQueue
 from kvq.tiers.tiers import Tiers
-from tests.capacity.harness import fuzz
+from tests.capacity.harness import Outcome, fuzz
 from tests.capacity.harness.fake_engine import FakeEngine
 
 STAGES = ["queued", "parked", "prefilling", "decoding", "branched", "preempted"]
 PATHS = [
     *(f"cancelled while {stage}" for stage in STAGES), "parked", "forked", "forked again", "resumed",
     "loaded", "resumed with what was loaded", "damaged", "failed", "pinned", "given up", "refused",
+    "packed_blocks", "loaded_tokens", "failed_loads", "damaged_blocks", "prefetched", "filled_from_pool",
+    "filled_in_cold_form", "filled_in_own_form", "hints",
 ]  # fmt: skip
 
 
@@ -70,7 +72,9 @@ def seen() -> Iterator[Counter[str]]:
         count(BlockManager, "pin", lambda *_: "pinned")
         count(Scheduler, "_give_up", lambda *_: "given up")
         for seed in range(100):
-            counts["refused"] += fuzz(seed, steps=150).summary()["refused"]
+            result = fuzz(seed, steps=150)
+            counts["refused"] += result.count(Outcome.REFUSED)
+            counts.update(result.kept)
         yield counts
 
 

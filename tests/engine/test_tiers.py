@@ -208,6 +208,9 @@ def test_whatever_is_accepted_finishes_with_tiers() -> None:
         ({"kv_host": "1GiB", "kv_key_file": "x"}, "kv_key_file"),
         ({"kv_host": "1GiB", "kv_max_age_s": 0}, "above 0 seconds"),
         ({"kv_host": "1GiB", "kv_tenant_share": 2}, "at most 1"),
+        ({"kv_tenant_share": 0.5}, r"kv_tenant_share .* give one of these"),
+        ({"kv_max_age_s": 5.0}, r"kv_max_age_s .* give one of these"),
+        ({"hand_over_prefilled": True}, "hand_over_to"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:

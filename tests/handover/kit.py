@@ -20,6 +20,7 @@ class Pair:
         there = {"hand_over_listen": "0"} | options | options.pop("there", {})
         options.pop("there", None)
         there.pop("there", None)
+        there.pop("hand_over_prefilled", None)  # which is the sender's
         self.b: LLM = engine(receiver or model, kv, **there)
         here = {name: value for name, value in options.items() if name != "hand_over_listen"}
         self.a: LLM = engine(model, kv, hand_over_to=self.b.hand_over.address, **here)

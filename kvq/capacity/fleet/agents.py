@@ -15,7 +15,7 @@ from typing import Any
 from kvq import strict_json
 from kvq.capacity.fleet.arrivals import Call, drawn_tokens
 from kvq.capacity.fleet.records import Records
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, not_one_of
 
 FORMAT_VERSION = 1
 _MOST_TOKENS = 1 << 24  # of a piece
@@ -58,6 +58,8 @@ def _checked(turn: dict[str, Any], earlier: Turns) -> dict[str, Any]:
         )
 
     names = ("session", "turn", "base", "after", "pause_s", "added", "answer")
+    if unknown := [name for name in turn if name not in names]:
+        raise ValueError(not_one_of("each field", unknown[0], names))
     values: list[Any] = [turn.get(name) for name in names]
     session, number, base, after, pause_s, added, answer = values
     is_new = type(number) is int and (str(session), number) not in earlier

@@ -8,7 +8,7 @@ import click
 
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
-from kvq.commands.shared.declare import gathered
+from kvq.commands.shared.declare import SectionedCommand, gathered
 from kvq.commands.shared.options import kv_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
@@ -24,7 +24,7 @@ _PLACES = {"kv_host": "host memory", "kv_disk": "disk"}
 _GAINS = ("output_tokens_per_s", "ttft_ms_p95", "prefix_hit_rate")
 
 
-@click.command(name="simulate")
+@click.command(name="simulate", cls=SectionedCommand)
 @target_options
 @kv_option("auto,int4", many=True)
 @gathered(SimulateOptions, "options")

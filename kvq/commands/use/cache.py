@@ -81,7 +81,10 @@ def explain(first: Path, second: Path, options: _ExplainOptions) -> None:
     }
     echo(f"{a.name}: {len(a.tokens):,} tokens; {b.name}: {len(b.tokens):,}; the first {at:,} are the same")
     echo(f"{reused:,} are reused: {reused // options.block_size:,} blocks of {options.block_size}")
-    echo(_in_words(miss, a.name, b.name))
+    if a.tokens == b.tokens and (miss is None or miss.cause == "new_text"):
+        echo(f"the prompts are equal; the last {len(b.tokens) - reused:,} tokens are computed again")
+    else:
+        echo(_in_words(miss, a.name, b.name))
     for prompt in (a, b):
         shown = prompt.tokens[max(0, at - _AROUND) : at], prompt.tokens[at : at + _AROUND]
         echo(f"  {prompt.name}: {' | '.join(repr(encoder.decode(part)) for part in shown)}")
@@ -100,12 +103,17 @@ def _read(path: Path, encoder: "PromptEncoder") -> _Prompt:
         else:
             tokens = encoder.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
             texts = []
+        if not isinstance(salt, str | None) or not all(0 <= token < 1 << 32 for token in tokens):
+            raise ValueError
     except RequestError:  # the template's
         raise
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{path} is no JSON: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RequestError(
-            f"{path} has no prompt: an object with messages, as in a chat request, or with a prompt, a text "
-            f"or token ids, is needed ({type(error).__name__}: {error})"
+            f"{path} must be an object with messages, each an object with role and content, or with a "
+            f"prompt, a text or a list of token ids; it may also have tools, a list, chat_template_kwargs, an "
+            f"object, and cache_salt, a text"
         ) from error
     if not tokens:
         raise RequestError(f"the prompt in {path} is empty; give some text")

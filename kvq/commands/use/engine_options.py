@@ -26,6 +26,7 @@ from kvq.commands.shared.param_types import (
     TEMPLATE,
     TEXT_OR_MAPPING,
     TO_READ,
+    Finite,
     TokenCount,
 )
 from kvq.errors import ConfigError
@@ -78,7 +79,9 @@ class _EngineOptions:
         "Formats of fewer bits, such as int4,int3, for KV in the pool that no running request reads; it is "
         "rewritten in them before it leaves the pool.",
     )
-    kv_cold_share: float = option(1.0, "Most of a prompt that may have been in fewer bits.", type=SHARE)
+    kv_cold_share: float = option(
+        1.0, "Most of a prompt that may have been in fewer bits.", type=Finite(0, 1)
+    )
     hand_over_listen: str | None = option(
         None, "Take over requests and prefixes of other engines at a port, HOST:PORT or unix:PATH."
     )

@@ -103,9 +103,9 @@ def test_answers_of_the_trace_are_no_hits(tmp_path: Path) -> None:
 
 
 def test_tiers_keep_what_leaves_the_pool(tmp_path: Path) -> None:
-    path = sessions(tmp_path / "t.jsonl", 12, 4)  # 8 x 12 x ... blocks, of which the pool has 60
+    path = sessions(tmp_path / "t.jsonl", 12, 4)  # of 45 blocks at their ends; two of them fit side by side
     shares = [
-        summarize(ran(path, 60, tiers))["prefix_hit_rate"]
+        summarize(ran(path, 100, tiers))["prefix_hit_rate"]
         for tiers in (None, below(host=100), below(host=1000), below(disk=1000), below(host=20, disk=1000))
     ]
     assert shares[0] < shares[1] < shares[2]
@@ -166,6 +166,7 @@ def test_a_base_that_is_not_waited_for_is(tmp_path: Path) -> None:
         ({"added": [[1, 2, 3]]}, "added must be a list"),
         ({"added": [[1, 1 << 40]]}, "added must be a list"),
         ({"added": 3}, "added must be a list"),
+        ({"bass": ["s1", 0]}, "each field must be one of session, turn, base, .* got 'bass'; did you mean 'base'"),
     ],
 )  # fmt: skip
 def test_bad_fields_are_named_with_what_is_allowed(

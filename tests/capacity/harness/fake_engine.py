@@ -1,10 +1,11 @@
 """What the engine does with plans, over a fake model: take tokens, branch, end, keep records."""
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvq.blockmgr import Demote, Fill
-from kvq.blockmgr.packed.ladder import Pack
+from kvq.blockmgr.packed.ladder import Pack, Packed
 from kvq.engine.requests.sessions import Sessions
 from kvq.errors import KVQError, RequestError
 from kvq.scheduler import Branch, Request, Scheduler, StepPlan
@@ -59,6 +60,8 @@ class FakeEngine:
         self._model, model.tiers = model, self.manager.blocks.tiers
         self._injector = injector
         self._progress = Progress(setup.config.aging_s)
+        self._filled: Counter[str] = Counter()  # blocks, by what they were filled from
+        self.num_hints = 0
         self.ahead: Ran | None = None  # a step that was planned before the last one's tokens were known
 
     def add(self, job: SimulatedRequest, now: float) -> Request | None:
@@ -94,6 +97,10 @@ class FakeEngine:
             "failed_loads": loading.num_failed,
             "damaged_blocks": 0 if tiers is None else tiers.num_damaged,
             "prefetched": self.sessions.num_prefetched,
+            "filled_from_pool": self._filled["pool"],
+            "filled_in_cold_form": self._filled["cold"],
+            "filled_in_own_form": self._filled["own"],
+            "hints": self.num_hints,
         }
 
     def step(self, now: float) -> Gauge:
@@ -149,6 +156,7 @@ class FakeEngine:
     def _measure(self, plan: StepPlan, prefill_tokens: int) -> float:
         first = plan.num_decodes
         depth = plan.ends[first] - plan.counts[first] if prefill_tokens else 0
+        self._filled.update(_source(order) for order in plan.orders if isinstance(order, Fill))
         moved = sum(isinstance(order, Demote | Fill | Pack) for order in plan.orders)
         seconds = self._setup.seconds(
             num_decodes=first, prefill_tokens=prefill_tokens, depth=depth, moved=moved
@@ -273,6 +281,12 @@ class FakeEngine:
             prefill_tokens=prefill_tokens,
             live=max(pool.num_live / pool.num_blocks for pool in self.manager.pools),
         )
+
+
+def _source(order: Fill) -> str:
+    if isinstance(order.content, Packed):
+        return "pool"
+    return "cold" if order.rung else "own"
 
 
 def _is_computed(branch: Branch) -> bool:

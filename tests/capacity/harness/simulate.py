@@ -123,6 +123,7 @@ class _Simulation:
         if injector.happens(faults.hint) and (known := injector.one_of(list(engine.sessions._sessions))):
             action = injector.one_of(get_args(HintAction))
             engine.sessions.hint(*known, action, injector.seconds(_PIN_S))
+            engine.num_hints += 1
 
     def _preempt(self, request: Request | None) -> None:
         if request is None or request.preemptions >= _MOST_PREEMPTIONS:

@@ -5,7 +5,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority, Request
@@ -117,7 +117,7 @@ def _job(mix: Mix, rng: random.Random, now: float, prompt: "array[int]") -> Simu
     has_branches = rng.random() < mix.branched_share
     is_beam_search = has_branches and rng.random() < 0.5
     is_unlimited = not is_beam_search and rng.random() < mix.unlimited_share
-    return SimulatedRequest(
+    job = SimulatedRequest(
         arrival_s=now,
         prompt=prompt,
         max_tokens=None if is_unlimited else _length(mix, rng, mix.output_tokens),
@@ -130,9 +130,11 @@ def _job(mix: Mix, rng: random.Random, now: float, prompt: "array[int]") -> Simu
         reuse=rng.random() >= mix.whole_share,
         max_chunk=rng.randint(1, 16) if rng.random() < mix.chunk_share else None,
         patience_s=rng.expovariate(1 / mix.patience_s) if rng.random() < mix.impatient_share else None,
-        session=f"s{rng.randrange(mix.num_sessions)}" if rng.random() < mix.session_share else None,
-        retain_s=rng.choice([None, None, 0.0, 0.05, 1.0]),
     )
+    if mix.session_share and rng.random() < mix.session_share:  # without sessions, nothing is drawn
+        session, retain_s = f"s{rng.randrange(mix.num_sessions)}", rng.choice([None, None, 0.0, 0.05, 1.0])
+        return replace(job, session=session, retain_s=retain_s)
+    return job
 
 
 def _length(mix: Mix, rng: random.Random, median: float) -> int:

@@ -39,7 +39,13 @@ def test_the_same_prompt_has_no_cause(explained):
     assert found["miss"] is None
     assert found["common_tokens"] == count
     assert found["reused_tokens"] == (count - 1 if count % 8 == 0 else count // 8 * 8)
-    assert "all of it that can be reused" in out
+    assert f"the prompts are equal; the last {count - found['reused_tokens']} tokens are computed" in out
+
+
+def test_equal_prompts_of_less_than_a_block_are_said_to_be_equal(explained):
+    _, out = explained({"prompt": [5, 6, 7]}, {"prompt": [5, 6, 7]})
+    assert "the prompts are equal; the last 3 tokens are computed again" in out
+    assert "longer" not in out
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,8 @@ def test_a_hybrid_lacks_a_snapshot(explained):
         {"messages": 5},
         {"messages": [5]},
         {"messages": [{}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5},
+        {"prompt": "x", "cache_salt": 5},
         {"prompt": ""},
         "text",
     ],
@@ -102,4 +110,7 @@ def test_what_has_no_prompt_is_refused_in_a_line(tmp_path, kvq, wrong):
     code, _, err = kvq("cache", "explain", tmp_path / "a.json", tmp_path / "a.json")
     assert code == 2
     assert len(err.splitlines()) == 1
-    assert err.startswith("kvq: error: ")
+    assert err.startswith(
+        f"kvq: error: {tmp_path / 'a.json'} " if wrong != {"prompt": ""} else "kvq: error: "
+    )
+    assert "Error" not in err
