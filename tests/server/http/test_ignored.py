@@ -259,7 +259,8 @@ def test_pages_of_other_origins_may_read_the_header():
     [
         ("/v1/completions", {"prompt": "a", "max_token": 5}, "max_token", "max_tokens"),
         ("/v1/chat/completions", chat(stream=True, strem_options={}), "strem_options", "stream_options"),
-        ("/v1/chat/completions", chat(stream_options={"usage": 1}), "stream_options.usage", None),
+        ("/v1/chat/completions", chat(stream_options={"usage": 1}), "stream_options.usage",
+         "; known are include_usage"),
         ("/v1/completions", {"prompt": "a", "stream_options": {"includ_usage": 1}},
          "stream_options.includ_usage", "include_usage"),
         ("/tokenize", {"prompt": "a", "xyz": 1}, "xyz", None),
@@ -273,7 +274,8 @@ def test_a_strict_server_refuses_them_and_says_what_was_meant(strict, path, body
     before = counted(strict)["refused"]
     status, headers, answer = strict.post(path, body)
     assert (status, HEADER in headers) == (400, False)
-    said = f"unknown field {param!r}" + (f"; did you mean {hint!r}?" if hint else "")
+    meant = hint if not hint or hint.startswith(";") else f"; did you mean {hint!r}?"
+    said = f"unknown field {param!r}" + (meant or "")
     error = {"message": said, "type": "invalid_request_error", "param": param, "code": "unknown_field"}
     assert answer == {"error": error}
     assert counted(strict)["refused"] == before + 1
