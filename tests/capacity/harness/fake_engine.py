@@ -265,8 +265,7 @@ class FakeEngine:
         record.preemptions, record.cached_tokens = request.preemptions, request.cached_tokens
         record.recomputed_tokens = request.usage.recomputed
         record.reason = "" if request.error is None else str(request.error)
-        if request.error is None:
-            self.sessions.end(request, now)
+        self.sessions.end(request, now, request.error)
         self.trace.end(now, record.number, outcome)
         self._progress.ended(request, len(self.result.gauges))
         check_tokens(request, ticket.job, self._model.windows)
