@@ -149,8 +149,8 @@ def _check_tiers(config: EngineConfig) -> None:
         raise ConfigError(f"kv_tenant_share (--kv-tenant-share) must be above 0 and at most 1, got {share!r}")
     if (age is not None or share != 1) and not (host or disk):
         raise ConfigError(
-            "kv_max_age_s (--kv-max-age) and kv_tenant_share (--kv-tenant-share) bound what is kept in kv_host "
-            "(--kv-host) and kv_dir (--kv-dir); give one of these, too"
+            "kv_max_age_s (--kv-max-age) and kv_tenant_share (--kv-tenant-share) bound what is kept in "
+            "kv_host (--kv-host) and kv_dir (--kv-dir); give one of these, too"
         )
     if config.hand_over_prefilled and config.hand_over_to is None:
         raise ConfigError(

@@ -112,8 +112,8 @@ def _read(path: Path, encoder: "PromptEncoder") -> _Prompt:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RequestError(
             f"{path} must be an object with messages, each an object with role and content, or with a "
-            f"prompt, a text or a list of token ids; it may also have tools, a list, chat_template_kwargs, an "
-            f"object, and cache_salt, a text"
+            f"prompt, a text or a list of token ids; it may also have tools, a list, chat_template_kwargs, "
+            f"an object, and cache_salt, a text"
         ) from error
     if not tokens:
         raise RequestError(f"the prompt in {path} is empty; give some text")
