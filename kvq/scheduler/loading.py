@@ -59,8 +59,8 @@ class Loading:
             return known.restore.sequence
         try:
             restore = manager.below.restore(prompt, length)
-        except OutOfBlocks:
-            return None
+        except OutOfBlocks:  # there may be room once another prompt is there
+            return next((load.restore.sequence for load in self._loads.values()), None)
         request.num_loads += 1
         below = [key for _, key in restore.missing if key not in restore.packed]
         tiers = manager.blocks.tiers

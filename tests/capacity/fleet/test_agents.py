@@ -166,7 +166,7 @@ def test_a_base_that_is_not_waited_for_is(tmp_path: Path) -> None:
         ({"added": [[1, 2, 3]]}, "added must be a list"),
         ({"added": [[1, 1 << 40]]}, "added must be a list"),
         ({"added": 3}, "added must be a list"),
-        ({"bass": ["s1", 0]}, "must be one of session, turn, base, .* got 'bass'; did you mean 'base'"),
+        ({"bass": ["s1", 0]}, "each field must be one of session, turn, .* got 'bass'; did you mean 'base'"),
     ],
 )  # fmt: skip
 def test_bad_fields_are_named_with_what_is_allowed(

@@ -153,6 +153,9 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--trace", __file__, "--input-len", "5"), "leave out --input-len"),
         (("--rate", 1, "--calibrate", __file__), "no results of kvq bench engine"),
         (("--rate", 1, "--json", "/nowhere/x.json"), "/nowhere"),
+        (("--rate", 1, "--kv", "int8", "--kv-disk", "1MiB"), "kv_disk (--kv-disk) must be at least"),
+        (("--rate", 1, "--kv", "int8", "--kv-ladder", "int8"), "int8 is the pool's own"),
+        (("--rate", 1, "--swap-memory", "1GiB"), "--kv-host, such as 8GiB"),
     ],
 )
 def test_bad_input_is_an_error(run, arguments, said):

@@ -110,7 +110,6 @@ def test_what_has_no_prompt_is_refused_in_a_line(tmp_path, kvq, wrong):
     code, _, err = kvq("cache", "explain", tmp_path / "a.json", tmp_path / "a.json")
     assert code == 2
     assert len(err.splitlines()) == 1
-    assert err.startswith(
-        f"kvq: error: {tmp_path / 'a.json'} " if wrong != {"prompt": ""} else "kvq: error: "
-    )
+    assert err.startswith("kvq: error: ")
+    assert "a.json" in err
     assert "Error" not in err
