@@ -27,6 +27,21 @@ _PER_AGE = 8  # segments that an engine begins, and times that it marks one, wit
 _NEW, _NEW_S = ".new", 60.0  # suffix of segments that are not locked yet; seconds until they never will be
 
 
+def least_segment(budget: int, block_bytes: int) -> int:
+    """Return the least size of a segment for blocks of up to `block_bytes`.
+
+    Raises:
+        ConfigError: the budget is less than two segments.
+    """
+    least = max(_LEAST_BYTES, _BLOCKS * block_bytes)
+    if budget < 2 * least:
+        raise ConfigError(
+            f"kv_disk (--kv-disk) must be at least {binary(2 * least)} for blocks of "
+            f"{binary(block_bytes)}, got {binary(budget)}"
+        )
+    return least
+
+
 class Folder:  # D400
     """Segments in one folder."""
 
@@ -49,13 +64,8 @@ class Folder:  # D400
         """
         self.path, self.budget, self.clock, self._max_age_s = path, budget, clock, max_age_s
         self.fill_s = math.inf if max_age_s is None else max_age_s / _PER_AGE  # then a segment is completed
-        least = max(_LEAST_BYTES, _BLOCKS * block_bytes)
+        least = least_segment(budget, block_bytes)
         self.segment_bytes = max(least, min(_MOST_BYTES, budget // _PER_BUDGET))
-        if budget < 2 * least:
-            raise ConfigError(
-                f"kv_disk (--kv-disk) must be at least {binary(2 * least)} for blocks of "
-                f"{binary(block_bytes)}, got {binary(budget)}"
-            )
         self._touched: dict[Path, float] = {}
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

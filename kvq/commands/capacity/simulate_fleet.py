@@ -23,11 +23,11 @@ from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.declare import given_options, picked
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
-from kvq.sizes import binary, parse_bytes
+from kvq.sizes import parse_bytes
 from kvq.sizing.memory import kv_layout, split_geometry
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import BESIDE, rung_bytes
-from kvq.tiers.folder import _BLOCKS, _LEAST_BYTES
+from kvq.tiers.folder import least_segment
 
 _MOST_ROWS = 64
 _MAX_NUM_SEQS = 256
@@ -168,13 +168,8 @@ class Study:
         layouts = [kv_layout(geometry, name.strip(), block_size=size) for name in names]
         block_bytes, rungs = layouts[0].holding["block_bytes"], rung_bytes(layouts)
         host, disk, groups = case.host_bytes // plan.split.gpus, case.disk_bytes // plan.split.gpus, None
-        least = 2 * max(_LEAST_BYTES, _BLOCKS * max(block_bytes))
-        if disk and disk < least:  # which the engine refuses in the same words
-            gpus = plan.split.gpus
-            raise ConfigError(
-                f"kv_disk (--kv-disk) must be at least {binary(gpus * least)} for blocks of "
-                f"{binary(gpus * max(block_bytes))}, got {binary(case.disk_bytes)}"
-            )
+        if disk:
+            least_segment(disk, max(block_bytes))
         if layouts[1:] and not host and not disk:  # as in the engine
             host = bytes_of(layouts[0], plan.num_blocks) // BESIDE
             groups = {*range(len(plan.num_blocks))} - rungs.keys()
