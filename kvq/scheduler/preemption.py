@@ -21,7 +21,7 @@ def resume_s(request: Request, manager: BlockManager, costs: CostModel) -> float
     computed_s, tiers, states = (shared + own) * token_s, manager.blocks.tiers, manager.blocks.states
     whole = manager.block_size if states is None else states.every
     kept = (depth if len(request.live) == 1 else shared) // whole * whole
-    if not kept or tiers is None or not tiers.host_bytes:
+    if not kept or tiers is None or not tiers.host_bytes or tiers.groups is not None:
         return computed_s
     moved_s = costs.move_s(sequences[0].num_held * kept // depth)
     return computed_s - max(0.0, kept * token_s - moved_s)

@@ -102,7 +102,7 @@ class Tiers:
         `tenant_share`: largest share of one tenant. `max_age_s`: time since the last use after which a block
         is dropped.
         """
-        self.host_bytes, self._groups = host_bytes, groups
+        self.host_bytes, self.groups = host_bytes, groups
         self.disk = disk
         self._clock = clock
         self.max_age_s = max_age_s
@@ -155,7 +155,7 @@ class Tiers:
         if held is not None:
             self._use(key, held)
             return False
-        if self._groups is not None and key.group not in self._groups:
+        if self.groups is not None and key.group not in self.groups:
             return False
         return bool(self.host_bytes) or (self.disk is not None and not self.disk.holds(self._name(key)))
 

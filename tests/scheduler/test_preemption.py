@@ -133,18 +133,22 @@ def test_generated_tokens_come_back_also_those_in_windows(
 
 
 def test_who_gives_way_is_who_resumes_soonest_from_host_memory_or_by_computing() -> None:
-    def victim(costs: FixedCosts, *, has_host: bool) -> Request | None:
+    def victim(costs: FixedCosts, *, has_host: bool, groups: set[int] | None = None) -> str | None:
         scheduler = make(has_host=has_host, costs=costs, max_num_seqs=4)
+        if (tiers := scheduler.manager.blocks.tiers) is not None:
+            tiers.groups = groups
         oldest, long, forked = ask(4, 40), ask(40, 40), ask(8, 40, num_branches=2)
         add(scheduler, oldest, long, forked)
         for _ in range(8):
             step(scheduler)
         chosen = choose_victim([long, forked], scheduler.manager, scheduler.costs)
-        return {long: "long", forked: "forked"}.get(chosen)
+        return None if chosen is None else {long: "long", forked: "forked"}[chosen]
 
     assert victim(FixedCosts(move_block_s=1e-9), has_host=False) == "forked"
     assert victim(FixedCosts(move_block_s=1e-9), has_host=True) == "long"  # forks are computed anew
     assert victim(FixedCosts(move_block_s=1.0), has_host=True) == "forked"
+    beside_ladder = victim(FixedCosts(move_block_s=1e-9), has_host=True, groups=set())
+    assert beside_ladder == "forked", "host memory takes none of their blocks"
 
 
 def test_who_is_preempted_and_comes_back_in_one_step_runs_once_in_it() -> None:
