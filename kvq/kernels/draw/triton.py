@@ -1,7 +1,7 @@
 """Sampling in Triton: no row is sorted, and the number of launches doesn't depend on rows or vocabulary size.
 
     peaks      each span's likeliest token                      every row
-    brackets   masses and counts of 4 brackets                  rows that sample
+    brackets   masses and counts of 16 brackets                 rows that sample
     open       which brackets to split                          rows that rank tokens, down to `gather`
     bins       masses and counts of the bins of those brackets
     plan       which of the 2,048 bins to search

@@ -17,7 +17,7 @@ from kvq.kernels.draw.reference import MASS_OF_LIKELIEST, MAX_VOCAB
 
 SPAN = tl.constexpr(4096)  # tokens that a program reads
 BINS = tl.constexpr(2048)
-BRACKETS = tl.constexpr(4)
+BRACKETS = tl.constexpr(16)  # D408
 WIDE = tl.constexpr(BINS.value // BRACKETS.value)  # adjacent bins of a bracket
 ROOM = tl.constexpr(4096)  # maximum number of candidates gathered; a row with more is searched in place
 MASS = tl.constexpr(MASS_OF_LIKELIEST)  # of the likeliest token
@@ -129,6 +129,12 @@ def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
 
 
 @triton.jit
+def _is_counted(params, vocab):
+    """Return whether a row's tokens are counted by bin, which only top_k needs."""
+    return tl.load(params + TOP_K) < vocab
+
+
+@triton.jit
 def masses_and_bins(logits, peak, temperature, bar, steps):
     """Return masses, floor(2**43 * exp((logit - peak) / temperature)) or 0 below the threshold, and bins."""
     scores = tl.div_rn(logits - peak, temperature)
@@ -165,7 +171,8 @@ def brackets_kernel(
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
     scratch = scratch_ptr + row * scratch_stride
-    kind, peak, temperature, bar, steps = measures(scratch, params_ptr + row * COLUMNS, vocab, SPANS_PAD)
+    params = params_ptr + row * COLUMNS
+    kind, peak, temperature, bar, steps = measures(scratch, params, vocab, SPANS_PAD)
     if kind < WHOLE:
         return
     tokens = span * SPAN + tl.arange(0, SPAN)
@@ -178,6 +185,8 @@ def brackets_kernel(
         bracket = tl.where(tokens < vocab, bins // WIDE, BRACKETS)
         for i in tl.static_range(BRACKETS):
             tl.store(into + (MASSES + i) * spans, tl.sum(tl.where(bracket == i, mass, 0), axis=0))
+        bracket = tl.where(_is_counted(params, vocab), bracket, BRACKETS)
+        for i in tl.static_range(BRACKETS):
             tl.store(into + (COUNTS + i) * spans, tl.sum((bracket == i).to(tl.int32), axis=0))
 
 
@@ -187,8 +196,8 @@ def bins_kernel(
 ):
     """Add the masses and counts of a span to the row's bins, in those brackets that are split into bins."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    scratch = scratch_ptr + row * scratch_stride
-    kind, peak, temperature, bar, steps = measures(scratch, params_ptr + row * COLUMNS, vocab, SPANS_PAD)
+    scratch, params = scratch_ptr + row * scratch_stride, params_ptr + row * COLUMNS
+    kind, peak, temperature, bar, steps = measures(scratch, params, vocab, SPANS_PAD)
     if kind != RANKED:
         return
     tokens = span * SPAN + tl.arange(0, SPAN)
@@ -197,7 +206,8 @@ def bins_kernel(
     brackets = place_in(scratch, OPEN)
     wanted = (tokens < vocab) & (((brackets >> (bins // WIDE)) & 1) == 1)
     tl.atomic_add(scratch + BIN_MASSES + bins, mass, mask=wanted & (mass > 0), sem="relaxed")
-    tl.atomic_add(scratch + BIN_COUNTS + bins, tl.full((SPAN,), 1, tl.int64), mask=wanted, sem="relaxed")
+    if _is_counted(params, vocab):
+        tl.atomic_add(scratch + BIN_COUNTS + bins, tl.full((SPAN,), 1, tl.int64), mask=wanted, sem="relaxed")
 
 
 @triton.jit

@@ -1,0 +1,36 @@
+"""A session of an agent: a conversation with tools, as a log holds it, in the form that chat templates take."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecordedSession:
+    """One conversation. Its assistant's turns are what is measured."""
+
+    name: str  # as its log names it, or its place there, such as "line 7"
+    messages: Sequence[dict[str, Any]]  # in OpenAI's form; arguments of calls are JSON texts
+    tools: Sequence[dict[str, Any]] = ()  # in OpenAI's form
+    is_checked: bool = False  # the assistant's calls are the only right ones, so others are mistakes
+
+    def turns(self) -> Iterator[int]:
+        """Yield the indices of the assistant's messages that answer another message."""
+        for at, message in enumerate(self.messages):
+            if at and message["role"] == "assistant":
+                yield at
+
+
+class Refused(NamedTuple):
+    """A line that holds no session."""
+
+    line: int  # from 1
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Log:
+    """What a file of sessions holds."""
+
+    sessions: list[RecordedSession] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
