@@ -1,4 +1,4 @@
-"""A session of an agent: a conversation with tools, as a log holds it, in the form that chat templates take."""
+"""A session of an agent: a conversation with tools, from a log, in the form that chat templates take."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.quality.eval_sessions import SessionOptions
 from kvq.commands.shared.declare import gathered, option, path_option, picked
 from kvq.commands.shared.options import ModelOptions, WindowOptions, kv_option, model_options, text_options
 from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, TOKENS, Finite, Several
@@ -34,10 +35,11 @@ class _EvalOptions:
 
     text: str | None
     text_field: str | None
-    tasks: str = option(
-        "perplexity,kl",
-        "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
-        "a pattern or a YAML file of lm-eval.",
+    tasks: str | None = option(
+        None,
+        "Separated by commas: perplexity, kl, generation, attention, needle; traces, tools, calendar, files, "
+        "arithmetic, lookup, edits, recall: agents' sessions; and lm_eval:TASK, a task, a pattern or a YAML "
+        "file of lm-eval.  [default: perplexity,kl; traces with --traces]",
     )
     simulate: tuple[str, ...] = option(
         (),
@@ -97,16 +99,21 @@ class _EvalOptions:
 @text_options("held-out help topics of CPython")
 @gathered(_EvalOptions, "options")
 @gathered(WindowOptions, "windows")
+@gathered(SessionOptions, "sessions")
 @model_options
 def command(
-    kv: list[str], model_options: ModelOptions, options: _EvalOptions, windows: WindowOptions
+    kv: list[str],
+    model_options: ModelOptions,
+    options: _EvalOptions,
+    windows: WindowOptions,
+    sessions: SessionOptions,
 ) -> None:
     """Measure the quality of KV formats on MODEL, a folder, a hub name, or 'tiny'.
 
     The baseline is the first unquantized format listed. All tokens go through kvq's own write-then-read path.
     Intervals are 95% intervals from resampling documents.
     """
-    from kvq.commands.quality.eval_tasks import choose_tasks
+    from kvq.commands.quality.eval_tasks import SESSION_TASKS, choose_tasks
     from kvq.commands.shared.loading import check_for
     from kvq.evals import default_text, read_text
     from kvq.evals.report.gates import parse_gate
@@ -114,17 +121,19 @@ def command(
 
     json_path = json_beside(options.html_path, options.json_path)
     begin(json_path, html=options.html_path)
-    chosen = choose_tasks(options.tasks)
+    chosen = choose_tasks(options.tasks or ("perplexity,kl" if sessions.traces is None else "traces"))
     limits = [parse_gate(gate) for gate in options.gates]
     if windows.instrument and not any(one.task.key == "rows" for one in chosen):
         raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
     source = default_text() if options.text is None else read_text(options.text, options.text_field)
     checked = check_for(model_options, kv)
-    if options.simulate and (served := {"attention", "lm_eval"} & {one.task.key for one in chosen}):
+    if options.simulate and (
+        served := {"attention", "lm_eval", *SESSION_TASKS} & {one.task.key for one in chosen}
+    ):
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
     if options.simulate and checked.prepared.cache != "kvq":
         raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
-    plan = _plan(checked, source, options, windows)
+    plan = replace(_plan(checked, source, options, windows), sessions=sessions)
     result = _measure(checked, plan, chosen, limits, json_path)
     if options.html_path:
         write_report(options.html_path, result)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+from kvq.commands.quality import eval_sessions
+from kvq.commands.quality.eval_sessions import SessionOptions
 from kvq.engine.build import check_cache
 from kvq.errors import ConfigError, nearest
 from kvq.evals import EvalText
@@ -19,11 +21,13 @@ from kvq.evals.quality import QualityRow, measure_quality
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.report.gates import Gate, metric_figures, metric_rows
 from kvq.evals.watch import Watch
-from kvq.extras import LM_EVAL, require
+from kvq.extras import LM_EVAL, SERVER, require
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
+from kvq.traces.judging import TraceRow
 
+SESSION_TASKS = ("traces", "tools", "calendar", "files", "arithmetic", "lookup", "edits", "recall")
 Row = Mapping[str, Any]
 
 
@@ -41,6 +45,7 @@ class EvalPlan:
     needle: NeedlePlan = field(default_factory=NeedlePlan)
     lm_eval: LMEvalPlan = field(default_factory=LMEvalPlan)
     kv_memory: str | None = None  # size of the engines' pools
+    sessions: SessionOptions = field(default_factory=SessionOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -169,6 +174,16 @@ def _of_rows(key: str, row: type) -> dict[str, Any]:
     return {"figures": lambda name, _: {name: found}, "gate_rows": lambda done, _: done[key]}
 
 
+def _of_sessions(name: str) -> _Task:
+    """Return the task that replays recorded sessions or those of a generator."""
+
+    def prepare(plan: EvalPlan, _: object) -> tuple[str, Any]:
+        check_cache(plan.prepared)
+        return name, eval_sessions.load(plan, name)
+
+    return _Task(key=name, prepare=prepare, run=eval_sessions.run, **_of_rows(name, TraceRow), modules=SERVER)
+
+
 _WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
 _QUALITY = _Task(key="rows", run=_quality, **_WINDOWS, **_of_rows("rows", QualityRow))
 
@@ -199,6 +214,7 @@ TASKS: dict[str, _Task] = {
         takes_argument=True,
         modules=LM_EVAL,
     ),
+    **{name: _of_sessions(name) for name in SESSION_TASKS},
 }
 
 

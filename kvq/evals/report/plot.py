@@ -169,6 +169,26 @@ def generation_plot(rows: list[Row]) -> Any:
     return figure
 
 
+def sessions_plot(rows: list[Row]) -> Any:
+    """Plot by depth which decisions differ from the baseline's, and how many turns fail."""
+    depths = [depth_name(part) for part in rows[0]["by_depth"]]
+    figure = new_figure(9.6, 3.6)
+    left, right = figure.subplots(1, 2)
+    for row, look in _looks(rows):
+        parts = row["by_depth"]
+        at = [depths.index(depth_name(part)) for part in parts]
+        if row is not rows[0]:
+            left.plot(at, [100 * (1 - part["top1_decisive"]) for part in parts], ms=4, **look)
+        right.plot(at, [100 * part["failed"] for part in parts], ms=4, **look)
+    for axes, words in ((left, "decisions that differ, %"), (right, "turns that fail, %")):
+        axes.set_xticks(range(len(depths)), depths)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        finish(axes, "tokens of context before the answer", words)
+    legend_beside(figure, right)
+    return figure
+
+
 def needle_plot(rows: list[Row]) -> Any:
     """Plot a grid per format, with lengths across and depths down; darker cells mean better retrieval."""
     formats = list(dict.fromkeys(row["kv"] for row in rows))

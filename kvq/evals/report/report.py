@@ -80,6 +80,8 @@ def _sections(result: dict[str, Any]) -> list[str]:
     parts = []
     for section in sections(result):
         parts.append(f"<h2>{escape(section.title)}</h2>")
+        if section.drawn:
+            parts.append(drawing(plot.sessions_plot, section.drawn))
         if section.key in _PLOTS:
             parts.append(drawing(_PLOTS[section.key], result.get(section.key, result["rows"])))
         parts.append(html_table(section.heads, section.cells))

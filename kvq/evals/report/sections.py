@@ -8,6 +8,7 @@ from typing import Any
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.report.gates import changes
 from kvq.evals.report.page import Columns, sizes, span, table
+from kvq.evals.report.session_tables import session_tables
 from kvq.models.check.verdict import describe_check
 
 Row = dict[str, Any]
@@ -28,6 +29,7 @@ class _Section:
     heads: Sequence[str]
     cells: Sequence[Sequence[str]]
     note: str = ""
+    drawn: Sequence[Row] = ()  # rows for a plot that its key does not find
 
 
 def sections(result: dict[str, Any]) -> Iterator[_Section]:
@@ -47,6 +49,10 @@ def sections(result: dict[str, Any]) -> Iterator[_Section]:
     for key in row_keys(result):
         if key in _SECTIONS:
             yield _SECTIONS[key](result[key])
+        elif facts := result.get(f"{key}_facts"):
+            for one in session_tables(key, result[key], facts):
+                drawn = result[key] if one.is_drawn else ()
+                yield _Section("sessions", one.title, one.heads, one.cells, one.note, drawn)
         elif key != "rows":
             yield _other(key, result[key])
 

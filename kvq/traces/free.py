@@ -1,0 +1,174 @@
+"""Free runs: what a model answers by itself in a recorded conversation, and whether it is usable."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvq.engine import LLM, SamplingParams
+from kvq.engine.requests.outputs import RequestOutput
+from kvq.evals.watch import Progress
+from kvq.models import Model
+from kvq.server.tools.calling import Offer, ToolCalling
+from kvq.server.tools.format import Tool
+from kvq.traces.rendering import Answer, Stretch
+from kvq.traces.sessions import RecordedSession
+from kvq.traces.tasks.compare import fits, same_call
+
+_SLACK = 48  # tokens that an answer may have beyond the recorded one, and half as many again
+_AT_ONCE = 16  # requests
+Key = tuple[int, int]  # numbers of session and message
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one turn."""
+
+    token_ids: Sequence[int]
+    text: str  # as generated
+    content: str  # without calls
+    calls: Sequence[Call]
+    is_valid: bool  # calls name offered tools and fit their schemas, or the text parses as JSON, as recorded
+    is_right: bool  # valid, and the calls are the recorded ones
+
+
+class Asked(NamedTuple):
+    """One turn to be generated."""
+
+    key: Key
+    prompt: Sequence[int]
+    max_tokens: int
+    offer: Offer | None
+    session: RecordedSession
+
+
+class Questions:
+    """The turns that decide something: those with calls, and those whose text is JSON."""
+
+    def __init__(self, model: Model, sessions: Sequence[RecordedSession], *, is_forced: bool = False) -> None:
+        """`is_forced`: a grammar leaves the model only calls of the offered tools."""
+        self._sessions = sessions
+        self._calling = ToolCalling.of(model.tokenizer, "auto")
+        self._choice: Any = "required" if is_forced else "auto"
+
+    def of(self, stretches: Sequence[Stretch]) -> list[Asked]:
+        """Return what is asked, in the order of stretches."""
+        asked = []
+        for stretch in stretches:
+            session = self._sessions[stretch.session]
+            for answer in stretch.answers:
+                message = session.messages[answer.message]
+                if message.get("tool_calls") or is_json(message):
+                    asked.append(self._asked(stretch, answer, session))
+        return asked
+
+    def _asked(self, stretch: Stretch, answer: Answer, session: RecordedSession) -> Asked:
+        is_call = bool(session.messages[answer.message].get("tool_calls"))
+        tools = [
+            Tool(name=one["function"]["name"], parameters=one["function"].get("parameters") or {})
+            for one in session.tools
+        ]
+        length = answer.end - answer.first
+        return Asked(
+            key=(stretch.session, answer.message),
+            prompt=stretch.tokens[: answer.first],
+            max_tokens=length + length // 2 + _SLACK,
+            offer=self._calling.offer(tools, choice=self._choice if is_call else "auto"),
+            session=session,
+        )
+
+
+def generate(
+    model: Model, asked: Sequence[Asked], *, kv_memory: str | None, progress: Progress
+) -> list[Outcome]:
+    """Answer all questions greedily in the model's KV format.
+
+    Raises:
+        RequestError: a request failed.
+    """
+    longest = max(len(one.prompt) + one.max_tokens for one in asked)
+    given = {"max_num_seqs": _AT_ONCE, "max_context": min(longest, model.prepared.max_context)}
+    params = [_params(one) for one in asked]
+    with LLM(model, **given, **({} if kv_memory is None else {"kv_memory": kv_memory})) as llm:
+        outputs = llm.generate([list(one.prompt) for one in asked], params, progress=progress)
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return [_outcome(one, output) for one, output in zip(asked, outputs, strict=True)]
+
+
+def is_json(message: Mapping[str, Any]) -> bool:
+    """Return True if an assistant's message is a JSON object or array."""
+    text = str(message.get("content") or "").strip()
+    return text[:1] in ("{", "[") and _parses(text)
+
+
+def _params(one: Asked) -> SamplingParams:
+    params = SamplingParams(temperature=0.0, max_tokens=one.max_tokens)
+    return params if one.offer is None else one.offer.params(params)
+
+
+def _outcome(one: Asked, output: RequestOutput) -> Outcome:
+    said = output.outputs[0]
+    content, calls = _read(one.offer, said.text)
+    message = one.session.messages[one.key[1]]
+    recorded = [
+        Call(call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    ]
+    schemas = {tool.name: tool.parameters for tool in one.offer.tools} if one.offer else {}
+    if recorded:
+        is_valid = bool(calls) and all(
+            call.name in schemas
+            and _parses(call.arguments)
+            and fits(schemas[call.name], json.loads(call.arguments))
+            for call in calls
+        )
+    else:
+        is_valid = _parses(said.text.strip())
+    return Outcome(
+        token_ids=said.token_ids,
+        text=said.text,
+        content=content,
+        calls=calls,
+        is_valid=is_valid,
+        is_right=is_valid and are_same(recorded, calls, one.session),
+    )
+
+
+def are_same(some: Sequence[Call], others: Sequence[Call], session: RecordedSession) -> bool:
+    """Return True if two lists of calls do the same."""
+    tools = {tool["function"]["name"]: tool for tool in session.tools}
+    return len(some) == len(others) and all(
+        a == b or (a.name in tools and same_call(tools[a.name], a._asdict(), b._asdict()))
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def _read(offer: Offer | None, text: str) -> tuple[str, list[Call]]:
+    """Return a text without its calls, and the calls."""
+    if offer is None:
+        return text, []
+    parser = offer.parser()
+    events = [*parser.feed(text), *parser.close()]
+    names = {event.call: event.name for event in events if event.call is not None and event.name is not None}
+    calls = [
+        Call(name, "".join(event.text for event in events if event.call == number))
+        for number, name in names.items()
+    ]
+    return "".join(event.text for event in events if event.call is None), calls
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

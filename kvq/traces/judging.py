@@ -1,0 +1,235 @@
+"""Verdicts on KV formats from agents' turns: what is decided otherwise, what fails, and up to which depth."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import numpy as np
+
+from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS, Bootstrap, Interval, wilson_interval
+from kvq.traces.kinds import DECISIVE, TokenKind
+
+_SHALLOW = 1024  # tokens; buckets of depth double from here on
+TOLERANCE = 0.02  # of all turns: more failures than that are harm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindSums:
+    """Sums over tokens of one kind."""
+
+    tokens: int
+    kl: float
+    same: int  # tokens for which the likeliest one is that of unquantized KV
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn in one format."""
+
+    session: int
+    number: int  # of the session's answers, from 1
+    depth: int  # tokens before the answer
+    kinds: dict[str, KindSums]  # along the recorded answer
+    diverges_at: int | None  # first token of the recorded answer that is likeliest no more
+    lost: str | None = None  # kind of the first token of the baseline's own answer that is likeliest no more
+    is_asked: bool = False  # whether there is a free run
+    is_valid: bool = True
+    is_changed: bool = False  # its calls are not the baseline's
+    is_failed: bool = False
+    base_failed: bool = False
+
+    @property
+    def is_foreseen(self) -> bool:
+        """True if scores along the baseline's own answer foretell a failure."""
+        return self.base_failed or self.lost in DECISIVE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRow:
+    """What one format does to agents' turns. Fields are the JSON keys of `kvq eval --traces`."""
+
+    kv: str
+    bits_per_element: float
+    sessions: int
+    turns: int
+    tokens: int  # of recorded answers
+    kl_mean: float  # nats per token
+    kl_decisive: float  # of tokens that are no plain text
+    top1_agreement: float
+    top1_decisive: float
+    undiverged: float  # share of recorded answers along which all likeliest tokens are the baseline's
+    asked: int  # turns answered freely
+    invalid: float  # shares of the asked turns
+    changed: float
+    failed: float  # wrong, where one answer is right; otherwise invalid or changed
+    foreseen: float  # failures as teacher-forced scores foretell them
+    more_failed: float  # than the baseline's
+    p_value: float  # of McNemar's exact test that as many turns fail as in the baseline
+    verdict: str
+    intervals: dict[str, Interval | None]
+    by_kind: list[dict[str, Any]]
+    by_depth: list[dict[str, Any]]
+    by_turn: list[dict[str, Any]]
+
+
+def judge(
+    kv: str, bits: float, turns: Sequence[Turn], bootstrap: Bootstrap, *, baseline: str, tolerance: float
+) -> TraceRow:
+    """Return all figures of one format."""
+    asked = [turn for turn in turns if turn.is_asked]
+    every, decisive = _sums(turns, TokenKind), _sums(turns, DECISIVE)
+    more = _more_failed(asked, bootstrap)
+    lost, gained = _discordant(asked)
+    return TraceRow(
+        kv=kv,
+        bits_per_element=bits,
+        sessions=len({turn.session for turn in turns}),
+        turns=len(turns),
+        tokens=every.tokens,
+        kl_mean=_mean(every.kl, every),
+        kl_decisive=_mean(decisive.kl, decisive),
+        top1_agreement=_mean(every.same, every),
+        top1_decisive=_mean(decisive.same, decisive),
+        undiverged=_share(turns, lambda turn: turn.diverges_at is None),
+        **_shares(asked),
+        more_failed=(lost - gained) / max(1, len(asked)),
+        p_value=_mcnemar(lost, gained),
+        verdict="baseline" if kv == baseline else _words(asked, more, baseline, tolerance),
+        intervals={
+            "failed": wilson_interval(sum(x.is_failed for x in asked), len(asked)) if asked else None,
+            "more_failed": more,
+        },
+        by_kind=[_kind_row(kind, turns) for kind in TokenKind if _sums(turns, [kind]).tokens],
+        by_depth=[
+            {"first_depth": first, "last_depth": last, **_part(some, bootstrap, tolerance)}
+            for first, last, some in _by(turns, lambda turn: turn.depth, _SHALLOW)
+        ],
+        by_turn=[
+            {"first_turn": first, "last_turn": last, **_part(some, bootstrap, tolerance)}
+            for first, last, some in _by(turns, lambda turn: turn.number, 2)
+        ],
+    )
+
+
+def advice(rows: Sequence[TraceRow]) -> str:
+    """Return which format is safe up to which depth, in words."""
+    baseline, *others = sorted(rows, key=lambda row: row.verdict != "baseline")
+    found: list[tuple[str, int]] = []  # (format, last depth), shallowest first
+    for bucket in baseline.by_depth:
+        safe = [row for row in others if _at(row, bucket["first_depth"]).get("is_safe")]
+        best = min(safe, key=lambda row: row.bits_per_element, default=baseline).kv
+        if found and found[-1][0] == best:
+            found[-1] = best, bucket["last_depth"]
+        else:
+            found.append((best, bucket["last_depth"]))
+    if all(name == baseline.kv for name, _ in found):
+        return f"no format was shown to be as safe as {baseline.kv}"
+    words = [
+        f"{name} {'is measured to be as safe as ' + baseline.kv if name != baseline.kv else 'alone'} up to "
+        f"{last + 1:,} tokens"
+        for name, last in found
+    ]
+    return "; then ".join(words)
+
+
+def _at(row: TraceRow, depth: int) -> dict[str, Any]:
+    return next((one for one in row.by_depth if one["first_depth"] == depth), {})
+
+
+def _part(turns: Sequence[Turn], bootstrap: Bootstrap, tolerance: float) -> dict[str, Any]:
+    asked, decisive = [turn for turn in turns if turn.is_asked], _sums(turns, DECISIVE)
+    more = _more_failed(asked, bootstrap)
+    return {
+        "turns": len(turns),
+        "kl_decisive": _mean(decisive.kl, decisive),
+        "top1_decisive": _mean(decisive.same, decisive),
+        **_shares(asked),
+        "more_failed": more,
+        "is_safe": more is not None and more[1] <= tolerance,
+    }
+
+
+def _shares(asked: Sequence[Turn]) -> dict[str, Any]:
+    return {
+        "asked": len(asked),
+        "invalid": _share(asked, lambda turn: not turn.is_valid),
+        "changed": _share(asked, lambda turn: turn.is_changed),
+        "failed": _share(asked, lambda turn: turn.is_failed),
+        "foreseen": _share(asked, lambda turn: turn.is_foreseen),
+    }
+
+
+def _kind_row(kind: TokenKind, turns: Sequence[Turn]) -> dict[str, Any]:
+    sums = _sums(turns, [kind])
+    means = {"kl_mean": _mean(sums.kl, sums), "top1_agreement": _mean(sums.same, sums)}
+    return {"kind": kind.value, "tokens": sums.tokens, **means}
+
+
+def _sums(turns: Sequence[Turn], kinds: Iterable[str]) -> KindSums:
+    found = [turn.kinds[kind] for kind in kinds for turn in turns if kind in turn.kinds]
+    return KindSums(
+        tokens=sum(x.tokens for x in found), kl=sum(x.kl for x in found), same=sum(x.same for x in found)
+    )
+
+
+def _mean(value: float, sums: KindSums) -> float:
+    return value / max(1, sums.tokens)
+
+
+def _share(turns: Sequence[Turn], is_so: Callable[[Turn], bool]) -> float:
+    return sum(map(is_so, turns)) / max(1, len(turns))
+
+
+def _discordant(asked: Sequence[Turn]) -> tuple[int, int]:
+    """Return how many turns fail only in this format, and only in the baseline."""
+    lost = sum(turn.is_failed and not turn.base_failed for turn in asked)
+    return lost, sum(turn.base_failed and not turn.is_failed for turn in asked)
+
+
+def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None:
+    """Return a 95% interval of how many more turns fail than in the baseline, as a share of turns.
+
+    Sessions are resampled. Turns without a difference don't prove that there is none: the bounds are at least
+    as far apart as those of shares of independent turns.
+    """
+    if len(asked) < FEWEST_DOCUMENTS:
+        return None
+    lost, gained = _discordant(asked)
+    some, others = wilson_interval(lost, len(asked)), wilson_interval(gained, len(asked))
+    low = min(some[0] - gained / len(asked), lost / len(asked) - others[1])
+    high = max(some[1] - gained / len(asked), lost / len(asked) - others[0])
+    sums = {turn.session: np.zeros(2) for turn in asked}
+    for turn in asked:
+        sums[turn.session] += (turn.is_failed - turn.base_failed, 1)
+    drawn = bootstrap.interval(lambda more, turns: more / turns, *np.array(list(sums.values())).T)
+    return (low, high) if drawn is None else (min(low, drawn[0]), max(high, drawn[1]))
+
+
+def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float) -> str:
+    if more is None:
+        return f"{len(asked)} turns to answer are too few for a verdict; {FEWEST_DOCUMENTS} are needed"
+    low, high = (100 * bound for bound in more)
+    if more[1] <= tolerance:
+        return f"as safe as {baseline}: at most {high:.1f} points more turns fail"
+    if more[0] > 0:
+        return f"harms: {low:.1f} to {high:.1f} points more turns fail than with {baseline}"
+    return (
+        f"unclear: {low:+.1f} to {high:+.1f} points more turns fail than with {baseline}; give more sessions"
+    )
+
+
+def _mcnemar(lost: int, gained: int) -> float:
+    """Return the two-sided p-value of McNemar's exact test. Source: McNemar, Psychometrika 12 (1947)."""
+    total = lost + gained
+    tail = sum(comb(total, k) for k in range(min(lost, gained) + 1))
+    return float(min(1.0, 2 * tail / 2**total))
+
+
+def _by(turns: Sequence[Turn], value: Callable[[Turn], int], first: int) -> list[tuple[int, int, list[Turn]]]:
+    """Return turns in buckets of a value that double, as (first, last, turns); empty ones are left out."""
+    found: dict[int, list[Turn]] = {}
+    for turn in turns:
+        found.setdefault(max(0, (value(turn) // first).bit_length()), []).append(turn)
+    bounds = [(first << bucket >> 1 if bucket else 0, (first << bucket) - 1) for bucket in sorted(found)]
+    return [(*bound, found[bucket]) for bound, bucket in zip(bounds, sorted(found), strict=True)]

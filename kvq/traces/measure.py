@@ -1,0 +1,243 @@
+"""Measurement of KV formats on sessions: scores along given answers, and free runs of the same turns."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import RequestError
+from kvq.evals.report.bootstrap import Bootstrap
+from kvq.evals.watch import UNWATCHED, Watch
+from kvq.models import Model
+from kvq.traces.finished import Finished
+from kvq.traces.forced import Replay, Scored, Scores
+from kvq.traces.free import Asked, Call, Key, Outcome, Questions, are_same, generate
+from kvq.traces.judging import TOLERANCE, KindSums, TraceRow, Turn, judge
+from kvq.traces.kinds import TokenKind, kinds_of
+from kvq.traces.rendering import Rendering, Stretch
+from kvq.traces.sessions import RecordedSession
+
+_Forced = dict[str, Any]  # one turn in one format: `kinds`, `diverges_at`, `lost`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracePlan:
+    """What is measured on which sessions."""
+
+    sessions: Sequence[RecordedSession]
+    max_tokens: int | None = None  # of a session; None: the model's context
+    is_free: bool = True  # turns are generated, too, not only scored
+    is_forced: bool = False  # generated turns can only be calls
+    tolerance: float = TOLERANCE
+    kv_memory: str | None = None
+    finished: Path | None = None  # where finished parts are kept
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class TraceFigures:
+    """All turns in all formats, the baseline first."""
+
+    turns: dict[str, list[Turn]] = field(default_factory=dict)  # by format
+    outcomes: dict[str, dict[Key, Outcome]] = field(default_factory=dict)  # by format
+    left_out: dict[str, str] = field(default_factory=dict)  # session -> why
+
+
+class TraceMeasurement:
+    """One run."""
+
+    def __init__(self, models: Sequence[Model], plan: TracePlan, watch: Watch = UNWATCHED) -> None:
+        """`models`: one per format, the baseline first.
+
+        Raises:
+            RequestError: no session can be rendered.
+            ConfigError: the file of finished parts belongs to another measurement.
+        """
+        self._models, self._plan, self._watch = models, plan, watch
+        self.figures = TraceFigures()
+        prepared = models[0].prepared
+        self._rendering = Rendering(
+            prepared, min(plan.max_tokens or prepared.max_context, prepared.max_context)
+        )
+        self._stretches = list(self._rendered())
+        if not self._stretches:
+            reason = next(iter(self.figures.left_out.values()))
+            raise RequestError(f"none of the sessions can be replayed; the first: {reason}")
+        self._asked: list[Asked] = []
+        if plan.is_free:
+            questions = Questions(models[0], plan.sessions, is_forced=plan.is_forced)
+            self._asked = questions.of(self._stretches)
+        self._finished = Finished(plan.finished, self._about())
+        self._steps = len(models) * (len(self._stretches) + len(self._asked))
+        self._done = 0
+
+    def run(self) -> TraceFigures:
+        """Measure everything that isn't finished yet.
+
+        Raises:
+            RequestError: K, V or logits are not finite.
+        """
+        baseline, *others = self._models
+        self._generate(baseline)
+        forced = self._score()
+        self._join(baseline, forced)
+        for model in others:
+            self._generate(model)
+            self._join(model, forced)
+        return self.figures
+
+    def _rendered(self) -> Iterator[Stretch]:
+        for number, session in enumerate(self._plan.sessions):
+            try:
+                yield from self._rendering.stretches(number, session)
+            except RequestError as error:
+                self.figures.left_out[session.name] = str(error)
+
+    def _about(self) -> dict[str, Any]:
+        tokens = [[one.session, *one.tokens] for one in self._stretches]
+        return {
+            "model": self._models[0].weights.digest,
+            "formats": [model.recipe.name for model in self._models],
+            "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+            "is_free": self._plan.is_free,
+            "is_forced": self._plan.is_forced,
+        }
+
+    def _generate(self, model: Model) -> None:
+        if not self._asked:
+            return
+        name = model.recipe.name
+
+        def make() -> list[dict[str, Any]]:
+            made = generate(model, self._asked, kv_memory=self._plan.kv_memory, progress=self._step)
+            return [asdict(one) for one in made]
+
+        made = self._finished.of(f"free {name}", make)
+        self._done += len(self._asked)
+        self._step(0, 0)
+        keys = [one.key for one in self._asked]
+        self.figures.outcomes[name] = dict(zip(keys, map(_outcome, made), strict=True))
+
+    def _step(self, done: int, _: int) -> None:
+        self._watch.progress(self._done + done, self._steps)
+
+    def _score(self) -> dict[str, list[_Forced]]:
+        """Return each format's scored turns, in the order of stretches and answers."""
+        outcomes = self.figures.outcomes.get(self._models[0].recipe.name, {})
+        longest = max(len(one.tokens) for one in self._stretches)
+        longest += max((len(one.token_ids) for one in outcomes.values()), default=0)
+        replay: list[Replay] = []  # made when the first part isn't finished
+        found: dict[str, list[_Forced]] = {model.recipe.name: [] for model in self._models}
+        for number, stretch in enumerate(self._stretches):
+
+            def make(stretch: Stretch = stretch) -> list[list[_Forced]]:
+                if not replay:
+                    replay.append(Replay(self._models, longest))
+                own = {
+                    message: one for (session, message), one in outcomes.items() if session == stretch.session
+                }
+                given = {message: one.token_ids for message, one in own.items()}
+                scored = replay[0].scores(stretch, given)
+                return [self._forced(stretch, one, own.get(one.answer.message)) for one in scored]
+
+            for turns in self._finished.of(f"stretch {number}", make):
+                for name, turn in zip(found, turns, strict=True):
+                    found[name].append(turn)
+            self._done += len(self._models)
+            self._step(0, 0)
+        return found
+
+    def _forced(self, stretch: Stretch, scored: Scored, own: Outcome | None) -> list[_Forced]:
+        """Return one turn in every format."""
+        message = self._plan.sessions[stretch.session].messages[scored.answer.message]
+        tokens = stretch.tokens[scored.answer.first : scored.answer.end]
+        kinds = kinds_of(self._rendering.texts(tokens), message)
+        lost: list[str | None] = [None] * len(scored.recorded)
+        if own is not None and scored.own:
+            calls = [{"function": call._asdict()} for call in own.calls]
+            pieces = self._rendering.texts(own.token_ids)
+            own_kinds = kinds_of(pieces, {"content": own.content, "tool_calls": calls})
+            chosen = np.array(own.token_ids)
+            is_free = scored.own[0].top == chosen  # elsewhere a grammar chose
+            lost = [_first(own_kinds, is_free & (one.top != chosen)) for one in scored.own]
+        return [
+            {"kinds": _sums(kinds, one), "diverges_at": _first(range(len(kinds)), ~one.same), "lost": kind}
+            for one, kind in zip(scored.recorded, lost, strict=True)
+        ]
+
+    def _join(self, model: Model, forced: dict[str, list[_Forced]]) -> None:
+        """Make a format's turns of its scores and outcomes."""
+        name, baseline = model.recipe.name, self._models[0].recipe.name
+        outcomes = self.figures.outcomes.get(name, {})
+        bases = self.figures.outcomes.get(baseline, {})
+        places = [(stretch, answer) for stretch in self._stretches for answer in stretch.answers]
+        turns = []
+        for (stretch, answer), one in zip(places, forced[name], strict=True):
+            session = self._plan.sessions[stretch.session]
+            key = stretch.session, answer.message
+            turns.append(
+                Turn(
+                    session=stretch.session,
+                    number=1 + list(session.turns()).index(answer.message),
+                    depth=answer.first,
+                    kinds={kind: KindSums(**sums) for kind, sums in one["kinds"].items()},
+                    diverges_at=one["diverges_at"],
+                    lost=one["lost"],
+                    **(_judged(session, outcomes[key], bases[key]) if key in outcomes else {}),
+                )
+            )
+        self.figures.turns[name] = turns
+        self._watch.keep(partial(dict, self.figures.turns))
+
+
+def trace_rows(
+    figures: TraceFigures, models: Sequence[Model], bootstrap: Bootstrap, tolerance: float
+) -> list[TraceRow]:
+    """Return the rows of the formats that are finished, the baseline first."""
+    baseline = models[0].recipe.name
+    return [
+        judge(
+            *(name, model.bits_per_element, figures.turns[name], bootstrap),
+            baseline=baseline,
+            tolerance=tolerance,
+        )
+        for model in models
+        if (name := model.recipe.name) in figures.turns
+    ]
+
+
+def _judged(session: RecordedSession, one: Outcome, base: Outcome) -> dict[str, Any]:
+    is_same = are_same(base.calls, one.calls, session) and one.is_valid == base.is_valid
+    if not base.calls and base.is_valid:
+        is_same = one.is_valid and json.loads(one.content) == json.loads(base.content)
+    checked = session.is_checked
+    return {
+        "is_asked": True,
+        "is_valid": one.is_valid,
+        "is_changed": not is_same,
+        "is_failed": not (one.is_right if checked else one.is_valid and is_same),
+        "base_failed": not (base.is_right if checked else base.is_valid),
+    }
+
+
+def _outcome(made: dict[str, Any]) -> Outcome:
+    return Outcome(**made | {"calls": [Call(*call) for call in made["calls"]]})
+
+
+def _first(values: Sequence[Any], wanted: Any) -> Any:
+    """Return the first value where `wanted` is true, or None."""
+    return next((value for value, is_it in zip(values, wanted, strict=True) if is_it), None)
+
+
+def _sums(kinds: Sequence[TokenKind], scores: Scores) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for kind, kl, same in zip(kinds, scores.kl, scores.same, strict=True):
+        sums = found.setdefault(kind.value, {"tokens": 0, "kl": 0.0, "same": 0})
+        sums["tokens"] += 1
+        sums["kl"] += float(kl)
+        sums["same"] += int(same)
+    return found
