@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvq.errors import ConfigError
+from kvq.server.recording import RECORDING, VERSION
 from kvq.traces.messages import an_object, chat_messages, chat_tools, json_kind, objects
 from kvq.traces.sessions import RecordedSession
 
-RECORDING = "kvq_recording"  # key of the version in lines that `kvq serve --record` writes
-VERSION = 1
 _REQUESTS = ("request", "request_body", "body", "input")
 _ANSWERS = ("response", "response_body", "completion", "output")
 _SESSIONS = [
