@@ -29,7 +29,7 @@ def read_record(record: Any) -> RecordedSession:
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"{RECORDING} has to be {VERSION}; another version of kvq wrote this")
     request = _request(record)
-    given = request.get("messages", request.get("input"))
+    given = request.get("input") if request.get("messages") is None else request["messages"]
     if given is None:
         found = "a prompt, as text completions have" if "prompt" in request else "neither"
         raise ConfigError(f"a record has to have messages or input, it has {found}; {_FORMS}")
@@ -50,7 +50,7 @@ def read_record(record: Any) -> RecordedSession:
 
 def _request(record: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a record that holds the conversation: itself, or the request in it."""
-    if "messages" not in record:
+    if record.get("messages") is None:
         for key in _REQUESTS:
             if isinstance(record.get(key), dict):
                 inner: dict[str, Any] = _inner(record[key])

@@ -197,6 +197,7 @@ HI = [{"role": "user", "content": "Hello"}, ANSWER]
         {"body": {"messages": HI[:1]}, "response": {"body": {"choices": [{"message": ANSWER}]}}},
         {"request": {"body": {"messages": HI[:1]}}, "response": {"body": {"choices": [{"message": ANSWER}]}}},
         {"input": {"messages": HI[:1]}, "output": ANSWER},
+        {"messages": None, "input": {"messages": HI[:1]}, "output": ANSWER},
         {"input": HI[:1], "output": ANSWER},
         {"input": "Hello", "output": [{"type": "message", **ANSWER}]},
         {"request": {"input": "Hello"}, "response": {"output": [ANSWER]}},
