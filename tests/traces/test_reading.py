@@ -420,7 +420,7 @@ def damaged(record, rng):
         container, key = rng.choice(list(places(record)))
         match rng.randrange(6):
             case 0 | 1:
-                container[key] = rng.choice(SWAPS)
+                container[key] = copy.deepcopy(rng.choice(SWAPS))
             case 2:
                 del container[key]
             case 3 if isinstance(container, list):
