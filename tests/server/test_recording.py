@@ -1,17 +1,24 @@
 """Recorded chats: what is written, what is redacted, and that sessions can be read back."""
 
+import asyncio
 import json
 import logging
 import random
 import re
 import string
 import time
+from contextlib import aclosing
+from types import SimpleNamespace
 
 import anthropic
 import openai
 import pytest
 
 from kvq.errors import ConfigError
+from kvq.server.admission.bodies import ChatBody
+from kvq.server.http.problems import Problem
+from kvq.server.openai.recorded import recorded as recorded_call
+from kvq.server.openai.respond import Call
 from kvq.server.recording import RecordConfig, Recorder
 from kvq.server.redaction import Redactor
 from kvq.traces.reading import read_log
@@ -296,3 +303,43 @@ def test_options_are_checked_before_anything_starts(tmp_path, kvq):  # noqa: F81
         assert status != 0
         assert message in " ".join(err.split())
     assert not path.exists()
+
+
+class Streaming(Call):
+    """A call with two results, in three chunks."""
+
+    slots = None
+
+    async def answer(self):
+        raise Problem(400, "it failed")
+
+    async def chunks(self):
+        for index, text, reason in ((1, "b", "stop"), (0, "a", None), (0, "c", "length")):
+            yield {
+                "id": "x",
+                "choices": [{"index": index, "delta": {"content": text}, "finish_reason": reason}],
+            }
+
+
+def test_streams_are_recorded_when_they_are_complete_and_failures_are_not():
+    found = []
+    recorder = SimpleNamespace(put=lambda request, response: found.append((request(), response)))
+    call = recorded_call(Streaming(), ChatBody(messages=ASK, n=2, stream=True), recorder)
+
+    async def read(most):
+        async with aclosing(call.chunks()) as chunks:
+            async for _ in chunks:
+                most -= 1
+                if not most:
+                    return
+
+    asyncio.run(read(2))
+    with pytest.raises(Problem):
+        asyncio.run(call.answer())
+    assert found == []
+    asyncio.run(read(9))
+    [(request, response)] = found
+    assert request == {"messages": ASK, "n": 2}
+    assert [
+        (one["index"], one["message"]["content"], one["finish_reason"]) for one in response["choices"]
+    ] == [(0, "ac", "length"), (1, "b", "stop")]
