@@ -1,1 +1,1 @@
-"""What KV formats do to agents' sessions: recorded ones, generated ones, replayed and judged."""
+"""Sessions of agents, recorded or generated, replayed and judged: what KV formats change in them."""

@@ -1,4 +1,4 @@
-"""A session of an agent: a conversation with tools, from a log, in the form that chat templates take."""
+"""A session of an agent: a conversation with tools from a log, in the form that chat templates take."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Refused(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Log:
-    """What a file of sessions holds."""
+    """Sessions of a file, and its lines that hold none."""
 
     sessions: list[RecordedSession] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)

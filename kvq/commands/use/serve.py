@@ -13,11 +13,22 @@ import click
 from kvq.commands.shared.config_file import config_option
 from kvq.commands.shared.declare import SectionedCommand, gathered, option, picked
 from kvq.commands.shared.interrupts import nothing_begun
-from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, FILE, NATURAL, POSITIVE, SHARE, TOKENS
+from kvq.commands.shared.param_types import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FILE,
+    NATURAL,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    TO_WRITE,
+    TOKENS,
+)
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
 from kvq.errors import ConfigError
 from kvq.extras import EVENTS, SERVER, require
+from kvq.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from kvq.server.admission.config import ServerConfig
@@ -74,6 +85,12 @@ class _ServeOptions:
         type=click.Choice(["maps", "arrays"]),
     )
     kv_events_replay: str | None = option(None, "Address that replays missed block events, as --kv-events.")
+    record: Path | None = option(None, "Record chats and their answers in this file.", type=TO_WRITE)
+    record_limit: str = option("1GiB", "Largest size of that file; then recording ends.", type=SIZE)
+    record_redact: tuple[str, ...] = option(
+        (), "Regular expression of texts to leave out, as addresses, card numbers and keys.", multiple=True
+    )
+    record_plain: bool = option(False, "Leave nothing out, not even personal data and secrets.")
     request_timeout: float = option(600.0, "Seconds for a request; 0: no limit.", type=AT_LEAST_0)
     max_connections: int = option(
         4096, "Connections at a time, within the limit of open files (ulimit -n).", type=AT_LEAST_1
@@ -129,6 +146,7 @@ command.sections = {
     "check": "Server",
     **dict.fromkeys(("api_key", "host"), "Address and access"),
     "log_format": "Logs, metrics and block events",
+    "record": "Recording",
     "request_timeout": "Limits",
 }
 
@@ -156,6 +174,7 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
         ),
         log=LogConfig(format=options.log_format, level=options.log_level),
         kv_events=_events(options),
+        record=_record(options),
         metrics_names=parse_names(options.metrics_names),
         trusts_chats=options.control_tokens_in in ("chats", "both"),
         trusts_completions=options.control_tokens_in in ("completions", "both"),
@@ -192,6 +211,25 @@ def _events(options: _ServeOptions) -> Any:
         topic=options.kv_events_topic,
         form=options.kv_events_form,
         replay=None if replay is None else listening(replay, "--kv-events-replay"),
+    )
+
+
+def _record(options: _ServeOptions) -> Any:
+    from kvq.server.recording import RecordConfig
+    from kvq.server.redaction import Redactor
+
+    if options.record is None:
+        if options.record_redact or options.record_plain:
+            raise ConfigError("--record-redact and --record-plain need --record and a file")
+        return None
+    if options.record_plain and options.record_redact:
+        raise ConfigError("--record-plain records all text; leave it or --record-redact out")
+    Redactor(options.record_redact)  # raises for what is no regular expression
+    return RecordConfig(
+        path=Path(options.record),
+        max_bytes=parse_bytes(options.record_limit, "--record-limit"),
+        redacted=options.record_redact,
+        is_plain=options.record_plain,
     )
 
 

@@ -19,6 +19,7 @@ from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
 from kvq.server.engine.messages import Ended
 from kvq.server.http.problems import MESSAGES_PATH, Problem
 from kvq.server.openai.openapi import answer, stream_or
+from kvq.server.openai.recorded import recorded
 from kvq.server.openai.respond import Call, note_fields, respond, tenant_of, text_request
 from kvq.server.openai.sampling import params_of, schema_text
 from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
@@ -39,7 +40,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post(MESSAGES_PATH, responses=stream_or("MessageAnswer"))
     async def messages(request: Request, body: MessagesBody) -> Response:
         await note_fields(request, service, body)
-        call = _MessageCall(service, body, tenant_of(request))
+        call = recorded(_MessageCall(service, body, tenant_of(request)), body, service.recorder)
         return await respond(request, service, call, stream=body.stream)
 
     @app.post(COUNT_TOKENS_PATH, responses=answer("InputTokens"))

@@ -13,6 +13,7 @@ from kvq.server.http.problems import Problem
 from kvq.server.openai.chat import Chat
 from kvq.server.openai.completions import Completions
 from kvq.server.openai.openapi import answer, stream_or
+from kvq.server.openai.recorded import recorded
 from kvq.server.openai.respond import note_fields, respond, tenant_of, text_request
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -31,7 +32,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=stream_or("ChatCompletion"))
     async def chat(request: Request, body: ChatBody) -> Response:
         await note_fields(request, service, body)
-        return await respond(request, service, Chat(service, body, tenant_of(request)), stream=body.stream)
+        call = recorded(Chat(service, body, tenant_of(request)), body, service.recorder)
+        return await respond(request, service, call, stream=body.stream)
 
     @app.get("/v1/models", responses=answer("Models"))
     async def models() -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""Recorded responses: whole, or put together from the chunks of OpenAI's or Anthropic's streams."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from kvq.server.http.ignored import Body
+from kvq.server.openai.respond import Call
+from kvq.server.recording import Recorder
+from kvq.server.tools.format import arguments_of
+
+_LEFT_OUT = {"cache_salt", "metadata", "stream", "stream_options"}
+
+
+def recorded(call: Call, body: Body, recorder: Recorder | None) -> Call:
+    """Return the call, recorded if there is a recorder."""
+    return call if recorder is None else _Recorded(call, body, recorder)
+
+
+class _Recorded(Call):
+    def __init__(self, call: Call, body: Body, recorder: Recorder) -> None:
+        self.slots, self.is_heavy = call.slots, call.is_heavy
+        self._call, self._recorder = call, recorder
+        self._request = partial(body.model_dump, by_alias=True, exclude_unset=True, exclude=_LEFT_OUT)
+
+    async def answer(self) -> dict[str, Any]:
+        whole = await self._call.answer()
+        self._recorder.put(self._request, whole)
+        return whole
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        whole = _Whole()
+        async with aclosing(self._call.chunks()) as chunks:
+            async for chunk in chunks:
+                whole.add(chunk)
+                yield chunk
+        self._recorder.put(self._request, whole.response())
+
+
+class _Whole:
+    """Response that the chunks of a stream add up to."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._messages: dict[int, dict[str, Any]] = {}  # keyed by the result's index
+        self._reasons: dict[int, str | None] = {}
+        self._blocks: list[dict[str, Any]] = []  # of Anthropic's protocol
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """Add a chunk of OpenAI's protocol, or an event of Anthropic's."""
+        if "choices" not in chunk:
+            self._add_event(chunk)
+            return
+        self._head = chunk
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice["delta"]
+            self._reasons[index] = choice["finish_reason"]
+            message = self._messages.setdefault(index, {"role": "assistant", "content": ""})
+            _extend(message, {key: delta.get(key) for key in ("content", "reasoning_content")})
+            for call in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    begun = {"name": call["function"]["name"], "arguments": ""}
+                    calls.append({"id": call["id"], "type": "function", "function": begun})
+                _extend(calls[call["index"]]["function"], {"arguments": call["function"]["arguments"]})
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "message_start":
+                self._head = event["message"]
+            case "content_block_start":
+                self._blocks.append(dict(event["content_block"]))
+            case "content_block_delta":
+                _extend(self._blocks[-1], {k: text for k, text in event["delta"].items() if k != "type"})
+            case "content_block_stop" if "partial_json" in self._blocks[-1]:
+                self._blocks[-1]["input"] = arguments_of(self._blocks[-1].pop("partial_json"))
+            case "message_delta":
+                self._head = self._head | event["delta"] | {"usage": event["usage"]}
+
+    def response(self) -> dict[str, Any]:
+        """Return the response as it would be if it were not streamed."""
+        if "choices" not in self._head:
+            return self._head | {"content": self._blocks}
+        choices = [
+            {"index": index, "message": self._messages[index], "finish_reason": reason}
+            for index, reason in sorted(self._reasons.items())
+        ]
+        return self._head | {"object": "chat.completion", "choices": choices}
+
+
+def _extend(texts: dict[str, Any], more: dict[str, str | None]) -> None:
+    for key, text in more.items():
+        if text:
+            texts[key] = texts.get(key, "") + text
