@@ -1,1 +1,0 @@
-"""Generated sessions (draft)."""
