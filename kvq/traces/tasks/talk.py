@@ -1,0 +1,75 @@
+"""A conversation in the making: requests, the one call that answers each, and the results."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RULES = (
+    "Answer every request of the user with exactly one call of the tool that does what the request says. "
+    "Copy ids, names, dates, numbers and texts exactly as they stand in the conversation."
+)
+CHARS_PER_TOKEN = 4  # a rough count, for any tokenizer
+_SPARE = 1400  # characters that requests, calls and short results take
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asks for, the right call, and what follows it."""
+
+    words: str
+    tool: str
+    arguments: Mapping[str, str | int | float]
+    result: str
+    said: str = "Done."  # by the assistant, after the result
+    last: str | float | None = None  # what the next request can refer to as the last
+
+
+class Talk:
+    """Conversation that grows by one request, call and result at a time."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        self.tools = tools
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": RULES}]
+
+    def add(self, request: Request) -> None:
+        """Add a request, its call and what follows."""
+        call = {"name": request.tool, "arguments": json.dumps(request.arguments)}
+        made = {"id": f"call_{len(self.messages):04d}", "type": "function", "function": call}
+        self.messages += [
+            {"role": "user", "content": request.words},
+            {"role": "assistant", "content": "", "tool_calls": [made]},
+            {"role": "tool", "tool_call_id": made["id"], "content": request.result},
+            {"role": "assistant", "content": request.said},
+        ]
+
+
+def world_chars(tools: Sequence[dict[str, Any]], tokens: int) -> int:
+    """Return the characters that remain for a world's listing in a session of about `tokens` tokens."""
+    return tokens * CHARS_PER_TOKEN - len(json.dumps(tools)) - len(RULES) - _SPARE
+
+
+def tool(name: str, description: str, *texts: str, **others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's form.
+
+    `texts`: names of parameters that are strings; `others`: schemas of others. Those without a default are
+    required.
+    """
+    known: dict[str, Mapping[str, Any]] = {text: {"type": "string"} for text in texts} | others
+    schema = {
+        "type": "object",
+        "properties": known,
+        "required": [key for key, one in known.items() if "default" not in one],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def kind(type: str, description: str, **more: Any) -> dict[str, Any]:
+    """Return the schema of a parameter."""
+    return {"type": type, "description": description, **more}
+
+
+def choice(*values: str, **more: Any) -> dict[str, Any]:
+    """Return the schema of a parameter that is one of these strings."""
+    return {"type": "string", "enum": list(values), **more}
