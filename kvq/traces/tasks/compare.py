@@ -18,15 +18,15 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 def same_call(tool: Mapping[str, Any], expected: Mapping[str, Any], got: Mapping[str, Any]) -> bool:
     """Return whether two calls mean the same to `tool`, the expected call's tool in OpenAI's form.
 
-    `expected`, `got`: a name and arguments, which are a JSON text. Numbers are compared by value, texts without
-    the white space around them, and an absent argument counts as its default in the schema.
+    `expected`, `got`: a name and arguments, which are a JSON text. Numbers are compared by value, texts
+    without the white space around them, and an absent argument counts as its default in the schema.
     """
     schema = tool["function"]["parameters"]
     try:
         wanted, found = (strict_json.loads(call["arguments"]) for call in (expected, got))
     except ValueError:
         return False
-    return expected["name"] == got["name"] and _normal(wanted, schema) == _normal(found, schema)
+    return bool(expected["name"] == got["name"] and _normal(wanted, schema) == _normal(found, schema))
 
 
 def fits(schema: Mapping[str, Any], value: Any) -> bool:

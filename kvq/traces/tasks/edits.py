@@ -1,6 +1,7 @@
 """Chains of edits: two settings files with the same keys, changed value by value and line by line."""
 
 from random import Random
+from typing import Any
 
 from kvq.traces.tasks import words
 from kvq.traces.tasks.talk import Request, Talk, kind, tool, world_chars
@@ -35,7 +36,7 @@ class _Edits:
         self._first: dict[tuple[int, str], str] = {}  # values of changed keys, by file and key
         for path, file in zip(_PATHS, self._files, strict=True):
             text = "\n".join(f"{at}: {key} = {value}" for at, (key, value) in enumerate(file.items(), 1))
-            self.talk.add(Request(f"Read {path}.", "read_file", {"path": path}, text, "Here it is."))
+            self.talk.add(Request(f"Read {path}.", "read_file", {"path": path}, text))
 
     def add(self) -> None:
         """Change a file by one more request."""
@@ -89,7 +90,7 @@ class _Edits:
         self._files[at] = dict((key, value) if one == former else (one, old) for one, old in lines)
         self._first.pop((at, former), None)
         shown = self._shown(at, key)
-        arguments = {"path": _PATHS[at], "text": text, "line": int(shown.partition(":")[0])}
+        arguments: dict[str, Any] = {"path": _PATHS[at], "text": text, "line": int(shown.partition(":")[0])}
         asked = f'In {_PATHS[at]}, write the line "{text}" in place of the line of {former}.'
         self.talk.add(Request(asked, "write_line", arguments, shown))
 

@@ -1,20 +1,21 @@
-"""A tree of files: paths with owners, sizes and checksums."""
+"""A tree of files: similar names, paths, owners and checksums."""
 
 from random import Random
 from typing import Any
 
 from kvq.traces.tasks import words
 from kvq.traces.tasks.table import Domain, Row
-from kvq.traces.tasks.talk import Request, choice, tool
+from kvq.traces.tasks.talk import Request, choice, kind, tool
 
 _MODES = ("read_only", "private", "public")
+_PATH = kind("string", "The whole path, as listed. It begins with /home/.")
 _TOOLS = [
     tool("list_files", "List all files below a folder.", "folder"),
-    tool("read_file", "Show what a file contains.", "path"),
-    tool("move_file", "Move a file to another folder.", "path", "folder"),
-    tool("delete_file", "Delete a file.", "path"),
-    tool("verify_file", "Compare a file with a checksum.", "path", "checksum"),
-    tool("set_mode", "Say who may use a file.", "path", mode=choice(*_MODES)),
+    tool("read_file", "Show what a file contains.", path=_PATH),
+    tool("move_file", "Move a file to another folder.", "folder", path=_PATH),
+    tool("delete_file", "Delete a file.", path=_PATH),
+    tool("verify_file", "Compare a file with a checksum.", "checksum", path=_PATH),
+    tool("set_mode", "Say who may use a file.", path=_PATH, mode=choice(*_MODES)),
 ]
 
 
@@ -26,42 +27,32 @@ def _folder(random: Random) -> str:
 def _row(random: Random) -> Row:
     name = f"{random.choice(words.ITEMS).replace(' ', '_')}_{random.randint(100, 999)}.txt"
     return {
+        "name": name,
         "path": f"{_folder(random)}/{name}",
-        "size": f"{random.randint(10_000, 99_999)} bytes",
-        "owner": random.choice(words.PEOPLE),
         "checksum": f"{random.getrandbits(48):012x}",
+        "owner": random.choice(words.PEOPLE),
         "note": words.note(random),
     }
 
 
 def _requests(random: Random, file: Row, other: Row, last: Any) -> list[Request]:
-    path, folder, mode = file["path"], _folder(random), random.choice(_MODES)
-    named = random.choice((f"of {file['size']}", f"with the checksum {file['checksum']}"))
-    moved, text = f"{folder}/{path.rpartition('/')[2]}", f"To {other['owner']}: {words.note(random)}."
-    verify = f"Verify the file of {file['size']} with the checksum that is listed for it."
-    checked = {"path": path, "checksum": file["checksum"]}
-    found = [
-        Request(f"Read the file {named}.", "read_file", {"path": path}, text, "This is the file."),
-        Request(f"Delete the file {named}.", "delete_file", {"path": path}, f"deleted {path}"),
-        Request(verify, "verify_file", checked, f"{path} has this checksum"),
-        Request(
-            f"Move the file {named} to the folder {folder}.",
-            "move_file",
-            {"path": path, "folder": folder},
-            f"moved to {moved}",
-            last=moved,
-        ),
-    ]
-    if last:
+    path, checksum, named = file["path"], file["checksum"], f"the file {file['name']}"
+    folder, mode = _folder(random), random.choice(_MODES)
+    moved, text = f"{folder}/{file['name']}", f"To {other['owner']}: {words.note(random)}."
+    if last is not None:
         asked, result = f"Set the mode of the file that was just moved to {mode}.", f"{last} is {mode}"
-        found += [Request(asked, "set_mode", {"path": last, "mode": mode}, result)] * 4
-    return found
+        return [Request(asked, "set_mode", {"path": last, "mode": mode}, result)]
+    verify, move = (
+        f"Verify {named}, by its path, with its listed checksum.",
+        f"Move {named} to the folder {folder}, by its path.",
+    )
+    return [
+        Request(f"Read {named}, by its path.", "read_file", {"path": path}, text),
+        Request(f"Delete {named}, by its path.", "delete_file", {"path": path}, f"deleted {path}"),
+        Request(verify, "verify_file", {"checksum": checksum, "path": path}, f"{path} is as it was"),
+        Request(move, "move_file", {"folder": folder, "path": path}, f"moved to {moved}", last=moved),
+    ]
 
 
-FILES = Domain(
-    tools=_TOOLS,
-    opening=Request("List all files below /home.", "list_files", {"folder": "/home"}, ""),
-    row=_row,
-    keys=(("path",), ("size",), ("checksum",)),
-    requests=_requests,
-)
+_OPENING = Request("List all files below /home.", "list_files", {"folder": "/home"})
+FILES = Domain(tools=_TOOLS, opening=_OPENING, row=_row, requests=_requests)

@@ -28,8 +28,8 @@ def generated(
 ) -> list[RecordedSession]:
     """Return `count` sessions of a task, each of about `tokens` tokens, counted as 4 characters each.
 
-    A session depends on the task, the seed, its number and the options alone, not on `count`. `text`: what the
-    documents of "recall" are made of; by default, of facts alone.
+    A session depends on the task, the seed, its number and the options alone, not on `count`. `text`: what
+    the documents of "recall" are made of; by default, of facts alone.
 
     Raises:
         ConfigError: the task is unknown, or can't have these options.

@@ -8,52 +8,55 @@ from kvq.traces.tasks.table import Domain, Row
 from kvq.traces.tasks.talk import Request, choice, kind, tool
 
 _STATES = ("paid", "packed", "shipped", "returned")
+_ID = kind("string", "As listed. It begins with ORD-.")
 _REASONS = choice("damaged", "late", "unwanted", default="unwanted")
 _TOOLS = [
     tool("list_orders", "List all orders of a year.", year=kind("integer", "Such as 2025.")),
-    tool("refund", "Pay an order back.", "order_id", amount=kind("number", "In euros."), reason=_REASONS),
-    tool("set_state", "Change the state of an order.", "order_id", state=choice(*_STATES)),
+    tool("refund", "Pay an order back.", order_id=_ID, amount=kind("number", "In euros."), reason=_REASONS),
+    tool("set_state", "Change the state of an order.", order_id=_ID, state=choice(*_STATES)),
     tool("write_email", "Send a message.", "address", "subject"),
-    tool("track_order", "Say where an order is.", "order_id"),
+    tool("track_order", "Say where an order is.", order_id=_ID),
 ]
 
 
 def _row(random: Random) -> Row:
     customer = random.choice(words.PEOPLE)
     return {
-        "id": f"ORD-{words.code(random, 8)}",
-        "customer": customer,
+        "order": f"{customer}, {random.choice(words.ITEMS)}",
+        "order_id": f"ORD-{words.code(random, 8)}",
+        "amount": f"{random.randint(999, 99_999) / 100:.2f}",
         "address": f"{random.randint(100, 999)}.{words.email(customer)}",
-        "item": random.choice(words.ITEMS),
-        "total": f"{random.randint(999, 99_999) / 100:.2f}",
         "note": words.note(random),
     }
 
 
 def _requests(random: Random, order: Row, other: Row, last: Any) -> list[Request]:
-    id, subject = order["id"], f"{other['item']} {random.randint(1000, 9999)}"
+    id, address, named = order["order_id"], order["address"], f'the order "{order["order"]}"'
     reason, state = random.choice(("damaged", "late")), random.choice(_STATES)
-    named, total = f"{order['customer']}'s order of a {order['item']}", float(order["total"])
-    back = {"order_id": id, "amount": total, "reason": reason}
-    mail, sent = {"address": order["address"], "subject": subject}, f"sent to {order['address']}"
-    asked = f'Write to the address of {named}, with the subject "{subject}".'
-    found = [
+    subject = f"{random.choice(words.ITEMS)} {random.randint(1000, 9999)}"
+    if last is not None:
+        asked = f"Set the state of the order that was just tracked or refunded to {state}."
+        return [Request(asked, "set_state", {"order_id": last, "state": state}, f"{last} is {state}")]
+    back: dict[str, Any] = {"order_id": id, "amount": float(order["amount"]), "reason": reason}
+    mail, written = {"address": address, "subject": subject}, f'Write to the address of {named}: "{subject}".'
+    return [
         Request(
-            f"Refund the total of {named}, which was {reason}.", "refund", back, f"refunded {id}", last=id
+            f"Refund {named}, which was {reason}, by its order_id with its amount.",
+            "refund",
+            back,
+            f"refunded {id}",
+            last=id,
         ),
-        Request(f"Track {named}.", "track_order", {"order_id": id}, f"{id} is on its way", last=id),
-        Request(asked, "write_email", mail, sent),
+        Request(
+            f"Track {named}, by its order_id.",
+            "track_order",
+            {"order_id": id},
+            f"{id} is on its way",
+            last=id,
+        ),
+        Request(written, "write_email", mail, f"sent to {address}"),
     ]
-    if last:
-        asked, back = f"Set the state of this order to {state}.", {"order_id": last, "state": state}
-        found += [Request(asked, "set_state", back, f"{last} is {state}")] * 3
-    return found
 
 
-LOOKUP = Domain(
-    tools=_TOOLS,
-    opening=Request("List all orders of 2026.", "list_orders", {"year": 2026}, ""),
-    row=_row,
-    keys=(("id",), ("customer", "item")),
-    requests=_requests,
-)
+_OPENING = Request("List all orders of 2026.", "list_orders", {"year": 2026})
+LOOKUP = Domain(tools=_TOOLS, opening=_OPENING, row=_row, requests=_requests)

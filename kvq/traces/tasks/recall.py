@@ -31,7 +31,7 @@ def talk_of_recall(random: Random, tokens: int, text: str | None = None) -> Talk
     start = "This is a document:\n\n" + "\n".join(lines) + "\n\n"
     for subject in random.sample(list(facts), random.randint(2, 6)):
         value, question = facts[subject], f"{start}What is {subject}?"
-        talk.add(Request(question, "answer", {"value": value}, "The answer was passed on."))
+        talk.add(Request(question, "answer", {"value": value}, "passed on"))
         start = ""
     return talk
 

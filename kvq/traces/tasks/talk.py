@@ -9,20 +9,19 @@ RULES = (
     "Answer every request of the user with exactly one call of the tool that does what the request says. "
     "Copy ids, names, dates, numbers and texts exactly as they stand in the conversation."
 )
-CHARS_PER_TOKEN = 4  # a rough count, for any tokenizer
-_SPARE = 1400  # characters that requests, calls and short results take
+_CHARS_PER_TOKEN = 4  # a rough count, for any tokenizer
+_SPARE = 1100  # characters that requests, calls and short results take
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asks for, the right call, and what follows it."""
+    """What the user asks for, the right call, and its result."""
 
     words: str
     tool: str
-    arguments: Mapping[str, str | int | float]
-    result: str
-    said: str = "Done."  # by the assistant, after the result
-    last: str | float | None = None  # what the next request can refer to as the last
+    arguments: Mapping[str, Any]
+    result: str = ""
+    last: str | float | None = None  # what the next request can mean by what was last
 
 
 class Talk:
@@ -32,21 +31,20 @@ class Talk:
         self.tools = tools
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": RULES}]
 
-    def add(self, request: Request) -> None:
-        """Add a request, its call and what follows."""
+    def add(self, request: Request, result: str | None = None) -> None:
+        """Add a request, its call and its result."""
         call = {"name": request.tool, "arguments": json.dumps(request.arguments)}
         made = {"id": f"call_{len(self.messages):04d}", "type": "function", "function": call}
         self.messages += [
             {"role": "user", "content": request.words},
             {"role": "assistant", "content": "", "tool_calls": [made]},
-            {"role": "tool", "tool_call_id": made["id"], "content": request.result},
-            {"role": "assistant", "content": request.said},
+            {"role": "tool", "tool_call_id": made["id"], "content": result or request.result},
         ]
 
 
 def world_chars(tools: Sequence[dict[str, Any]], tokens: int) -> int:
     """Return the characters that remain for a world's listing in a session of about `tokens` tokens."""
-    return tokens * CHARS_PER_TOKEN - len(json.dumps(tools)) - len(RULES) - _SPARE
+    return tokens * _CHARS_PER_TOKEN - len(json.dumps(tools)) - len(RULES) - _SPARE
 
 
 def tool(name: str, description: str, *texts: str, **others: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,12 +54,8 @@ def tool(name: str, description: str, *texts: str, **others: Mapping[str, Any]) 
     required.
     """
     known: dict[str, Mapping[str, Any]] = {text: {"type": "string"} for text in texts} | others
-    schema = {
-        "type": "object",
-        "properties": known,
-        "required": [key for key, one in known.items() if "default" not in one],
-        "additionalProperties": False,
-    }
+    required = [key for key, one in known.items() if "default" not in one]
+    schema = {"type": "object", "properties": known, "required": required, "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 

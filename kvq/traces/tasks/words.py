@@ -2,28 +2,28 @@
 
 from random import Random
 
-PEOPLE = [
-    f"{first} {last}"
-    for last in "Moss Marsh Keller Okafor Lindt Santos Moreau Novak".split()
-    for first in "Dana Diana Jonas Johan Mira Maria Tomas Ines".split()
-]
-ITEMS = [
-    f"{kind} {thing}"
-    for thing in "lamp kettle chair desk mirror clock shelf".split()
-    for kind in "copper walnut glass folding garden reading wall".split()
-]
-PLACES = [
-    f"{name} {kind}"
-    for kind in "depot mill harbour office station archive garage".split()
-    for name in "Alder Birch Cedar Elm Hazel Juniper Larch Maple Rowan Willow".split()
-]
-TOPICS = [f"{what} {kind}" for what in ("Budget", "Design", "Sales", "Safety") for kind in ("review", "call")]
-FOLDERS = "reports invoices drafts exports photos scans backup shared letters".split()
+
+def _pairs(firsts: str, seconds: str) -> list[str]:
+    return [f"{first} {second}" for first in firsts.split() for second in seconds.split()]
+
+
+PEOPLE = _pairs("Dana Diana Jonas Johan Mira Maria Tomas Ines", "Moss Marsh Keller Okafor Lindt Santos Novak")
+ITEMS = _pairs("copper walnut glass folding garden reading wall", "lamp kettle chair desk mirror clock shelf")
+PLACES = _pairs(
+    "Alder Birch Cedar Elm Hazel Juniper Larch Maple Rowan Willow",
+    "depot mill harbour office station archive",
+)
+TOPICS = _pairs("Budget Design Sales Safety Quality", "review call")
+FOLDERS = ("reports", "invoices", "drafts", "exports", "photos", "scans", "backup", "shared", "letters")
 _NOTES = (
-    "please bring the signed forms; ask at the front desk first; the client has seen an early version; "
-    "numbers are still open; check with the other team before noon; as agreed on the phone; handle with care; "
-    "this replaces what we had last year; no further steps are needed; wait for the second signature"
-).split("; ")
+    "please bring the signed forms",
+    "ask at the front desk first",
+    "the client has seen an early version",
+    "check with the other team before noon",
+    "this replaces what we had last year",
+    "no further steps are needed",
+    "wait for the second signature",
+)
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 
 
