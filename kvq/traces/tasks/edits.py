@@ -14,13 +14,14 @@ _TOOLS = [
     tool("write_line", "Replace a whole line of a file.", "path", "text", line=_LINE),
     tool("append_line", "Add a line at the end of a file.", "path", "text"),
 ]
-_ROW = 78  # characters that a key takes in both files, with its remark
+_ROW, _EDIT = 84, 340  # characters that a key takes in both files, and those of a request with its call
 
 
 def talk_of_edits(random: Random, tokens: int) -> Talk:
     """Return a session of 4 to 12 requests about two files."""
-    edits = _Edits(random, max(8, world_chars(_TOOLS, tokens) // _ROW))
-    for _ in range(random.randint(2, 10)):
+    count = random.randint(2, 10)
+    edits = _Edits(random, max(8, (world_chars(_TOOLS, tokens) - _EDIT * (count - 2)) // _ROW))
+    for _ in range(count):
         edits.add()
     return edits.talk
 
@@ -30,8 +31,9 @@ class _Edits:
 
     def __init__(self, random: Random, num_keys: int) -> None:
         self.talk, self._random = Talk(_TOOLS), random
-        self._serials = random.sample(range(100, 1000 + 2 * num_keys), 50 + num_keys)  # keys differ in them
-        keys = [self._key() for _ in range(num_keys)]
+        pairs = [f"{a}.{b}".replace(" ", "_") for a in words.ITEMS for b in words.ITEMS]
+        self._unused = random.sample(pairs, len(pairs))
+        keys = [self._unused.pop() for _ in range(num_keys)]
         self._files = [{key: self._value() for key in keys} for _ in _PATHS]
         self._first: dict[tuple[int, str], str] = {}  # values of changed keys, by file and key
         for path, file in zip(_PATHS, self._files, strict=True):
@@ -42,9 +44,6 @@ class _Edits:
         """Change a file by one more request."""
         kinds = [self._set, self._set, self._carry, self._write, self._append]
         self._random.choice(kinds + [self._revert] * 2 * bool(self._reverts()))()
-
-    def _key(self) -> str:
-        return f"{self._random.choice(words.ITEMS).replace(' ', '_')}_{self._serials.pop()}"
 
     def _value(self) -> str:
         return f"{self._random.choice(words.FOLDERS)}-{words.code(self._random, 6)}"
@@ -62,7 +61,7 @@ class _Edits:
         arguments = {"path": path, "old": file[key], "new": new}
         self._first.setdefault((at, key), file[key])
         file[key] = new
-        asked = f"In {path}, replace the value of {key} with {named}."
+        asked = f"In {path}, replace the text of the old value of {key} with the new value: {named}."
         self.talk.add(Request(asked, "replace_text", arguments, self._shown(at, key)))
 
     def _shown(self, at: int, key: str) -> str:
@@ -85,18 +84,18 @@ class _Edits:
         self._replace(at, key, self._first[at, key], "the value that it had at first")
 
     def _write(self) -> None:
-        (at, former), key, value = self._pick(), self._key(), self._value()
+        (at, former), key, value = self._pick(), self._unused.pop(), self._value()
         text, lines = f"{key} = {value}", self._files[at].items()
         self._files[at] = dict((key, value) if one == former else (one, old) for one, old in lines)
         self._first.pop((at, former), None)
         shown = self._shown(at, key)
         arguments: dict[str, Any] = {"path": _PATHS[at], "text": text, "line": int(shown.partition(":")[0])}
-        asked = f'In {_PATHS[at]}, write the line "{text}" in place of the line of {former}.'
+        asked = f'In {_PATHS[at]}, write over the line of {former}, by its number: "{text}"'
         self.talk.add(Request(asked, "write_line", arguments, shown))
 
     def _append(self) -> None:
-        at, key, value = self._random.randrange(2), self._key(), self._value()
+        at, key, value = self._random.randrange(2), self._unused.pop(), self._value()
         self._files[at][key] = value
         text = f"{key} = {value}"
-        asked, arguments = f'Add the line "{text}" to {_PATHS[at]}.', {"path": _PATHS[at], "text": text}
+        asked, arguments = f'Append to {_PATHS[at]} the line "{text}"', {"path": _PATHS[at], "text": text}
         self.talk.add(Request(asked, "append_line", arguments, self._shown(at, key)))

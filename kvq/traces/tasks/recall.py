@@ -4,10 +4,11 @@ from random import Random
 
 from kvq.errors import ConfigError
 from kvq.traces.tasks import words
-from kvq.traces.tasks.talk import Request, Talk, tool, world_chars
+from kvq.traces.tasks.talk import Request, Talk, kind, tool, world_chars
 
+_VALUE = kind("string", "The value alone, as it stands in the document.")
 _TOOLS = [
-    tool("answer", "Answer a question about the document with the value alone.", "value"),
+    tool("answer", "Answer a question from the document.", value=_VALUE),
     tool("search_web", "Search for something that is not in the document.", "query"),
     tool("keep_note", "Keep a text for later.", "text"),
 ]
@@ -30,7 +31,7 @@ def talk_of_recall(random: Random, tokens: int, text: str | None = None) -> Talk
         lines = [line for pair in zip(between, lines, strict=True) for line in pair]
     start = "This is a document:\n\n" + "\n".join(lines) + "\n\n"
     for subject in random.sample(list(facts), random.randint(2, 6)):
-        value, question = facts[subject], f"{start}What is {subject}?"
+        value, question = facts[subject], f"{start}Answer from the document: what is {subject}?"
         talk.add(Request(question, "answer", {"value": value}, "passed on"))
         start = ""
     return talk
@@ -38,7 +39,9 @@ def talk_of_recall(random: Random, tokens: int, text: str | None = None) -> Talk
 
 def _facts(random: Random, count: int) -> dict[str, str]:
     names = [f"the {field} of the {place}" for place in words.PLACES for field in _FIELDS]
-    numbered = [f"{name} {number}" for number in range(1, count // len(names) + 2) for name in names]
+    numbered = [
+        name + f" {number}" * (number > 1) for number in range(1, count // len(names) + 2) for name in names
+    ]
     return {
         name: f"{words.code(random, 4)}-{words.code(random, 5)}" for name in random.sample(numbered, count)
     }
