@@ -92,7 +92,7 @@ def rows_of(listing):
 
 
 def answer_of(task, words, rows, last):
-    """Return the name, a part of the arguments and the result that a request calls for, read from its words."""
+    """Return a part of the arguments that a request calls for, read from its words."""
     named = [row for name, row in rows.items() if f'"{name}"' in words or f"file {name}" in words]
     if "just" in words or "last result" in words:
         assert last, "something came before"

@@ -15,7 +15,7 @@ _SPARE = 1100  # characters that requests, calls and short results take
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asks for, the right call, and its result."""
+    """A user's wish in words, the right call, and its result."""
 
     words: str
     tool: str
@@ -59,11 +59,11 @@ def tool(name: str, description: str, *texts: str, **others: Mapping[str, Any]) 
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-def kind(type: str, description: str, **more: Any) -> dict[str, Any]:
-    """Return the schema of a parameter."""
-    return {"type": type, "description": description, **more}
+def kind(type: str, description: str, default: int | None = None) -> dict[str, Any]:
+    """Return the schema of a parameter; one with a default is optional."""
+    return {"type": type, "description": description} | ({} if default is None else {"default": default})
 
 
-def choice(*values: str, **more: Any) -> dict[str, Any]:
-    """Return the schema of a parameter that is one of these strings."""
-    return {"type": "string", "enum": list(values), **more}
+def choice(*values: str, default: str | None = None) -> dict[str, Any]:
+    """Return the schema of a parameter that is one of these strings; one with a default is optional."""
+    return {"type": "string", "enum": list(values)} | ({} if default is None else {"default": default})
