@@ -14,7 +14,7 @@ _TOOLS = [
     tool("list_orders", "List all orders of a year.", year=kind("integer", "Such as 2025.")),
     tool("refund", "Pay an order back.", order_id=_ID, amount=kind("number", "In euros."), reason=_REASONS),
     tool("set_state", "Change the state of an order.", order_id=_ID, state=choice(*_STATES)),
-    tool("write_email", "Send a message.", "address", "subject"),
+    tool("write_email", "Send a message.", "subject", address=kind("string", "As listed, with an @.")),
     tool("track_order", "Say where an order is.", order_id=_ID),
 ]
 
@@ -38,7 +38,10 @@ def _requests(random: Random, order: Row, other: Row, last: Any) -> list[Request
         asked = f"Set the state of the order that was just tracked or refunded to {state}."
         return [Request(asked, "set_state", {"order_id": last, "state": state}, f"{last} is {state}")]
     back: dict[str, Any] = {"order_id": id, "amount": float(order["amount"]), "reason": reason}
-    mail, written = {"address": address, "subject": subject}, f'Write to the address of {named}: "{subject}".'
+    mail, written = (
+        {"subject": subject, "address": address},
+        f'Write an email with the subject "{subject}" to the address of {named}.',
+    )
     return [
         Request(
             f"Refund {named}, which was {reason}, by its order_id with its amount.",
