@@ -150,17 +150,18 @@ def test_edits_applied_to_the_files_that_were_read_give_the_recorded_results():
                 number = len(lines)
             elif function["name"] == "write_line":
                 number = arguments["line"]
-                assert lines[number - 1].startswith(re.search(r"line of (\S+),", words)[1] + " = ")
+                key = lines[number - 1].partition(" = ")[0]
+                assert f"over line {number} " in words or f"line of {key} " in words
                 lines[number - 1] = arguments["text"]
             else:
                 (number,) = [
                     at for at, line in enumerate(lines, 1) if line.endswith(f" = {arguments['old']}")
                 ]
                 key = lines[number - 1].partition(" = ")[0]
-                assert f"value of {key} with" in words
-                if "at first" in words:
+                assert f"value of {key} with" in words or f"text {arguments['old']} with" in words
+                if "its first value" in words:
                     assert arguments["new"] == first[path][key]
-                elif "that it has in" in words:
+                elif "its value in" in words:
                     (other,) = files.keys() - {path}
                     assert f"{key} = {arguments['new']}" in files[other]
                 lines[number - 1] = f"{key} = {arguments['new']}"

@@ -7,12 +7,14 @@ from kvq.traces.tasks import words
 from kvq.traces.tasks.talk import Request, Talk, kind, tool, world_chars
 
 _PATHS = ("/etc/server/main.conf", "/etc/worker/main.conf")
+_TEXT = kind("string", "The whole line: key = value.")
 _LINE = kind("integer", "The number of the line.")
+_OLD, _NEW = kind("string", "The value as it is now."), kind("string", "The value as it will be.")
 _TOOLS = [
     tool("read_file", "Show a file with its lines' numbers.", "path"),
-    tool("replace_text", "Replace an old value in a file by a new one.", "path", "old", "new"),
-    tool("write_line", "Replace a whole line of a file.", "path", "text", line=_LINE),
-    tool("append_line", "Add a line at the end of a file.", "path", "text"),
+    tool("replace_text", "Replace a value in a file.", "path", old=_OLD, new=_NEW),
+    tool("write_line", "Replace a whole line of a file.", "path", text=_TEXT, line=_LINE),
+    tool("append_line", "Add a line at the end of a file.", "path", text=_TEXT),
 ]
 _ROW, _EDIT = 84, 340  # characters that a key takes in both files, and those of a request with its call
 
@@ -61,7 +63,7 @@ class _Edits:
         arguments = {"path": path, "old": file[key], "new": new}
         self._first.setdefault((at, key), file[key])
         file[key] = new
-        asked = f"In {path}, replace the text of the old value of {key} with the new value: {named}."
+        asked = f"In {path}, replace {named}."
         self.talk.add(Request(asked, "replace_text", arguments, self._shown(at, key)))
 
     def _shown(self, at: int, key: str) -> str:
@@ -69,7 +71,8 @@ class _Edits:
 
     def _set(self) -> None:
         (at, key), value = self._pick(), self._value()
-        self._replace(at, key, value, value)
+        old = self._random.choice((f"the text {self._files[at][key]}", f"the value of {key}"))
+        self._replace(at, key, value, f"{old} with {value}")
 
     def _carry(self) -> None:
         at, key = self._pick()
@@ -77,11 +80,11 @@ class _Edits:
         if value == self._files[at][key]:
             self._set()
         else:
-            self._replace(at, key, value, f"the value that it has in {_PATHS[1 - at]}")
+            self._replace(at, key, value, f"the value of {key} with its value in {_PATHS[1 - at]}")
 
     def _revert(self) -> None:
         at, key = self._random.choice(self._reverts())
-        self._replace(at, key, self._first[at, key], "the value that it had at first")
+        self._replace(at, key, self._first[at, key], f"the value of {key} with its first value")
 
     def _write(self) -> None:
         (at, former), key, value = self._pick(), self._unused.pop(), self._value()
@@ -90,12 +93,13 @@ class _Edits:
         self._first.pop((at, former), None)
         shown = self._shown(at, key)
         arguments: dict[str, Any] = {"path": _PATHS[at], "text": text, "line": int(shown.partition(":")[0])}
-        asked = f'In {_PATHS[at]}, write over the line of {former}, by its number: "{text}"'
+        named = self._random.choice((f"line {arguments['line']}", f"the line of {former}"))
+        asked = f"In {_PATHS[at]}, write over {named} this line: {text}"
         self.talk.add(Request(asked, "write_line", arguments, shown))
 
     def _append(self) -> None:
         at, key, value = self._random.randrange(2), self._unused.pop(), self._value()
         self._files[at][key] = value
         text = f"{key} = {value}"
-        asked, arguments = f'Append to {_PATHS[at]} the line "{text}"', {"path": _PATHS[at], "text": text}
+        asked, arguments = f"Append to {_PATHS[at]} this line: {text}", {"path": _PATHS[at], "text": text}
         self.talk.add(Request(asked, "append_line", arguments, self._shown(at, key)))
