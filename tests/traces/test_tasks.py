@@ -87,13 +87,17 @@ def rows_of(listing):
     found = {}
     for line in listing.splitlines():
         name, _, columns = line.partition(": ")
-        found[name] = dict(one.split(" ", 1) for one in re.split(r", (?=[a-z_]+ )", columns, maxsplit=3))
+        found[name] = dict(one.split(" ", 1) for one in re.split(r", (?=[a-z_]+ )", columns, maxsplit=4))
     return found
 
 
 def answer_of(task, words, rows, last):
     """Return a part of the arguments that a request calls for, read from its words."""
-    named = [row for name, row in rows.items() if f'"{name}"' in words or f"file {name}" in words]
+    named = [
+        row
+        for name, row in rows.items()
+        if f'"{name}"' in words or f"file {name}" in words or f"order {row.get('order_id')}" in words
+    ]
     if "just" in words or "last result" in words:
         assert last, "something came before"
         return {EXTRA[task]: last}
@@ -105,11 +109,15 @@ def answer_of(task, words, rows, last):
         )
         second = order[1][1] if len(order) > 1 else int(re.search(r"times (\d+)", words)[1])
         return {"a": order[0][1], "b": second}
-    if words.startswith(("Add", "Write")):
+    if words.startswith("Add"):
         return {}
+    if words.startswith("Write"):
+        (row,) = named
+        return {"address": row["address"]}
     if words.startswith("Invite"):
-        ((_, chosen),) = [(name, row) for name, row in rows.items() if f'to the event "{name}"' in words]
-        return {EXTRA[task]: chosen[EXTRA[task]]}
+        (guest,) = [row for name, row in rows.items() if f'owner of the event "{name}"' in words]
+        (chosen,) = [row for name, row in rows.items() if f'to the event "{name}"' in words]
+        return {"event_id": chosen["event_id"], "email": guest["owner"]}
     (row,) = named
     return {EXTRA[task]: row[EXTRA[task]]}
 

@@ -31,33 +31,21 @@ def _row(random: Random) -> Row:
 
 
 def _requests(random: Random, order: Row, other: Row, last: Any) -> list[Request]:
-    id, address, named = order["order_id"], order["address"], f'the order "{order["order"]}"'
+    id, address = order["order_id"], order["address"]
+    named = random.choice((f'the order "{order["order"]}"', f"the order {id}"))
     reason, state = random.choice(("damaged", "late")), random.choice(_STATES)
     subject = f"{random.choice(words.ITEMS)} {random.randint(1000, 9999)}"
     if last is not None:
         asked = f"Set the state of the order that was just tracked or refunded to {state}."
         return [Request(asked, "set_state", {"order_id": last, "state": state}, f"{last} is {state}")]
     back: dict[str, Any] = {"order_id": id, "amount": float(order["amount"]), "reason": reason}
-    mail, written = (
-        {"subject": subject, "address": address},
-        f'Write an email with the subject "{subject}" to the address of {named}.',
-    )
+    mail, refund = {"subject": subject, "address": address}, f"Refund {named}, with its amount, as {reason}."
+    write = f'Write an email with the subject "{subject}" to the address of {named}.'
+    track = f"Track {named}, by its order_id."
     return [
-        Request(
-            f"Refund {named}, which was {reason}, by its order_id with its amount.",
-            "refund",
-            back,
-            f"refunded {id}",
-            last=id,
-        ),
-        Request(
-            f"Track {named}, by its order_id.",
-            "track_order",
-            {"order_id": id},
-            f"{id} is on its way",
-            last=id,
-        ),
-        Request(written, "write_email", mail, f"sent to {address}"),
+        Request(refund, "refund", back, f"refunded {id}", last=id),
+        Request(track, "track_order", {"order_id": id}, f"{id} is on its way", last=id),
+        Request(write, "write_email", mail, f"sent to {address}"),
     ]
 
 
