@@ -115,9 +115,9 @@ def answer_of(task, words, rows, last):
         (row,) = named
         return {"address": row["address"]}
     if words.startswith("Invite"):
-        (guest,) = [row for name, row in rows.items() if f'owner of the event "{name}"' in words]
+        guests = [row["owner"] for name, row in rows.items() if f'owner of the event "{name}"' in words]
         (chosen,) = [row for name, row in rows.items() if f'to the event "{name}"' in words]
-        return {"event_id": chosen["event_id"], "email": guest["owner"]}
+        return {"event_id": chosen["event_id"], "email": guests[0] if guests else words.split()[1]}
     (row,) = named
     return {EXTRA[task]: row[EXTRA[task]]}
 

@@ -35,18 +35,19 @@ def _requests(random: Random, event: Row, other: Row, last: Any) -> list[Request
     id, new, title = event["event_id"], f"evt-{words.code(random, 8)}", f"{random.choice(words.PLACES)} visit"
     named, owned, owner = f'the event "{event["title"]}"', f'the event "{other["title"]}"', other["owner"]
     when: dict[str, Any] = {"date": words.date(random, 2027), "start": words.time(random)}
-    at, guest = f"{when['date']} at {when['start']}", {"email": owner, "event_id": id}
+    at = f"{when['date']} at {when['start']}"
     length, address = random.choice((20, 45, 60, 90)), words.email(random.choice(words.PEOPLE))
+    email, guest = random.choice(((owner, f"the owner of {owned}"), (address, address)))
     create, made = f'Add an event "{title}" of {length} minutes on {at}.', {"title": title, "minutes": length}
     if last is not None:
         again = f"Remind {address} by phone of the event that was just moved or added."
-        guest = {"email": address, "event_id": last, "channel": "phone"}
-        return [Request(again, "remind", guest, f"{address} is reminded of {last}")]
-    move, invite = f"Move {named} to {at}, by its event_id.", f"Invite the owner of {owned} to {named}."
+        person = {"email": address, "event_id": last, "channel": "phone"}
+        return [Request(again, "remind", person, f"{address} is reminded of {last}")]
+    move, invite = f"Move {named} to {at}, by its event_id.", f"Invite {guest} to {named}, by its event_id."
     return [
         Request(f"Cancel {named}, by its event_id.", "cancel_event", {"event_id": id}, f"cancelled {id}"),
         Request(move, "move_event", {**when, "event_id": id}, f"moved {id}", last=id),
-        Request(invite, "invite", guest, f"invited {owner} to {id}"),
+        Request(invite, "invite", {"email": email, "event_id": id}, f"invited {email} to {id}"),
         Request(create, "create_event", {**made, **when}, f"created {new}", last=new),
     ]
 

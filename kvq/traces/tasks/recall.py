@@ -9,8 +9,8 @@ from kvq.traces.tasks.talk import Request, Talk, kind, tool, world_chars
 _VALUE = kind("string", "The value alone, as it stands in the document.")
 _TOOLS = [
     tool("answer", "Answer a question from the document.", value=_VALUE),
-    tool("search_web", "Search for something that is not in the document.", "query"),
-    tool("keep_note", "Keep a text for later.", "text"),
+    tool("search_web", "Search the web, if the user says so.", "query"),
+    tool("keep_note", "Keep a text, if the user says so.", "text"),
 ]
 _FIELDS = ("access code", "serial number", "meter number", "key number", "contract number", "parcel number")
 _NUM_FACTS = 24  # in a text
