@@ -1,0 +1,10 @@
+"""Generated sessions: conversations in small simulated worlds, where each request has one right call.
+
+for session in generated("calendar", 8, seed=1):
+    ...  # RecordedSession(is_checked=True)
+"""
+
+from kvq.traces.tasks.compare import fits, same_call
+from kvq.traces.tasks.generate import TASKS, generated, write_sessions
+
+__all__ = ["TASKS", "fits", "generated", "same_call", "write_sessions"]
