@@ -70,7 +70,7 @@ class Questions:
         return asked
 
     def _asked(self, stretch: Stretch, answer: Answer, session: RecordedSession) -> Asked:
-        is_call = bool(session.messages[answer.message].get("tool_calls"))
+        calls = session.messages[answer.message].get("tool_calls") or ()
         tools = [
             Tool(name=one["function"]["name"], parameters=one["function"].get("parameters") or {})
             for one in session.tools
@@ -80,7 +80,11 @@ class Questions:
             key=(stretch.session, answer.message),
             prompt=stretch.tokens[: answer.first],
             max_tokens=length + length // 2 + _SLACK,
-            offer=self._calling.offer(tools, choice=self._choice if is_call else "auto"),
+            offer=self._calling.offer(
+                tools,
+                choice=self._choice if calls else "auto",
+                parallel=len(calls) != 1 or self._choice == "auto",
+            ),
             session=session,
         )
 
