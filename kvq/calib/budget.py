@@ -6,12 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import NamedTuple
 
 from kvq.calib.candidates import ALL_CODES, Trial, candidates, format_in, halves
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.exact_tail import check_exact
-from kvq.evals.text import EvalText, token_windows
+from kvq.evals.text import EvalText, spread, token_windows
 from kvq.formats import Code, ExactTokens, KVRecipe, LayerFormats
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, select
@@ -23,6 +24,13 @@ _ENOUGH = 4.0  # bits per element; with this budget or more, 2-bit codes are not
 _CONTEXT = 512  # tokens per window, by default
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
+
+
+class Marked(NamedTuple):
+    """A window whose tokens count more or less."""
+
+    ids: list[int]
+    weights: list[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +50,7 @@ class TunePlan:
     max_windows: int = 3  # for the search
     verify_windows: int = 8  # for the verification
     known: Sequence[Trial] = ()  # from an earlier search on the text, with this context
+    marked: Sequence[Marked] = ()  # search on these windows, not on text
 
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):
@@ -56,13 +65,21 @@ class TunePlan:
         return ExactTokens(recent=self.recent, sinks=self.sinks)
 
     def windows(self, model: PreparedModel, text: str, count: int) -> list[list[int]]:
-        """Return the token ids of `count` windows spread over a text.
+        """Return the token ids of `count` windows spread over a text, or over the marked windows.
 
         Raises:
             RequestError: the text or the context can't be used.
         """
-        context = min(_CONTEXT, model.max_context) if self.context is None else self.context
-        return spread_windows(model, text, context=context, max_windows=count)
+        if self.marked:
+            return spread([one.ids for one in self.marked], count)
+        return spread_windows(model, text, context=self.tokens_per_window(model), max_windows=count)
+
+    def tokens_per_window(self, model: PreparedModel) -> int:
+        return min(_CONTEXT, model.max_context) if self.context is None else self.context
+
+    def weights(self, windows: Sequence[list[int]]) -> list[list[float]]:
+        """Return the weights of marked windows; none if there are none."""
+        return [next(one.weights for one in self.marked if one.ids == ids) for ids in windows if self.marked]
 
     def check(self, model: PreparedModel, text: EvalText, held_out: EvalText) -> int:
         """Check the plan with these texts, before the weights are loaded; return the tokens per window.

@@ -253,8 +253,9 @@ class _Search:
             budget = ceil(self.allocation.budget_for(target))
             if budget in tried:
                 break
+            windows = self._found.windows
             tried[budget] = mean_divergences(
-                self._model, [self.recipe(budget, "tried")], self._found.windows
+                self._model, [self.recipe(budget, "tried")], windows, weights=self._plan.weights(windows)
             )[0]
             target *= 0.98 * max_kl / tried[budget]
         enough = [budget for budget, kl in tried.items() if kl <= max_kl]
@@ -275,7 +276,11 @@ class _Search:
         """
         recipes = [self.recipe(budget, "tuned"), *self._pairs(budget)]
         costs = mean_divergences(
-            self._model, recipes, windows, progress=lambda done: progress(done, len(recipes))
+            self._model,
+            recipes,
+            windows,
+            weights=self._plan.weights(windows),
+            progress=lambda done: progress(done, len(recipes)),
         )
         best = min(range(len(recipes)), key=costs.__getitem__)
         recipe = replace(recipes[best], label="", model_digest=self._model.weights.digest)

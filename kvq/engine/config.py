@@ -31,6 +31,8 @@ class EngineConfig:
     `hand_over_listen`, `hand_over_to`: a port of loopback, HOST:PORT or unix:PATH at which prefixes and
     requests of other engines arrive, and to which they go; `hand_over_key_file`: a secret that both engines
     know. `hand_over_prefilled`: whether requests go once their prompt is computed.
+    `guard`: share of requests that are computed again without quantized KV when there is time, each up to
+    `guard_tokens` tokens, and compared with what was served.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none
@@ -56,6 +58,8 @@ class EngineConfig:
     hand_over_to: str | None = None
     hand_over_key_file: str | Path | None = None
     hand_over_prefilled: bool = False
+    guard: float = 0.0
+    guard_tokens: int = 2048
     prefix_caching: bool = True
     snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
@@ -73,7 +77,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", parse_speculation(self.speculation))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every", "guard_tokens"):
             _check(name, getattr(self, name), 1, 1 << 24)
         for name in ("num_blocks", "max_context"):
             if getattr(self, name) is not None:
@@ -95,6 +99,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
+        _check_number("guard", self.guard)
+        if not 0 <= self.guard <= 1:
+            raise ConfigError(f"guard (--guard) is a share of requests, 0 to 1, got {self.guard}")
         if not 0 <= self.reserve_fraction < 1:
             raise ConfigError(f"reserve_fraction must be 0 to below 1, got {self.reserve_fraction}")
         if not self.step_deadline_s > 0:

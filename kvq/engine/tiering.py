@@ -23,6 +23,7 @@ from kvq.tiers.sealing import Sealing, keyed_sealing
 from kvq.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
+    from kvq.engine.guard import Guard
     from kvq.engine.handover.handover import HandOver
 
 _log = logging.getLogger("kvq")
@@ -131,6 +132,7 @@ class Upkeep:
         self._blocks, self._cache, self._sessions, self._clock = manager.blocks, cache, sessions, clock
         self._allowed_s = 0.0  # time that steps have earned
         self.handover: HandOver | None = None
+        self.guard: Guard | None = None
 
     def after_step(self, seconds: float) -> None:
         """Save as many blocks as a small share of a step's `seconds` allows."""
@@ -141,12 +143,14 @@ class Upkeep:
             self._allowed_s -= self._save(self._allowed_s)
         if self._blocks.tiers is not None:
             self._blocks.tiers.expire()
+        if self.guard is not None:
+            self.guard.after_step(seconds)
 
     def when_idle(self) -> bool:
         """Work for a short time. Return False once there is nothing to do. No request may run."""
         if (self.handover is not None and self.handover.advance()) or self._sessions.prefetch_due():
             return True
-        return self._save_some()
+        return self._save_some() or (self.guard is not None and self.guard.when_idle())
 
     def wait_s(self) -> float | None:
         """Return the seconds until `when_idle` may have something to do again, or None."""
@@ -172,6 +176,8 @@ class Upkeep:
 
     def close(self) -> None:
         """Save everything, and close the tiers. Waits for the disk."""
+        if self.guard is not None:
+            self.guard.close()
         tiers = self._blocks.tiers
         if tiers is None:
             return

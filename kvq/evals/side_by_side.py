@@ -60,13 +60,15 @@ def mean_divergences(
     windows: Sequence[list[int]],
     *,
     firsts: Sequence[int] = (),
+    weights: Sequence[Sequence[float]] = (),
     progress: Callable[[int], None] = lambda done: None,
     keep: Callable[[list[float]], object] = lambda found: None,
 ) -> list[float]:
     """Return each recipe's mean KL divergence from unquantized KV, in nats per token of `windows`.
 
     The baseline is the weights' dtype. `firsts`: for each recipe except the first, the first layer that
-    differs from the first recipe; earlier layers are computed once for several recipes. `progress` receives
+    differs from the first recipe; earlier layers are computed once for several recipes. `weights`: of each
+    window's tokens in the mean; a token counts where it is predicted. `progress` receives
     the number of recipes' worth of finished work, and `keep` the divergences of finished recipes.
 
     Raises:
@@ -81,7 +83,7 @@ def mean_divergences(
     again = 1 if firsts else 0  # every run begins with the first recipe
     for at in range(again, len(recipes), _AT_ONCE):
         some, begins = recipes[at : at + _AT_ONCE], firsts[at - again : at - again + _AT_ONCE]
-        costs = _together(model, [*recipes[:again], *some], begins, windows, tell)
+        costs = _together(model, [*recipes[:again], *some], begins, windows, weights, tell)
         found += costs[again:] if found else costs
         keep(found)
     return found
@@ -92,6 +94,7 @@ def _together(
     recipes: Sequence[KVRecipe],
     firsts: Sequence[int],
     windows: Sequence[list[int]],
+    weights: Sequence[Sequence[float]],
     progress: Callable[[int], None],
 ) -> list[float]:
     context = max(map(len, windows))
@@ -104,14 +107,18 @@ def _together(
         session.shared = (inputs, first) if first else None
     totals = torch.zeros(len(recipes), dtype=torch.float64)
     size, tokens = chunk_size(model, context), sum(map(len, windows))
+    counted = [torch.tensor([*one[1:], 0.0], device=model.weights.device) for one in weights]
     steps = len(sessions) * sum(-(-len(ids) // size) for ids in windows)
     for step, chunk in enumerate(side_by_side(sessions, windows, size), start=1):
         if chunk.session == 0:
-            reference, weights = chunk.log_probs, chunk.log_probs.exp()
+            reference, probs = chunk.log_probs, chunk.log_probs.exp()
         else:
-            totals[chunk.session - 1] += float((reference - chunk.log_probs).mul_(weights).sum())
+            kl = (reference - chunk.log_probs).mul_(probs)
+            if counted:
+                kl *= counted[chunk.window][chunk.at : chunk.at + len(kl), None]
+            totals[chunk.session - 1] += float(kl.sum())
         progress(len(recipes) * step // steps)
-    return (totals / tokens).tolist()
+    return (totals / (sum(float(one.sum()) for one in counted) if counted else tokens)).tolist()
 
 
 def one_by_one(session: Session, windows: Sequence[list[int]]) -> Iterator[int]:

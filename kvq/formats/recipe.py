@@ -77,6 +77,7 @@ class KVRecipe:
     centers: Centers | None = None
     exact: names.ExactTokens = names.NOTHING_EXACT
     model_digest: str = ""  # of the weights that the recipe was made for; empty if it fits any model
+    measured_on: str = ""  # what it was searched and measured on, for readers of the file
     label: str = ""  # the user's input, for tables
 
     def __post_init__(self) -> None:
@@ -234,7 +235,8 @@ class KVRecipe:
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of everything that determines the interpretation of stored bytes."""
-        text = json.dumps(self.to_json(), sort_keys=True) + "".join(own.nonce for own in self.own)
+        data = replace(self, measured_on="").to_json()
+        text = json.dumps(data, sort_keys=True) + "".join(own.nonce for own in self.own)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, object]:
@@ -246,6 +248,7 @@ class KVRecipe:
             "static_scales": self.static_scales.to_json() if self.static_scales else None,
             "centers": self.centers.to_json() if self.centers else None,
             **{part: value for part in _EXACT if (value := getattr(self.exact, part))},
+            **({"measured_on": self.measured_on} if self.measured_on else {}),
         }
 
     def _layer_json(self, index: int, layer: LayerFormats) -> dict[str, object]:
@@ -318,7 +321,9 @@ class KVRecipe:
                 f"make the file again with `kvq calibrate`"
             )
         _check_keys(
-            data, ("format_version", "layers", "static_scales"), optional=("centers", "model_digest", *_EXACT)
+            data,
+            ("format_version", "layers", "static_scales"),
+            optional=("centers", "model_digest", "measured_on", *_EXACT),
         )
         if not isinstance(data["layers"], list) or not data["layers"]:
             raise ConfigError("layers must be a list of at least one layer")
@@ -336,6 +341,7 @@ class KVRecipe:
             centers=centers,
             exact=names.ExactTokens(**{part: data[part] for part in _EXACT if part in data}),
             model_digest=model_digest or "",
+            measured_on=str(data.get("measured_on", "")),
         )
         for index, layer in enumerate(data["layers"]):
             if recipe.model_digest:

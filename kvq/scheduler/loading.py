@@ -13,7 +13,7 @@ from kvq.scheduler.costs import CostModel
 from kvq.scheduler.request import Request, RequestState
 from kvq.tiers.tiers import Fetch
 
-_SHARE = 0.1  # of a step's time for filling blocks in while others run
+_SHARE = 0.05  # of a step's time for filling blocks in while others run
 _DEPTH = 1024  # tokens before a block that would be computed: the estimate for the first ones may be 0
 _LEAST_FILLED = 2  # blocks in a step
 _MOST_SECONDS = 30.0  # until a disk that doesn't answer counts as a miss

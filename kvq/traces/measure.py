@@ -182,7 +182,7 @@ class TraceMeasurement:
             turns.append(
                 Turn(
                     session=stretch.session,
-                    number=1 + list(session.turns()).index(answer.message),
+                    number=1 + list(session.answers()).index(answer.message),
                     depth=answer.first,
                     kinds={kind: KindSums(**sums) for kind, sums in one["kinds"].items()},
                     diverges_at=one["diverges_at"],

@@ -69,7 +69,7 @@ class _Conversations:
         """Add all conversations to a log, with unique names; refuse those without an answer."""
         seen: dict[str, int] = {}
         for line, session in self._ends.values():
-            if next(session.turns(), None) is None:
+            if next(session.answers(), None) is None:
                 reason = "no message of the assistant answers another; a session needs one, or a response"
                 log.refused.append(Refused(line, reason))
                 continue

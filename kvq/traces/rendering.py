@@ -46,7 +46,7 @@ class Rendering:
             RequestError: the template refuses the conversation, or no answer fits.
         """
         found: list[tuple[list[int], list[Answer]]] = []
-        for message in session.turns():
+        for message in session.answers():
             prompt, whole = self._prompt(session, message), self._whole(session, message)
             shared = num_common(prompt, whole)
             if shared < len(prompt):

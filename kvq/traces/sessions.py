@@ -14,7 +14,7 @@ class RecordedSession:
     tools: Sequence[dict[str, Any]] = ()  # in OpenAI's form
     is_checked: bool = False  # the assistant's calls are the only right ones, so others are mistakes
 
-    def turns(self) -> Iterator[int]:
+    def answers(self) -> Iterator[int]:
         """Yield the indices of the assistant's messages that answer another message."""
         for at, message in enumerate(self.messages):
             if at and message["role"] == "assistant":

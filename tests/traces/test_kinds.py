@@ -6,8 +6,14 @@ import pytest
 
 from kvq.traces.kinds import TokenKind, kinds_of
 
-CALL = {"name": "move_file", "arguments": json.dumps({"from": "a/b 1.txt", "to": {"dir": "c", "deep": [7, True]}})}
-HERMES = '<tool_call>\n{"name": "move_file", "arguments": {"from": "a/b 1.txt", "to": {"dir": "c", "deep": [7, true]}}}\n</tool_call>'
+CALL = {
+    "name": "move_file",
+    "arguments": json.dumps({"from": "a/b 1.txt", "to": {"dir": "c", "deep": [7, True]}}),
+}
+HERMES = (
+    '<tool_call>\n{"name": "move_file", "arguments": {"from": "a/b 1.txt", '
+    '"to": {"dir": "c", "deep": [7, true]}}}\n</tool_call>'
+)
 PYTHONIC = "[move_file(from='a/b 1.txt', to={'dir': 'c', 'deep': [7, true]})]"
 
 

@@ -150,7 +150,7 @@ def test_each_protocol_becomes_the_same_chat(read, dialect):
 
     assert plain(session.messages) == chat_messages()
     assert list(session.tools) == [CHAT_TOOL]
-    assert list(session.turns()) == [2, 5]
+    assert list(session.answers()) == [2, 5]
     assert session.name == ("s" if dialect == "recording" else "line 1")
     assert not session.is_checked
     ChatBody.model_validate({"messages": session.messages, "tools": session.tools})
@@ -446,7 +446,7 @@ def damaged(record, rng):
 
 
 def check_well_formed(session):
-    assert next(session.turns(), None)
+    assert next(session.answers(), None)
     for message in session.messages:
         assert message["role"] in ("system", "user", "assistant", "tool")
         assert isinstance(message["content"], str)

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.traces.tasks import TASKS, fits, generated, same_call, write_sessions
+from kvq.traces.reading import read_log
+from kvq.traces.tasks import TASKS, fits, generated, same_call
 from kvq.traces.tasks.talk import tool
 
 TABLES = ("calendar", "files", "arithmetic", "lookup")
@@ -254,10 +255,14 @@ def test_what_can_not_be_generated_is_refused():
         generated("files", 1, 0, text=PROSE)
 
 
-def test_sessions_are_written_as_lines_of_json(tmp_path):
+def test_as_lines_of_a_log_they_are_read_back(tmp_path):
     sessions = generated("tools", 4, 9)
-    write_sessions(tmp_path / "s.jsonl", sessions)
+    lines = [{"messages": one.messages, "tools": one.tools, "session": one.name} for one in sessions]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    read = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    read = read_log(tmp_path / "s.jsonl").sessions
 
-    assert read == [{"messages": one.messages, "tools": one.tools, "name": one.name} for one in sessions]
+    assert [one.name for one in read] == [one.name for one in sessions]
+    assert [[one.get("tool_calls") for one in x.messages] for x in read] == [
+        [one.get("tool_calls") for one in x.messages] for x in sessions
+    ]

@@ -111,7 +111,7 @@ def _examples(
         turns = [turn for turn in figures.turns[kv] if turn.is_failed and not turn.base_failed]
         for turn in sorted(turns, key=lambda turn: turn.depth)[:_EXAMPLES]:
             session = log.sessions[turn.session]
-            message = list(session.turns())[turn.number - 1]
+            message = list(session.answers())[turn.number - 1]
             one = {
                 **{"kv": kv, "session": session.name, "message": message + 1, "depth": turn.depth},
                 **{"is_valid": turn.is_valid, "lost": turn.lost},

@@ -26,8 +26,9 @@ from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
 from kvq.traces.judging import TraceRow
+from kvq.traces.tasks import TASKS as GENERATED
 
-SESSION_TASKS = ("traces", "tools", "calendar", "files", "arithmetic", "lookup", "edits", "recall")
+SESSION_TASKS = ("traces", *GENERATED)
 Row = Mapping[str, Any]
 
 

@@ -3,6 +3,8 @@
 import sys
 import time
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,12 +16,13 @@ from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
 from kvq.commands.shared.terminal import console, echo, print_cautions, print_columns, text_table, warn
 from kvq.errors import ConfigError
+from kvq.extras import SERVER, require
 from kvq.formats import Code
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kvq.calib.budget import TunePlan
+    from kvq.calib.budget import Marked, TunePlan
     from kvq.calib.candidates import Trial
     from kvq.calib.search import Tuned
     from kvq.evals import EvalText
@@ -34,6 +37,7 @@ _TRIAL = {  # columns of trials in an unfinished search
     "bytes_per_token": ("bytes / token", ",.4g"),
     "kl": ("KL alone", ".6f"),
 }
+_GENERATED, _LEAST_GENERATED = 24, 1000  # sessions, and their tokens
 _MOST_SHARED = 0.1  # maximum share of the held-out text's long lines found in --text
 
 
@@ -47,6 +51,17 @@ class _TuneOptions:
         f"[default: {DEFAULT_BUDGET}]",
     )
     max_kl: float | None = option(None, "Limit of the mean KL divergence instead of --budget.", type=POSITIVE)
+    objective: str = option(
+        "text",
+        "Spend bits where text is predicted, or where sessions of agents decide something: their calls, "
+        "numbers, code and JSON.",
+        type=click.Choice(("text", "traces")),
+    )
+    traces: str | None = path_option(
+        "--traces",
+        "Recorded sessions for --objective traces, as for kvq eval.  [default: generated ones]",
+        type=TO_READ,
+    )
     held_out: str | None = path_option(
         "--held-out",
         "Text to measure on.  [default: the last third of --text, or held-out help topics]",
@@ -77,6 +92,10 @@ class _TuneOptions:
         nbytes = None if is_limited else parse_budget(model, self.budget or DEFAULT_BUDGET)
         same = ("max_kl", "recent", "sinks", "context", "max_windows", "verify_windows")
         plan = TunePlan(budget_bytes=nbytes, **picked(self, *same))
+        if self.objective == "traces":
+            plan = replace(plan, marked=_marked(model, plan.tokens_per_window(model), self.traces))
+        elif self.traces is not None:
+            raise ConfigError("--traces is for --objective traces")
         if codes is not None:
             return replace(plan, codes=codes)
         plan = replace(plan, codes=default_codes(model, plan))
@@ -145,11 +164,13 @@ def _tune(
     window = plan.windows(model.prepared, source.text, 1)[0]
     same: dict[str, Any] = {"model_digest": model.weights.digest, "text_digest": source.digest}
     same |= {"context": len(window), "exact": str(plan.exact)}
+    if plan.marked:
+        same["text_digest"] = sha256(repr(plan.marked).encode()).hexdigest()
     if options.costs is not None:
         plan = replace(plan, known=read_trials(options.costs, model, same))
     about = same | {
         "model": model.title,
-        "text": source.name,
+        "text": options.traces or "generated sessions" if plan.marked else source.name,
         "held_out": other.name,
         "held_out_digest": other.digest,
     }
@@ -163,12 +184,34 @@ def _tune(
     ) as finished:
         with named_progress() as progress:
             tuned = tune(model, source, other, plan, progress=progress, keep=finished.keep)
+            tuned = replace(tuned, recipe=replace(tuned.recipe, measured_on=_measured_on(tuned, about)))
         tuned.recipe.save(options.out)
         relist(options.out)
         facts = tuned_facts(model, tuned) | about | {"seconds": time.perf_counter() - began}
         result = result_of(point_rows(tuned), model.weights.device, facts)
         finished.finish(result)
     return tuned, result
+
+
+def _measured_on(tuned: "Tuned", about: "Mapping[str, Any]") -> str:
+    return (
+        f"searched on {about['text']}: KL {tuned.search_kl:.3g}; measured on {about['held_out']}: "
+        f"KL {tuned.chosen.kl_mean:.3g}"
+    )
+
+
+def _marked(model: "PreparedModel", context: int, path: str | None) -> "Sequence[Marked]":
+    """Return the windows of sessions to search on."""
+    require("--objective traces", SERVER)
+    from kvq.traces.marking import marked_windows
+    from kvq.traces.reading import read_log
+    from kvq.traces.tasks import generated
+
+    tokens = max(_LEAST_GENERATED, 2 * context)
+    sessions = (
+        generated("tools", _GENERATED, 1, tokens=tokens) if path is None else read_log(Path(path)).sessions
+    )
+    return marked_windows(model, sessions, context)
 
 
 def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[EvalText, EvalText]":

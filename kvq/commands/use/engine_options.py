@@ -92,6 +92,15 @@ class _EngineOptions:
         "--hand-over-key-file", "Secret key of hand-overs, the same on both sides.", type=TO_READ
     )
     hand_over_prefilled: bool = option(False, "Hand over each request once its prompt is computed.")
+    guard: float = option(
+        0.0,
+        "Share of requests, such as 0.01, to compute again without quantized KV when there is time; alerts "
+        "in the log and the metrics.",
+        type=Finite(0, 1),
+    )
+    guard_tokens: int = option(
+        2048, "Tokens of such a request, from its beginning.", type=TokenCount(1, 1 << 24)
+    )
     speculation: str | None = option(None, SPECULATION, type=TEXT_OR_MAPPING)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,

@@ -25,8 +25,8 @@ def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iter
     note = f"{facts['sessions']:,} sessions" + (f", {left_out:,} more were left out" if left_out else "")
     base = rows[0]["kv"]
     note += (
-        f". A turn is invalid if its answer is no call that fits an offered tool, and changed if its calls are "
-        f"not those of {base}; it {checked}. Foreseen: failures that scores along {base}'s own answers "
+        f". A turn is invalid if its answer is no call that fits an offered tool, changed if its calls "
+        f"are not those of {base}; it {checked}. Foreseen: failures that scores along {base}'s own answers "
         f"foretell. {facts['advice'].capitalize()}."
     )
     yield SessionTable(f"{name}: what agents' turns come to", *table(rows, _WHOLE), note, is_drawn=True)

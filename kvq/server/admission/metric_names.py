@@ -107,6 +107,10 @@ KVQ = Names(
             "prefetched_sessions",
             _Named("kvq_sessions_prefetched", "Sessions brought back in advance."),
         ),
+        ("guard_requests", _Named("kvq_guard_requests", "Requests computed again without quantized KV.")),
+        ("guard_tokens", _Named("kvq_guard_tokens", "Their tokens whose predictions were compared.")),
+        ("guard_same", _Named("kvq_guard_tokens_same", "Of them, those with the same likeliest token.")),
+        ("guard_alerts", _Named("kvq_guard_alerts", "Layers with wrong scales, and rising divergence.")),
     ),
     misses=_Named(
         "kvq_prefix_misses",
@@ -129,6 +133,11 @@ KVQ = Names(
         "pool_bytes": _Named("kvq_pool_bytes", "Size of each pool.", labels=("group", "kv")),
         "kv_bytes": _Named("kvq_kv_bytes", "Bytes of the pools by format.", labels=("kv", "state")),
         "tier_bytes": _Named("kvq_tier_bytes", "KV in host memory and on disk.", labels=("tier",)),
+        "guard_kl": _Named(
+            "kvq_guard_kl_nats",
+            "Mean KL divergence from unquantized KV, by the least depth in tokens.",
+            labels=("depth",),
+        ),
         "memory": _Named(
             "kvq_engine_memory_bytes",
             "Memory of the engine process, including weights and pools.",

@@ -26,6 +26,7 @@ _ENGINE_TOTALS = (
     *("drafts", "drafted_tokens", "accepted_tokens"),
     *("dropped_blocks", "damaged_blocks", "packed_blocks", "prefetched_sessions"),
     *("kv_events", "dropped_kv_events"),
+    *("guard_requests", "guard_tokens", "guard_same", "guard_alerts"),
 )
 _RECEIPT_TOTALS = ("recomputed_tokens", "restored_tokens", "host_tokens", "disk_tokens", "cold_tokens")
 _OF_POOLS = ("free", "cached", "live")
@@ -101,6 +102,7 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
         "kv_bytes": kv_bytes,
         "kv_use": live_bytes / sum(pool.total * size for _, pool, _, size in pools),
         "tier_bytes": {(tier,): held for tier, held in gauges.tier_bytes.items()},
+        "guard_kl": {(depth,): kl for depth, kl in gauges.guard_kl.items()},
         "memory": {(device,): held for device, held in gauges.memory.items()},
         "gpu_memory": {(gpu,): held for gpu, held in gpus.items()},
     }

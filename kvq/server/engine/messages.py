@@ -133,6 +133,11 @@ class Gauges(Snapshot):
     damaged_blocks: int = 0  # in tiers, or parts of files
     packed_blocks: int = 0  # by a ladder
     prefetched_sessions: int = 0
+    guard_requests: int = 0  # computed again
+    guard_tokens: int = 0  # whose predictions were compared
+    guard_same: int = 0  # of them, with the same likeliest successor
+    guard_alerts: int = 0
+    guard_kl: dict[str, float] = field(default_factory=dict)  # nats per token, by least depth
     memory: dict[str, int] = field(default_factory=dict)  # bytes, keyed by device: "host", "cuda:0"
 
 

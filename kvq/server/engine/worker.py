@@ -202,6 +202,7 @@ class _Worker:
             packed_blocks=manager.blocks.ladder.num_packed,
             prefetched_sessions=core.sessions.num_prefetched,
             **({} if manager.blocks.tiers is None else manager.blocks.tiers.gauges()),
+            **({} if core.upkeep.guard is None else core.upkeep.guard.gauges()),
             memory=memory.look(),
         )
         stepped = messages.Stepped(

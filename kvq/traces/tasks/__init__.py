@@ -5,6 +5,6 @@ for session in generated("calendar", 8, seed=1):
 """
 
 from kvq.traces.tasks.compare import fits, same_call
-from kvq.traces.tasks.generate import TASKS, generated, write_sessions
+from kvq.traces.tasks.generate import TASKS, generated
 
-__all__ = ["TASKS", "fits", "generated", "same_call", "write_sessions"]
+__all__ = ["TASKS", "fits", "generated", "same_call"]

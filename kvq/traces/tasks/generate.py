@@ -1,12 +1,9 @@
-"""Generation of sessions by task and seed, and their file."""
+"""Generation of sessions by task and seed."""
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from random import Random
 
-from kvq import fileio
 from kvq.errors import ConfigError
 from kvq.traces.sessions import RecordedSession
 from kvq.traces.tasks.arithmetic import ARITHMETIC
@@ -41,16 +38,6 @@ def generated(
     if text is not None and task != "recall":
         raise ConfigError(f"text is for the task recall, got {task!r}")
     return [_session(task, f"{task}-{seed}-{at}", at, tokens, text) for at in range(count)]
-
-
-def write_sessions(path: str | Path, sessions: Iterable[RecordedSession]) -> None:
-    """Write sessions as lines of JSON with their messages, tools and names.
-
-    Raises:
-        ConfigError: the file can't be written there.
-    """
-    lines = [{"messages": one.messages, "tools": one.tools, "name": one.name} for one in sessions]
-    fileio.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def _session(task: str, name: str, at: int, tokens: int, text: str | None) -> RecordedSession:

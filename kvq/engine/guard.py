@@ -1,0 +1,240 @@
+"""The guard of an engine: some finished requests are computed again without quantized KV, and compared.
+
+Of a sampled request, a fork keeps the blocks as they were served. Two sessions compute its tokens again when
+there is time: one without, one with quantized KV. Their next-token distributions tell what the formats cost
+here; what was served, read back and divided by what unquantized KV holds, tells of each layer whether its
+scales are right.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+from random import Random
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from kvq.blockmgr import BlockManager, Sequence
+from kvq.cache.kv_cache import KVCache
+from kvq.engine.config import EngineConfig
+from kvq.errors import ConfigError, KVQError
+from kvq.models import Model, Session
+from kvq.scheduler import Branch
+
+_log = logging.getLogger("kvq")
+_JUDGED = 64  # last tokens of a request whose predictions are compared
+_CHUNK = 64  # tokens of a piece of work
+_LEAST_TOKENS = 32  # of a request
+_SCALE = 0.01  # a layer's values off by more than that are a fault
+_LEARNED = 16  # requests that tell what is usual
+_RECENT = 8  # requests that are compared with these
+_SIGMAS = 5.0
+_FACTOR = 1.5  # of the usual divergence
+_SHARE = 0.01  # of the time of steps
+
+
+@dataclass(kw_only=True, slots=True)
+class GuardTotals:
+    """What a guard has found so far."""
+
+    requests: int = 0
+    failed: int = 0  # requests that could not be computed again
+    tokens: int = 0  # whose predictions were compared
+    kl: float = 0.0  # nats, their sum
+    same: int = 0  # tokens whose likeliest successor is the same
+    by_depth: dict[int, list[float]] = field(default_factory=dict)  # tokens, KL; by a depth's power of 2
+    alerts: int = 0
+    last_alert: str = ""
+    layers: dict[str, float] = field(default_factory=dict)  # those off at last: served / computed again
+
+
+class Guard:
+    """Guard of one engine. Only the engine's thread calls it."""
+
+    def __init__(
+        self,
+        model: Model,
+        manager: BlockManager,
+        cache: KVCache,
+        config: EngineConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        """Allocate what computing again takes. `manager`, `cache`: those that serve.
+
+        Raises:
+            ConfigError: the KV is not quantized.
+            OutOfMemory: the pools of both sessions don't fit.
+        """
+        if not model.recipe.is_quantized:
+            raise ConfigError(
+                f"guard compares quantized KV with unquantized KV, and kv is {model.recipe.name}"
+            )
+        self._manager, self._served, self._share, self._clock = manager, cache, config.guard, clock
+        self._max_tokens = min(config.guard_tokens, model.prepared.max_context)
+        self._plain, self._again = (
+            one.session(max_tokens=self._max_tokens) for one in (model.with_kv("auto"), model)
+        )
+        self._layers = range(len(model.geometry.layers))
+        self._random = Random(0)
+        self._work: Iterator[None] | None = None  # of the request that is computed again
+        self._allowed_s = 0.0
+        self._means: list[float] = []  # logarithms of requests' mean KL
+        self._window: deque[float] = deque(maxlen=_RECENT)
+        self._is_drifting = False
+        self.totals = GuardTotals()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._work is not None
+
+    def sample(self, branch: Branch) -> None:
+        """Keep a finished request, if it is drawn and no other one is being computed."""
+        sequence = branch.sequence
+        if self._random.random() >= self._share or self.is_busy or sequence is None:
+            return
+        tokens = list(branch.tokens[: min(sequence.committed, self._max_tokens)])
+        if len(tokens) < _LEAST_TOKENS:
+            return
+        try:
+            fork = self._manager.fork(sequence)
+        except ConfigError:  # more tokens are under way
+            return
+        self._work = self._compare(tokens, fork)
+
+    def after_step(self, seconds: float) -> None:
+        """Work for a small share of a step's `seconds`."""
+        if self._work is not None:
+            self._allowed_s += _SHARE * seconds
+            if self._allowed_s > 0:
+                self._allowed_s -= self._piece()
+
+    def when_idle(self) -> bool:
+        """Work for a short time. Return False if there is nothing to do."""
+        if self._work is None:
+            return False
+        self._piece()
+        return True
+
+    def gauges(self) -> dict[str, Any]:
+        """Return what was found so far, for metrics."""
+        totals = self.totals
+        found = {name: getattr(totals, name) for name in ("requests", "tokens", "same", "alerts")}
+        found["kl"] = {
+            str(1 << power): kl / tokens for power, (tokens, kl) in sorted(totals.by_depth.items())
+        }
+        return {f"guard_{name}": value for name, value in found.items()}
+
+    def close(self) -> None:
+        """Forget the request that is being computed."""
+        if self._work is not None:
+            self._work.close()  # type: ignore[attr-defined]
+            self._work = None
+
+    def _piece(self) -> float:
+        """Run one piece of work; return its seconds."""
+        began = self._clock()
+        assert self._work is not None, "asked before"
+        try:
+            next(self._work)
+        except StopIteration:
+            self._work = None
+        except KVQError as error:
+            _log.warning("the guard could not compute a request again: %s", error)
+            self.totals.failed += 1
+            self._work = None
+        return self._clock() - began
+
+    def _compare(self, tokens: list[int], fork: Sequence) -> Iterator[None]:
+        """Compute a request again in pieces, then count what was found."""
+        pair = [(session, session.new_sequence()) for session in (self._plain, self._again)]
+        try:
+            judged = max(1, len(tokens) - _JUDGED)
+            for at in range(0, judged, _CHUNK):
+                for session, sequence in pair:
+                    session.forward([(sequence, tokens[at : min(at + _CHUNK, judged)])])[0].trusted_logits()
+                    yield
+            found = []
+            for session, sequence in pair:
+                logits = session.forward([(sequence, tokens[judged:])], all_rows=True)[0].trusted_logits()
+                found.append(torch.log_softmax(logits, dim=-1))  # [tokens, vocab]
+                yield
+            kl = (found[0].exp() * (found[0] - found[1])).sum(-1)
+            same = int((found[0].argmax(-1) == found[1].argmax(-1)).sum())
+            yield from self._check_layers(fork, pair)
+            self._count(len(tokens), kl.tolist(), same)
+        finally:
+            for session, sequence in pair:
+                session.free(sequence)
+            self._manager.free(fork)
+
+    def _check_layers(self, fork: Sequence, pair: list[tuple[Session, Sequence]]) -> Iterator[None]:
+        """Compare each layer's blocks as served with those computed again, both beside unquantized ones."""
+        end = (min(fork.committed, self._max_tokens) - self._manager.blocks.lag) // self._manager.block_size
+        off: dict[str, float] = {}
+        (plain, plain_sequence), (again, again_sequence) = pair
+        read = ((self._served, fork), (again.cache, again_sequence), (plain.cache, plain_sequence))
+        for layer in self._layers:
+            first = max(sequence.starts[cache.group_of[layer]] for cache, sequence in read)
+            if first >= end:
+                continue
+            served, computed, wanted = (_rows(*one, layer, first, end) for one in read)
+            for part, a, b, true in zip("kv", served, computed, wanted, strict=True):
+                ratio = float((a * true).sum() / (b * true).sum())
+                if not abs(ratio - 1) <= _SCALE:
+                    off[f"layer {layer} {part}"] = ratio
+            yield
+        self.totals.layers = off
+        if off:
+            worst = max(off, key=lambda name: abs(off[name] - 1))
+            self._alert(
+                f"KV of {worst} is {off[worst]:.3f} times what it should be"
+                + (f", and {len(off) - 1} more are off" if len(off) > 1 else "")
+            )
+
+    def _count(self, depth: int, kl: list[float], same: int) -> None:
+        totals, total = self.totals, sum(kl)
+        totals.requests += 1
+        totals.tokens += len(kl)
+        totals.kl += total
+        totals.same += same
+        sums = totals.by_depth.setdefault(depth.bit_length() - 1, [0, 0.0])
+        sums[0] += len(kl)
+        sums[1] += total
+        self._compared(log(max(total / len(kl), 1e-9)))
+
+    def _compared(self, mean: float) -> None:
+        """Alert if recent requests diverge more than the first ones did. `mean`: logarithm of a request's."""
+        if len(self._means) < _LEARNED:
+            self._means.append(mean)
+            return
+        self._window.append(mean)
+        if len(self._window) < _RECENT:
+            return
+        more = fmean(self._window) - fmean(self._means)
+        error = max(stdev(self._means), 0.1) * sqrt(1 / _RECENT + 1 / len(self._means))
+        is_drifting = more > max(log(_FACTOR), _SIGMAS * error)
+        if is_drifting and not self._is_drifting:
+            self._alert(
+                f"the last {_RECENT} requests diverge {exp(more):.1f} times as much from unquantized KV as "
+                f"the first {_LEARNED}"
+            )
+        self._is_drifting = is_drifting
+
+    def _alert(self, words: str) -> None:
+        self.totals.alerts += 1
+        self.totals.last_alert = words
+        _log.error("guard: %s", words)
+
+
+def _rows(
+    cache: Any, sequence: Sequence, layer: int, first: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of whole blocks [first, end), fp32."""
+    device = cache.pool(0).device
+    tables = torch.tensor([sequence.tables[cache.group_of[layer]][:end]], device=device)
+    size = cache.layout.block_size
+    k, v = cache.gather(layer, tables, first * size, end * size, unrotate=True)
+    return k.float(), v.float()
