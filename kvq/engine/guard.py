@@ -8,7 +8,7 @@ scales are right.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from random import Random
@@ -33,6 +33,7 @@ _LEARNED = 16  # requests that tell what is usual
 _RECENT = 8  # requests that are compared with these
 _SIGMAS = 5.0
 _FACTOR = 1.5  # of the usual divergence
+_LEAST_SPREAD = 0.1  # of logarithms
 _SHARE = 0.01  # of the time of steps
 
 
@@ -79,9 +80,10 @@ class Guard:
         )
         self._layers = range(len(model.geometry.layers))
         self._random = Random(0)
-        self._work: Iterator[None] | None = None  # of the request that is computed again
+        self._work: Generator[None, None, None] | None = None  # of the request that is computed again
         self._allowed_s = 0.0
         self._means: list[float] = []  # logarithms of requests' mean KL
+        self._usual = 0.0, 0.0  # mean of these, and the standard error of a difference from it
         self._window: deque[float] = deque(maxlen=_RECENT)
         self._is_drifting = False
         self.totals = GuardTotals()
@@ -103,6 +105,7 @@ class Guard:
         except ConfigError:  # more tokens are under way
             return
         self._work = self._compare(tokens, fork)
+        next(self._work)  # from now on, closing it frees the fork
 
     def after_step(self, seconds: float) -> None:
         """Work for a small share of a step's `seconds`."""
@@ -130,7 +133,7 @@ class Guard:
     def close(self) -> None:
         """Forget the request that is being computed."""
         if self._work is not None:
-            self._work.close()  # type: ignore[attr-defined]
+            self._work.close()
             self._work = None
 
     def _piece(self) -> float:
@@ -147,10 +150,11 @@ class Guard:
             self._work = None
         return self._clock() - began
 
-    def _compare(self, tokens: list[int], fork: Sequence) -> Iterator[None]:
+    def _compare(self, tokens: list[int], fork: Sequence) -> Generator[None, None, None]:
         """Compute a request again in pieces, then count what was found."""
         pair = [(session, session.new_sequence()) for session in (self._plain, self._again)]
         try:
+            yield
             judged = max(1, len(tokens) - _JUDGED)
             for at in range(0, judged, _CHUNK):
                 for session, sequence in pair:
@@ -209,19 +213,21 @@ class Guard:
         """Alert if recent requests diverge more than the first ones did. `mean`: logarithm of a request's."""
         if len(self._means) < _LEARNED:
             self._means.append(mean)
+            if len(self._means) == _LEARNED:
+                error = max(stdev(self._means), _LEAST_SPREAD) * sqrt(1 / _RECENT + 1 / _LEARNED)
+                self._usual = fmean(self._means), error
             return
         self._window.append(mean)
         if len(self._window) < _RECENT:
             return
-        more = fmean(self._window) - fmean(self._means)
-        error = max(stdev(self._means), 0.1) * sqrt(1 / _RECENT + 1 / len(self._means))
-        is_drifting = more > max(log(_FACTOR), _SIGMAS * error)
-        if is_drifting and not self._is_drifting:
+        usual, spread = self._usual
+        more, limit = fmean(self._window) - usual, max(log(_FACTOR), _SIGMAS * spread)
+        if more > limit and not self._is_drifting:
             self._alert(
                 f"the last {_RECENT} requests diverge {exp(more):.1f} times as much from unquantized KV as "
                 f"the first {_LEARNED}"
             )
-        self._is_drifting = is_drifting
+        self._is_drifting = more > (limit / 2 if self._is_drifting else limit)
 
     def _alert(self, words: str) -> None:
         self.totals.alerts += 1
