@@ -6,12 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
 
 from kvq.calib.candidates import ALL_CODES, Trial, candidates, format_in, halves
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.exact_tail import check_exact
+from kvq.evals.side_by_side import Marked
 from kvq.evals.text import EvalText, spread, token_windows
 from kvq.formats import Code, ExactTokens, KVRecipe, LayerFormats
 from kvq.geometry import ModelGeometry
@@ -24,13 +24,6 @@ _ENOUGH = 4.0  # bits per element; with this budget or more, 2-bit codes are not
 _CONTEXT = 512  # tokens per window, by default
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
-
-
-class Marked(NamedTuple):
-    """A window whose tokens count more or less."""
-
-    ids: list[int]
-    weights: list[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +70,10 @@ class TunePlan:
     def tokens_per_window(self, model: PreparedModel) -> int:
         return min(_CONTEXT, model.max_context) if self.context is None else self.context
 
-    def weights(self, windows: Sequence[list[int]]) -> list[list[float]]:
-        """Return the weights of marked windows; none if there are none."""
-        return [next(one.weights for one in self.marked if one.ids == ids) for ids in windows if self.marked]
+    def weighed(self, windows: Sequence[list[int]]) -> list[list[int] | Marked]:
+        """Return windows with their weights, if they are marked ones."""
+        known = {tuple(one.ids): one for one in self.marked}
+        return [known.get(tuple(ids), ids) for ids in windows]
 
     def check(self, model: PreparedModel, text: EvalText, held_out: EvalText) -> int:
         """Check the plan with these texts, before the weights are loaded; return the tokens per window.

@@ -253,10 +253,8 @@ class _Search:
             budget = ceil(self.allocation.budget_for(target))
             if budget in tried:
                 break
-            windows = self._found.windows
-            tried[budget] = mean_divergences(
-                self._model, [self.recipe(budget, "tried")], windows, weights=self._plan.weights(windows)
-            )[0]
+            windows = self._plan.weighed(self._found.windows)
+            tried[budget] = mean_divergences(self._model, [self.recipe(budget, "tried")], windows)[0]
             target *= 0.98 * max_kl / tried[budget]
         enough = [budget for budget, kl in tried.items() if kl <= max_kl]
         if not enough:
@@ -278,8 +276,7 @@ class _Search:
         costs = mean_divergences(
             self._model,
             recipes,
-            windows,
-            weights=self._plan.weights(windows),
+            self._plan.weighed(windows),
             progress=lambda done: progress(done, len(recipes)),
         )
         best = min(range(len(recipes)), key=costs.__getitem__)

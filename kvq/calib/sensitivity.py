@@ -66,9 +66,8 @@ def measure_sensitivities(  # D31: layers before the tried half run once
     costs = mean_divergences(
         model,
         [recipe(*pair) for pair in pairs],
-        windows,
+        plan.weighed(windows),
         firsts=[half.layer for half, _ in pairs[1:]],
-        weights=plan.weights(windows),
         progress=lambda done: progress("trying K and V of every layer", done, len(pairs)),
         keep=lambda costs: keep(trials(costs).copy),
     )

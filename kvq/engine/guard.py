@@ -8,17 +8,18 @@ scales are right.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from random import Random
 from statistics import fmean, stdev
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.cache.kv_cache import KVCache
+from kvq.cache.backend import CacheBackend
 from kvq.engine.config import EngineConfig
 from kvq.errors import ConfigError, KVQError
 from kvq.models import Model, Session
@@ -38,8 +39,8 @@ _SHARE = 0.01  # of the time of steps
 
 
 @dataclass(kw_only=True, slots=True)
-class GuardTotals:
-    """What a guard has found so far."""
+class _Totals:
+    """Totals of a guard since the engine's start."""
 
     requests: int = 0
     failed: int = 0  # requests that could not be computed again
@@ -56,12 +57,7 @@ class Guard:
     """Guard of one engine. Only the engine's thread calls it."""
 
     def __init__(
-        self,
-        model: Model,
-        manager: BlockManager,
-        cache: KVCache,
-        config: EngineConfig,
-        clock: Callable[[], float],
+        self, model: Model, manager: BlockManager, cache: CacheBackend, config: EngineConfig
     ) -> None:
         """Allocate what computing again takes. `manager`, `cache`: those that serve.
 
@@ -73,7 +69,7 @@ class Guard:
             raise ConfigError(
                 f"guard compares quantized KV with unquantized KV, and kv is {model.recipe.name}"
             )
-        self._manager, self._served, self._share, self._clock = manager, cache, config.guard, clock
+        self._manager, self._served, self._share = manager, cache, config.guard
         self._max_tokens = min(config.guard_tokens, model.prepared.max_context)
         self._plain, self._again = (
             one.session(max_tokens=self._max_tokens) for one in (model.with_kv("auto"), model)
@@ -86,7 +82,7 @@ class Guard:
         self._usual = 0.0, 0.0  # mean of these, and the standard error of a difference from it
         self._window: deque[float] = deque(maxlen=_RECENT)
         self._is_drifting = False
-        self.totals = GuardTotals()
+        self.totals = _Totals()
 
     @property
     def is_busy(self) -> bool:
@@ -138,7 +134,7 @@ class Guard:
 
     def _piece(self) -> float:
         """Run one piece of work; return its seconds."""
-        began = self._clock()
+        began = perf_counter()
         assert self._work is not None, "asked before"
         try:
             next(self._work)
@@ -148,7 +144,7 @@ class Guard:
             _log.warning("the guard could not compute a request again: %s", error)
             self.totals.failed += 1
             self._work = None
-        return self._clock() - began
+        return perf_counter() - began
 
     def _compare(self, tokens: list[int], fork: Sequence) -> Generator[None, None, None]:
         """Compute a request again in pieces, then count what was found."""
@@ -174,17 +170,19 @@ class Guard:
                 session.free(sequence)
             self._manager.free(fork)
 
-    def _check_layers(self, fork: Sequence, pair: list[tuple[Session, Sequence]]) -> Iterator[None]:
+    def _check_layers(  # D411: ratios to blocks computed again
+        self, fork: Sequence, pair: list[tuple[Session, Sequence]]
+    ) -> Iterator[None]:
         """Compare each layer's blocks as served with those computed again, both beside unquantized ones."""
         end = (min(fork.committed, self._max_tokens) - self._manager.blocks.lag) // self._manager.block_size
         off: dict[str, float] = {}
         (plain, plain_sequence), (again, again_sequence) = pair
-        read = ((self._served, fork), (again.cache, again_sequence), (plain.cache, plain_sequence))
+        read: Any = ((self._served, fork), (again.cache, again_sequence), (plain.cache, plain_sequence))
         for layer in self._layers:
             first = max(sequence.starts[cache.group_of[layer]] for cache, sequence in read)
             if first >= end:
                 continue
-            served, computed, wanted = (_rows(*one, layer, first, end) for one in read)
+            served, computed, wanted = (_rows(cache, own, layer, first, end) for cache, own in read)
             for part, a, b, true in zip("kv", served, computed, wanted, strict=True):
                 ratio = float((a * true).sum() / (b * true).sum())
                 if not abs(ratio - 1) <= _SCALE:
@@ -244,3 +242,14 @@ def _rows(
     size = cache.layout.block_size
     k, v = cache.gather(layer, tables, first * size, end * size, unrotate=True)
     return k.float(), v.float()
+
+
+def make_guard(core: Any) -> Guard | None:
+    """Return the guard of an `EngineCore`, or None if it has none.
+
+    Raises:
+        ConfigError: the KV is not quantized.
+    """
+    if not core.config.guard:
+        return None
+    return Guard(core.model, core.scheduler.manager, core.runner.cache, core.config)

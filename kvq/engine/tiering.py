@@ -5,16 +5,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq.blockmgr import BlockManager
 from kvq.cache.blocks import BlockCache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import engine_facts
+from kvq.engine.guard import Guard, make_guard
+from kvq.engine.handover import make_hand_over
 from kvq.engine.requests.sessions import Sessions
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout, plan_layout
 from kvq.models import Model
+from kvq.scheduler import Branch
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.pools import BESIDE, rung_bytes
 from kvq.tiers.disk import DiskTier
@@ -23,7 +26,6 @@ from kvq.tiers.sealing import Sealing, keyed_sealing
 from kvq.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
-    from kvq.engine.guard import Guard
     from kvq.engine.handover.handover import HandOver
 
 _log = logging.getLogger("kvq")
@@ -134,6 +136,11 @@ class Upkeep:
         self.handover: HandOver | None = None
         self.guard: Guard | None = None
 
+    def begin(self, core: Any) -> "HandOver | None":
+        """Make the guard and the hand-over of an `EngineCore`, and return the latter."""
+        self.guard, self.handover = make_guard(core), make_hand_over(core)
+        return self.handover
+
     def after_step(self, seconds: float) -> None:
         """Save as many blocks as a small share of a step's `seconds` allows."""
         if self.handover is not None:
@@ -145,6 +152,11 @@ class Upkeep:
             self._blocks.tiers.expire()
         if self.guard is not None:
             self.guard.after_step(seconds)
+
+    def ending(self, branch: Branch) -> None:
+        """Look at a branch that ends, while it has its blocks."""
+        if self.guard is not None:
+            self.guard.sample(branch)
 
     def when_idle(self) -> bool:
         """Work for a short time. Return False once there is nothing to do. No request may run."""

@@ -8,6 +8,7 @@ is kept, and slowdowns of the machine affect the times of all sessions.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from kvq.models import Model, Session
 # D34: 64 MiB of logits at a time
 _LOGITS_BYTES = 64 << 20  # of one chunk
 _AT_ONCE = 12  # number of recipes that share a run of the baseline; each has a pool for one window
+
+
+class Marked(NamedTuple):
+    """Window whose tokens count more or less where they are predicted."""
+
+    ids: list[int]
+    weights: list[float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,18 +65,17 @@ def side_by_side(sessions: Sequence[Session], windows: Sequence[list[int]], size
 def mean_divergences(
     model: Model,
     recipes: Sequence[KVRecipe],
-    windows: Sequence[list[int]],
+    windows: Sequence[list[int] | Marked],
     *,
     firsts: Sequence[int] = (),
-    weights: Sequence[Sequence[float]] = (),
     progress: Callable[[int], None] = lambda done: None,
     keep: Callable[[list[float]], object] = lambda found: None,
 ) -> list[float]:
-    """Return each recipe's mean KL divergence from unquantized KV, in nats per token of `windows`.
+    """Return each recipe's mean KL divergence from unquantized KV, in nats per token of `windows`, which are
+    all marked, or none is.
 
     The baseline is the weights' dtype. `firsts`: for each recipe except the first, the first layer that
-    differs from the first recipe; earlier layers are computed once for several recipes. `weights`: of each
-    window's tokens in the mean; a token counts where it is predicted. `progress` receives
+    differs from the first recipe; earlier layers are computed once for several recipes. `progress` receives
     the number of recipes' worth of finished work, and `keep` the divergences of finished recipes.
 
     Raises:
@@ -83,7 +90,7 @@ def mean_divergences(
     again = 1 if firsts else 0  # every run begins with the first recipe
     for at in range(again, len(recipes), _AT_ONCE):
         some, begins = recipes[at : at + _AT_ONCE], firsts[at - again : at - again + _AT_ONCE]
-        costs = _together(model, [*recipes[:again], *some], begins, windows, weights, tell)
+        costs = _together(model, [*recipes[:again], *some], begins, windows, tell)
         found += costs[again:] if found else costs
         keep(found)
     return found
@@ -93,11 +100,12 @@ def _together(
     model: Model,
     recipes: Sequence[KVRecipe],
     firsts: Sequence[int],
-    windows: Sequence[list[int]],
-    weights: Sequence[Sequence[float]],
+    windows: Sequence[list[int] | Marked],
     progress: Callable[[int], None],
 ) -> list[float]:
-    context = max(map(len, windows))
+    marked = [one for one in windows if isinstance(one, Marked)]
+    texts = [one.ids if isinstance(one, Marked) else one for one in windows]
+    context = max(map(len, texts))
     models = [model.with_kv("auto"), *map(model.with_kv, recipes)]
     sessions = [one.session(max_tokens=context) for one in models]
     inputs: list[Tensor] = []
@@ -106,19 +114,19 @@ def _together(
     for session, first in zip(sessions[2:], firsts, strict=False):
         session.shared = (inputs, first) if first else None
     totals = torch.zeros(len(recipes), dtype=torch.float64)
-    size, tokens = chunk_size(model, context), sum(map(len, windows))
-    counted = [torch.tensor([*one[1:], 0.0], device=model.weights.device) for one in weights]
-    steps = len(sessions) * sum(-(-len(ids) // size) for ids in windows)
-    for step, chunk in enumerate(side_by_side(sessions, windows, size), start=1):
+    size, tokens = chunk_size(model, context), sum(map(len, texts))
+    weights = [torch.tensor([*one.weights[1:], 0.0], device=model.weights.device) for one in marked]
+    steps = len(sessions) * sum(-(-len(ids) // size) for ids in texts)
+    for step, chunk in enumerate(side_by_side(sessions, texts, size), start=1):
         if chunk.session == 0:
             reference, probs = chunk.log_probs, chunk.log_probs.exp()
         else:
             kl = (reference - chunk.log_probs).mul_(probs)
-            if counted:
-                kl *= counted[chunk.window][chunk.at : chunk.at + len(kl), None]
+            if weights:
+                kl *= weights[chunk.window][chunk.at : chunk.at + len(kl), None]
             totals[chunk.session - 1] += float(kl.sum())
         progress(len(recipes) * step // steps)
-    return (totals / (sum(float(one.sum()) for one in counted) if counted else tokens)).tolist()
+    return (totals / (sum(float(one.sum()) for one in weights) if weights else tokens)).tolist()
 
 
 def one_by_one(session: Session, windows: Sequence[list[int]]) -> Iterator[int]:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import DamagedData
-from kvq.priority import step_back
-from kvq.tiers.folder import Folder, is_written
+from kvq.tiers.folder import Folder, is_written, step_back
 from kvq.tiers.quota import Quota
 from kvq.tiers.sealing import Sealing
 from kvq.tiers.segment import (
@@ -36,7 +35,6 @@ from kvq.tiers.segment import (
 
 _log = logging.getLogger("kvq")
 _QUEUED_BYTES = 256 << 20  # most bytes that wait to be written
-_NICENESS = 10  # D409: of reading and writing
 _RETRY_S = 60.0
 _REFRESH_S, _MOST_REFRESH_S = 1.0, 30.0  # from look to look
 _REFRESH_SHARE = 1e-4  # of time, within these limits
@@ -95,9 +93,8 @@ class DiskTier:
         self._written: list[Record] = []  # in this engine's segment
         self._open: tuple[_Segment, int] | None = None  # this engine's segment and its file
         self._failed_s = 0.0  # when writing failed
-        behind = {"initializer": step_back, "initargs": (_NICENESS,)}
-        self._reader = ThreadPoolExecutor(1, "kvq-disk-reader", **behind)
-        self._writer = ThreadPoolExecutor(1, "kvq-disk-writer", **behind)
+        self._reader = ThreadPoolExecutor(1, "kvq-disk-reader", initializer=step_back)
+        self._writer = ThreadPoolExecutor(1, "kvq-disk-writer", initializer=step_back)
         self._refresh()
         watch = (weakref.ref(self), self._closing)
         threading.Thread(target=_keep_looking, args=watch, name="kvq-disk-watch", daemon=True).start()

@@ -9,6 +9,8 @@ import fcntl
 import math
 import os
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +26,7 @@ _PER_BUDGET = 32  # segments
 _BLOCKS = 4  # least number in a segment
 _TOUCH_S = 10.0  # a segment is marked as used at most this often
 _PER_AGE = 8  # segments that an engine begins, and times that it marks one, within the age, at least
+_NICENESS = 10  # of threads that read and write
 _NEW, _NEW_S = ".new", 60.0  # suffix of segments that are not locked yet; seconds until they never will be
 
 
@@ -163,3 +166,9 @@ def is_written(path: Path) -> bool:
     finally:
         os.close(file)
     return False
+
+
+def step_back() -> None:  # D409
+    """Let this thread, which reads or writes files, run behind the engine's steps."""
+    if sys.platform == "linux":  # where each thread has its own niceness
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

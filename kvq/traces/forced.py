@@ -23,7 +23,7 @@ _Pairs = Sequence[tuple[Session, BlockSequence]]
 
 
 class Scores(NamedTuple):
-    """What one format predicts along an answer, with one number per token."""
+    """Scores of one format along an answer, with one number per token."""
 
     kl: npt.NDArray[np.float64]  # nats, from unquantized KV
     top: npt.NDArray[np.int64]  # the most likely token
@@ -51,7 +51,9 @@ class Replay:
         self._size = chunk_size(models[0], longest)
         self._sessions = [one.session(max_tokens=longest, max_sequences=2) for one in models]
 
-    def scores(self, stretch: Stretch, own: Mapping[int, Sequence[int]]) -> list[Scored]:
+    def scores(  # D410: along the baseline's own answers, too
+        self, stretch: Stretch, own: Mapping[int, Sequence[int]]
+    ) -> list[Scored]:
         """Return the scores of every answer. `own`: the baseline's own answers, by message.
 
         Raises:

@@ -9,9 +9,9 @@ from kvq.engine import LLM, SamplingParams
 from kvq.engine.requests.outputs import RequestOutput
 from kvq.evals.watch import Progress
 from kvq.models import Model
-from kvq.server.tools.calling import Offer, ToolCalling
+from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
 from kvq.server.tools.format import Tool
-from kvq.traces.rendering import Answer, Stretch
+from kvq.traces.rendering import Stretch
 from kvq.traces.sessions import RecordedSession
 from kvq.traces.tasks.compare import fits, same_call
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one turn."""
+    """Outcome of one turn."""
 
     token_ids: Sequence[int]
     text: str  # as generated
@@ -39,8 +39,8 @@ class Outcome:
     is_right: bool  # valid, and the calls are the recorded ones
 
 
-class Asked(NamedTuple):
-    """One turn to be generated."""
+class Question(NamedTuple):
+    """Turn to be generated."""
 
     key: Key
     prompt: Sequence[int]
@@ -49,77 +49,74 @@ class Asked(NamedTuple):
     session: RecordedSession
 
 
-class Questions:
-    """The turns that decide something: those with calls, and those whose text is JSON."""
+def questions_of(
+    model: Model,
+    sessions: Sequence[RecordedSession],
+    stretches: Sequence[Stretch],
+    *,
+    is_forced: bool = False,
+) -> list[Question]:
+    """Return the turns that decide something, in their order: those with calls, and those that are JSON.
 
-    def __init__(self, model: Model, sessions: Sequence[RecordedSession], *, is_forced: bool = False) -> None:
-        """`is_forced`: a grammar leaves the model only calls of the offered tools."""
-        self._sessions = sessions
-        self._calling = ToolCalling.of(model.tokenizer, "auto")
-        self._choice: Any = "required" if is_forced else "auto"
-
-    def of(self, stretches: Sequence[Stretch]) -> list[Asked]:
-        """Return what is asked, in the order of stretches."""
-        asked = []
-        for stretch in stretches:
-            session = self._sessions[stretch.session]
-            for answer in stretch.answers:
-                message = session.messages[answer.message]
-                if message.get("tool_calls") or is_json(message):
-                    asked.append(self._asked(stretch, answer, session))
-        return asked
-
-    def _asked(self, stretch: Stretch, answer: Answer, session: RecordedSession) -> Asked:
-        calls = session.messages[answer.message].get("tool_calls") or ()
-        tools = [
-            Tool(name=one["function"]["name"], parameters=one["function"].get("parameters") or {})
-            for one in session.tools
-        ]
-        length = answer.end - answer.first
-        return Asked(
-            key=(stretch.session, answer.message),
-            prompt=stretch.tokens[: answer.first],
-            max_tokens=length + length // 2 + _SLACK,
-            offer=self._calling.offer(
-                tools,
-                choice=self._choice if calls else "auto",
-                parallel=len(calls) != 1 or self._choice == "auto",
-            ),
-            session=session,
-        )
+    `is_forced`: a grammar leaves the model only calls of the offered tools where there is one.
+    """
+    calling, found = ToolCalling.of(model.tokenizer, "auto"), []
+    for stretch in stretches:
+        session = sessions[stretch.session]
+        functions = [one["function"] for one in session.tools]
+        tools = [Tool(name=one["name"], parameters=one.get("parameters") or {}) for one in functions]
+        for answer in stretch.answers:
+            message = session.messages[answer.message]
+            calls = message.get("tool_calls") or ()
+            if not calls and not _is_json(message):
+                continue
+            choice: ToolChoice = "required" if calls and is_forced else "auto"
+            parallel = len(calls) != 1 or choice == "auto"
+            length = answer.end - answer.first
+            found.append(
+                Question(
+                    key=(stretch.session, answer.message),
+                    prompt=stretch.tokens[: answer.first],
+                    max_tokens=length + length // 2 + _SLACK,
+                    offer=calling.offer(tools, choice=choice, parallel=parallel),
+                    session=session,
+                )
+            )
+    return found
 
 
 def generate(
-    model: Model, asked: Sequence[Asked], *, kv_memory: str | None, progress: Progress
+    model: Model, questions: Sequence[Question], *, kv_memory: str | None, progress: Progress
 ) -> list[Outcome]:
     """Answer all questions greedily in the model's KV format.
 
     Raises:
         RequestError: a request failed.
     """
-    longest = max(len(one.prompt) + one.max_tokens for one in asked)
-    given = {"max_num_seqs": _AT_ONCE, "max_context": min(longest, model.prepared.max_context)}
-    params = [_params(one) for one in asked]
-    with LLM(model, **given, **({} if kv_memory is None else {"kv_memory": kv_memory})) as llm:
-        outputs = llm.generate([list(one.prompt) for one in asked], params, progress=progress)
+    longest = max(len(one.prompt) + one.max_tokens for one in questions)
+    options: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
+    options |= {"max_num_seqs": _AT_ONCE, "max_context": min(longest, model.prepared.max_context)}
+    params = [_params(one) for one in questions]
+    with LLM(model, **options) as llm:
+        outputs = llm.generate([list(one.prompt) for one in questions], params, progress=progress)
     for output in outputs:
         if output.error is not None:
             raise output.error
-    return [_outcome(one, output) for one, output in zip(asked, outputs, strict=True)]
+    return [_outcome(one, output) for one, output in zip(questions, outputs, strict=True)]
 
 
-def is_json(message: Mapping[str, Any]) -> bool:
+def _is_json(message: Mapping[str, Any]) -> bool:
     """Return True if an assistant's message is a JSON object or array."""
     text = str(message.get("content") or "").strip()
     return text[:1] in ("{", "[") and _parses(text)
 
 
-def _params(one: Asked) -> SamplingParams:
+def _params(one: Question) -> SamplingParams:
     params = SamplingParams(temperature=0.0, max_tokens=one.max_tokens)
     return params if one.offer is None else one.offer.params(params)
 
 
-def _outcome(one: Asked, output: RequestOutput) -> Outcome:
+def _outcome(one: Question, output: RequestOutput) -> Outcome:
     said = output.outputs[0]
     content, calls = _read(one.offer, said.text)
     message = one.session.messages[one.key[1]]

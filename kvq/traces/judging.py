@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRow:
-    """What one format does to agents' turns. Fields are the JSON keys of `kvq eval --traces`."""
+    """Row of one format. Fields are the JSON keys of `kvq eval --traces`."""
 
     kv: str
     bits_per_element: float

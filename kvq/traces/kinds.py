@@ -14,7 +14,7 @@ from kvq.server.tools.format import arguments_of
 
 
 class TokenKind(StrEnum):
-    """What a token of an answer decides."""
+    """Kind of a token, by what it decides."""
 
     NAME = "name"  # of a tool
     KEY = "key"  # of an argument

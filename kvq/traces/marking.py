@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvq.calib.budget import Marked
 from kvq.errors import RequestError
+from kvq.evals.side_by_side import Marked
 from kvq.models.loading.prepared import PreparedModel
 from kvq.traces.kinds import DECISIVE, kinds_of
 from kvq.traces.rendering import Rendering, Stretch

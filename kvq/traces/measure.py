@@ -16,7 +16,7 @@ from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 from kvq.traces.finished import Finished
 from kvq.traces.forced import Replay, Scored, Scores
-from kvq.traces.free import Asked, Call, Key, Outcome, Questions, are_same, generate
+from kvq.traces.free import Call, Key, Outcome, Question, are_same, generate, questions_of
 from kvq.traces.judging import TOLERANCE, KindSums, TraceRow, Turn, judge
 from kvq.traces.kinds import TokenKind, kinds_of
 from kvq.traces.rendering import Rendering, Stretch
@@ -27,7 +27,7 @@ _Forced = dict[str, Any]  # one turn in one format: `kinds`, `diverges_at`, `los
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracePlan:
-    """What is measured on which sessions."""
+    """Plan of a measurement."""
 
     sessions: Sequence[RecordedSession]
     max_tokens: int | None = None  # of a session; None: the model's context
@@ -67,12 +67,12 @@ class TraceMeasurement:
         if not self._stretches:
             reason = next(iter(self.figures.left_out.values()))
             raise RequestError(f"none of the sessions can be replayed; the first: {reason}")
-        self._asked: list[Asked] = []
+        self._questions: list[Question] = []
         if plan.is_free:
-            questions = Questions(models[0], plan.sessions, is_forced=plan.is_forced)
-            self._asked = questions.of(self._stretches)
+            given = models[0], plan.sessions, self._stretches
+            self._questions = questions_of(*given, is_forced=plan.is_forced)
         self._finished = Finished(plan.finished, self._about())
-        self._steps = len(models) * (len(self._stretches) + len(self._asked))
+        self._steps = len(models) * (len(self._stretches) + len(self._questions))
         self._done = 0
 
     def run(self) -> TraceFigures:
@@ -108,18 +108,18 @@ class TraceMeasurement:
         }
 
     def _generate(self, model: Model) -> None:
-        if not self._asked:
+        if not self._questions:
             return
         name = model.recipe.name
 
         def make() -> list[dict[str, Any]]:
-            made = generate(model, self._asked, kv_memory=self._plan.kv_memory, progress=self._step)
+            made = generate(model, self._questions, kv_memory=self._plan.kv_memory, progress=self._step)
             return [asdict(one) for one in made]
 
         made = self._finished.of(f"free {name}", make)
-        self._done += len(self._asked)
+        self._done += len(self._questions)
         self._step(0, 0)
-        keys = [one.key for one in self._asked]
+        keys = [one.key for one in self._questions]
         self.figures.outcomes[name] = dict(zip(keys, map(_outcome, made), strict=True))
 
     def _step(self, done: int, _: int) -> None:

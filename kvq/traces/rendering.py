@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvq.errors import RequestError
 from kvq.models.loading.prepared import PreparedModel
@@ -47,7 +47,8 @@ class Rendering:
         """
         found: list[tuple[list[int], list[Answer]]] = []
         for message in session.answers():
-            prompt, whole = self._prompt(session, message), self._whole(session, message)
+            prompt = self._encode(session, message, begins=True)
+            whole = self._encode(session, message + 1, begins=False)
             shared = num_common(prompt, whole)
             if shared < len(prompt):
                 raise RequestError(
@@ -74,14 +75,10 @@ class Rendering:
             shown = text if len(text) > len(shown) else shown
         return pieces
 
-    def _prompt(self, session: RecordedSession, message: int) -> list[int]:
-        return self._encode(session, session.messages[:message], add_generation_prompt=True)
-
-    def _whole(self, session: RecordedSession, message: int) -> list[int]:
-        return self._encode(session, session.messages[: message + 1], add_generation_prompt=False)
-
-    def _encode(self, session: RecordedSession, turns: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        return self._encoder.encode_chat(turns, {"tools": list(session.tools) or None, **options})
+    def _encode(self, session: RecordedSession, count: int, *, begins: bool) -> list[int]:
+        """Return the tokens of the first messages. `begins`: the next answer begins behind them."""
+        options = {"tools": list(session.tools) or None, "add_generation_prompt": begins}
+        return self._encoder.encode_chat(session.messages[:count], options)
 
     def _end(self, whole: Sequence[int], first: int) -> int:
         """Return the end of an answer: behind its end token, without what templates put between turns."""

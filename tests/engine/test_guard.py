@@ -93,7 +93,7 @@ def test_no_request_waits_for_it_and_steps_give_a_small_share():
 
 def lone_guard():
     found = object.__new__(Guard)
-    found.totals, found._means, found._usual = guard_module.GuardTotals(), [], (0, 0)
+    found.totals, found._means, found._usual = guard_module._Totals(), [], (0, 0)
     found._is_drifting = False
     found._window = guard_module.deque(maxlen=guard_module._RECENT)
     return found

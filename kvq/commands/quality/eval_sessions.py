@@ -10,9 +10,10 @@ from kvq.commands.shared.param_types import AT_LEAST_1, TO_READ, TOKENS, Finite
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvq.commands.quality.eval_tasks import EvalPlan
+    from kvq.evals.report.bootstrap import Bootstrap
     from kvq.evals.watch import Watch
     from kvq.models import Model
+    from kvq.models.loading.prepared import PreparedModel
     from kvq.traces.measure import TraceFigures
     from kvq.traces.sessions import Log
 
@@ -46,7 +47,7 @@ class SessionOptions:
     )
 
 
-def load(plan: "EvalPlan", name: str) -> "Log":
+def load(name: str, options: SessionOptions, model: "PreparedModel", seed: int) -> "Log":
     """Return the sessions of a task.
 
     Raises:
@@ -54,8 +55,7 @@ def load(plan: "EvalPlan", name: str) -> "Log":
     """
     from kvq.traces.sessions import Log
 
-    options = plan.sessions
-    if not plan.prepared.tokenizer.chat_template:
+    if not model.tokenizer.chat_template:
         raise ConfigError(f"the task {name} needs a model with a chat template")
     if name == "traces":
         from kvq.traces.reading import read_log
@@ -65,29 +65,39 @@ def load(plan: "EvalPlan", name: str) -> "Log":
         return read_log(Path(options.traces))
     from kvq.traces.tasks import generated
 
-    tokens = min(options.session_tokens, plan.prepared.max_context)
-    return Log(sessions=generated(name, options.sessions, plan.bootstrap.seed, tokens=tokens))
+    tokens = min(options.session_tokens, model.max_context)
+    return Log(sessions=generated(name, options.sessions, seed, tokens=tokens))
 
 
-def run(plan: "EvalPlan", model: "Model", watch: "Watch", given: tuple[str, "Log"]) -> dict[str, Any]:
-    """Measure one task; return its rows, and facts about them, as JSON by key."""
+def run(
+    models: "Sequence[Model]",
+    given: tuple[str, "Log"],
+    options: SessionOptions,
+    bootstrap: "Bootstrap",
+    *,
+    kv_memory: str | None,
+    watch: "Watch",
+) -> dict[str, Any]:
+    """Measure one task. Return its rows, and facts about them, as JSON by key.
+
+    `models`: one per format, the baseline first; `given`: the task's name and sessions.
+    """
     from kvq.traces.judging import advice
     from kvq.traces.measure import TraceMeasurement, TracePlan, trace_rows
 
-    (name, log), options = given, plan.sessions
-    models = [model.with_kv(recipe) for recipe in plan.recipes]
+    name, log = given
     how = TracePlan(
         sessions=log.sessions,
         is_free=options.free,
         is_forced=options.forced_calls,
-        kv_memory=plan.kv_memory,
+        kv_memory=kv_memory,
         finished=None if options.finished is None else Path(f"{options.finished}.{name}"),
     )
     measurement = TraceMeasurement(models, how, replace(watch, keep=lambda make: None))
 
     def result() -> dict[str, Any]:
         figures = measurement.figures
-        rows = trace_rows(figures, models, plan.bootstrap, options.tolerance)
+        rows = trace_rows(figures, models, bootstrap, options.tolerance)
         facts = {
             "sessions": len(log.sessions) - len(figures.left_out),
             "left_out": figures.left_out,
@@ -118,12 +128,12 @@ def _examples(
             }
             if texts:
                 base, own = (figures.outcomes[x][turn.session, message].text for x in (formats[0], kv))
-                one |= {"recorded": _said(session.messages[message]), formats[0]: base, "text": own}
+                one |= {"recorded": _text_of(session.messages[message]), formats[0]: base, "text": own}
             found.append(one)
     return found
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _text_of(message: Mapping[str, Any]) -> str:
     calls = [
         f"{one['function']['name']}({one['function']['arguments']})"
         for one in message.get("tool_calls") or ()

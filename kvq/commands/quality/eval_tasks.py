@@ -180,9 +180,14 @@ def _of_sessions(name: str) -> _Task:
 
     def prepare(plan: EvalPlan, _: object) -> tuple[str, Any]:
         check_cache(plan.prepared)
-        return name, eval_sessions.load(plan, name)
+        return name, eval_sessions.load(name, plan.sessions, plan.prepared, plan.bootstrap.seed)
 
-    return _Task(key=name, prepare=prepare, run=eval_sessions.run, **_of_rows(name, TraceRow), modules=SERVER)
+    def run(plan: EvalPlan, model: Model, watch: Watch, given: tuple[str, Any]) -> dict[str, Any]:
+        models = list(map(model.with_kv, plan.recipes))
+        options = plan.sessions, plan.bootstrap
+        return eval_sessions.run(models, given, *options, kv_memory=plan.kv_memory, watch=watch)
+
+    return _Task(key=name, prepare=prepare, run=run, **_of_rows(name, TraceRow), modules=SERVER)
 
 
 _WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}

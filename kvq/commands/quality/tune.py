@@ -22,10 +22,11 @@ from kvq.formats import Code
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvq.calib.budget import Marked, TunePlan
+    from kvq.calib.budget import TunePlan
     from kvq.calib.candidates import Trial
     from kvq.calib.search import Tuned
     from kvq.evals import EvalText
+    from kvq.evals.side_by_side import Marked
     from kvq.models import Model
     from kvq.models.loading.prepared import PreparedModel
 

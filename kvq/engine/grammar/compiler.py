@@ -23,7 +23,6 @@ from kvq.engine.grammar.vocabulary import Vocabulary, read_vocabulary
 from kvq.engine.grammar.worker import as_lark, compile_grammar
 from kvq.engine.params import StructuredOutput
 from kvq.errors import Overloaded, RequestError, first_lines
-from kvq.priority import step_back
 from kvq.scheduler.fair_queue import FairQueue
 
 # D253: 5, in the server's session, or niceness has no effect
@@ -135,7 +134,8 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
             return None if wait and self._is_closed else self._line.take()
 
     def _work_off(self) -> None:
-        step_back(_NICENESS)
+        if sys.platform == "linux":  # where each thread has its own niceness
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (taken := self._take()) is not None:
             tenant, future = taken
             spec = self._specs.get(future)

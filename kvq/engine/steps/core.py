@@ -11,8 +11,6 @@ from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import keep_kv_digest, make_signer
-from kvq.engine.guard import Guard
-from kvq.engine.handover import make_hand_over
 from kvq.engine.requests.intake import Intake
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
@@ -91,12 +89,9 @@ class EngineCore(NotCopyable):
         self.memory.report()
         self._grammars = PendingGrammars(model)
         self.upkeep = Upkeep(self.scheduler.manager, self.runner.cache, self.sessions, clock)
-        if config.guard:
-            given = self.scheduler.manager, self.runner.cache, config, clock
-            self.upkeep.guard = Guard(model, *given)
         self._publisher = Publisher(model, self.scheduler)
         self.on_step = self._publisher.subscribe
-        self.handover = self.upkeep.handover = make_hand_over(self)
+        self.handover = self.upkeep.begin(self)
         self._is_stepping = False
         self._flight: Flight | None = None  # the current step, or, between steps, the one launched ahead
         self._finished = 0  # requests finished in this step
@@ -352,8 +347,7 @@ class EngineCore(NotCopyable):
         if ended:
             if self._sign is not None:
                 keep_kv_digest(self.runner.cache, self.model.layout, job, branch)
-            if self.upkeep.guard is not None:
-                self.upkeep.guard.sample(branch)
+            self.upkeep.ending(branch)
             self.release_row(branch)
             self.scheduler.finish(branch)
             if not job.live and job in self.jobs:  # its listener may have cancelled it
