@@ -20,8 +20,9 @@ import torch
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.backend import CacheBackend
+from kvq.cache.kv_cache import KVCache
 from kvq.engine.config import EngineConfig
-from kvq.errors import ConfigError, KVQError
+from kvq.errors import ConfigError, first_lines
 from kvq.models import Model, Session
 from kvq.scheduler import Branch
 
@@ -36,6 +37,7 @@ _SIGMAS = 5.0
 _FACTOR = 1.5  # of the usual divergence
 _LEAST_SPREAD = 0.1  # of logarithms
 _SHARE = 0.01  # of the time of steps
+_LEAST_FREE = 0.05  # of a pool's blocks, or it gives up its own
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,12 +71,14 @@ class Guard:
             raise ConfigError(
                 f"guard compares quantized KV with unquantized KV, and kv is {model.recipe.name}"
             )
+        if not isinstance(cache, KVCache):
+            raise ConfigError("guard (--guard) needs kvq's own blocks; leave one of guard and cache out")
         self._manager, self._served, self._share = manager, cache, config.guard
         self._max_tokens = min(config.guard_tokens, model.prepared.max_context)
         self._plain, self._again = (
             one.session(max_tokens=self._max_tokens) for one in (model.with_kv("auto"), model)
         )
-        self._layers = range(len(model.geometry.layers))
+        self._layers = sorted(cache.group_of)  # those with K and V
         self._random = Random(0)
         self._work: Generator[None, None, None] | None = None  # of the request that is computed again
         self._allowed_s = 0.0
@@ -136,12 +140,15 @@ class Guard:
         """Run one piece of work; return its seconds."""
         began = perf_counter()
         assert self._work is not None, "asked before"
+        if any(pool.free + pool.cached < _LEAST_FREE * pool.total for pool in self._manager.usage()):
+            self.close()  # requests need the blocks that it holds
+            return 0.0
         try:
             next(self._work)
         except StopIteration:
             self._work = None
-        except KVQError as error:
-            _log.warning("the guard could not compute a request again: %s", error)
+        except Exception as error:  # noqa: BLE001 - what it computes for itself must not stop the steps
+            _log.warning("the guard could not compute a request again: %s", first_lines(error))
             self.totals.failed += 1
             self._work = None
         return perf_counter() - began

@@ -16,7 +16,7 @@ from kvq.calib.candidates import ALL_CODES, Half, candidates, codes_of, formats_
 from kvq.calib.tune_report import verdict
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.evals import calibration_text, default_text, side_by_side
-from kvq.evals.side_by_side import mean_divergences
+from kvq.evals.side_by_side import Marked, mean_divergences
 from kvq.formats import Code, ExactTokens, KVRecipe, parse_format
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.parts import linear
@@ -480,3 +480,32 @@ def test_more_unquantized_tokens_than_there_can_be_are_refused():
         TunePlan(max_kl=1.0, recent=-1)
     with pytest.raises(ConfigError, match="sinks must be 0 to 65536"):
         TunePlan(max_kl=1.0, sinks=1 << 20)
+
+
+def test_marked_windows_count_where_their_tokens_are_predicted(tiny):
+    """Weights of 1 are the plain mean without each window's last token; 0 leaves a token out."""
+    ids = list(range(7, 103))
+    recipes = [tiny.with_kv(kv).recipe for kv in ("int4", "int3")]
+    halves = [
+        Marked(ids, [float(first <= i < last) for i in range(96)]) for first, last in ((1, 48), (48, 96))
+    ]
+    every = Marked(ids, [1.0] * 96)
+
+    whole, low, high = (mean_divergences(tiny, recipes, [one]) for one in (every, *halves))
+
+    for kl, a, b in zip(whole, low, high, strict=True):
+        assert kl == pytest.approx((47 * a + 48 * b) / 95)
+        assert a != pytest.approx(b)
+    assert mean_divergences(tiny, recipes, [every, halves[0]])[0] == pytest.approx(
+        (95 * whole[0] + 47 * low[0]) / 142
+    )
+
+
+def test_a_search_on_marked_windows_reads_no_text(tiny):
+    windows = [Marked(list(range(5 + i, 101 + i)), [float(j > 60) for j in range(96)]) for i in range(4)]
+    plan = TunePlan(
+        budget_bytes=bytes_of_bits(tiny.geometry, 5), codes=FAST, context=96, max_windows=2, marked=windows
+    )
+    found = plan.windows(tiny.prepared, "no text that is long enough", 2)
+    assert found == [windows[0].ids, windows[2].ids]
+    assert plan.weighed([*found, [1, 2]]) == [windows[0], windows[2], [1, 2]]

@@ -134,3 +134,23 @@ def test_options():
         LLM("tiny", kv="int4", num_blocks=20, guard=2)
     with LLM("tiny", kv="int4", num_blocks=20) as llm:
         assert llm.core.upkeep.guard is None
+
+
+def test_it_gives_up_its_blocks_when_requests_need_them():
+    with LLM("tiny", kv="int4", num_blocks=24, guard=1.0) as llm:
+        core = llm.core
+        llm.generate([PROMPTS[0]], PARAMS)
+        assert core.upkeep.guard.is_busy
+        outputs = llm.generate([f"{prompt} And {prompt[:60]}" for prompt in PROMPTS], PARAMS)
+        assert all(len(one.outputs[0].token_ids) == 40 for one in outputs)
+        idle(llm)
+        assert core.upkeep.guard.totals.failed == 0
+        assert all(pool.live == 0 for pool in core.scheduler.manager.usage())
+
+
+def test_what_fails_in_it_stops_no_step(monkeypatch):
+    with engine() as llm:
+        monkeypatch.setattr(guard_module, "_rows", lambda *_: 1 / 0)
+        totals = run(llm)
+        assert (totals.failed, totals.requests) == (3, 0)
+        assert all(pool.live == 0 for pool in llm.core.scheduler.manager.usage())
