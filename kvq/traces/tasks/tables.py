@@ -7,33 +7,30 @@ from typing import Any
 from kvq.traces.tasks.worlds import NOTES, WORDS, WORLDS, code, pick, request
 
 _Row = dict[str, str]  # columns, in their order: the name first, then what is asked for most
-_Values = dict[str, Any]  # of what is open in requests of worlds.json, beside the columns of the row
+_Values = dict[str, Any]  # that requests of worlds.json name, beside the columns of the row
 _LEAST_ROWS = 12
 
 
 def table_messages(world: str, random: Random, chars: int) -> list[dict[str, Any]]:
-    """Return 3 to 6 requests with their calls and results; the table's listing has about `chars` characters.
-
-    Each request names other rows, so that no answer depends on changes.
-    """
+    """Return 3 to 6 requests with calls and results. Each names other rows: no answer depends on changes."""
     make_row, make_values = _TABLES[world]
     rows = _rows(make_row, random, chars)
-    messages: list[dict[str, Any]] = []
-
-    def add(form: dict[str, Any], values: _Values) -> Any:
-        arguments = {name: values[value] for name, value in form["arguments"].items()}
-        words, result = form["words"].format_map(values), form["result"].format_map(values)
-        messages.extend(request(len(messages) + 1, words, form["tool"], arguments, result))
-        return values.get(form.get("last"))
-
     listing = "\n".join(map(_line, rows))
-    last = add(WORLDS[world]["opening"], {"year": 2026, "root": "/home", "listing": listing})
+    form, values = WORLDS[world]["opening"], {"year": 2026, "root": "/home", "listing": listing}
+    messages = _filled(form, values, 1)
     unused = random.sample(rows, len(rows))
     for _ in range(random.randint(2, 5)):
-        row = unused.pop()
-        values = row | make_values(random, row, unused.pop()) | {"last": last}
-        last = add(random.choice(WORLDS[world]["requests" if last is None else "follow_ups"]), values)
+        last, row = values.get(form.get("last")), unused.pop()
+        values = {**row, **make_values(random, row, unused.pop()), "last": last}
+        form = random.choice(WORLDS[world]["requests" if last is None else "follow_ups"])
+        messages += _filled(form, values, len(messages) + 1)
     return messages
+
+
+def _filled(form: dict[str, Any], values: _Values, at: int) -> list[dict[str, Any]]:
+    arguments = {name: values[value] for name, value in form["arguments"].items()}
+    words, result = form["words"].format_map(values), form["result"].format_map(values)
+    return request(at, words, form["tool"], arguments, result)
 
 
 def _rows(make_row: Callable[[Random], _Row], random: Random, chars: int) -> list[_Row]:
@@ -115,9 +112,8 @@ def _file(random: Random) -> _Row:
 
 def _of_files(random: Random, file: _Row, other: _Row) -> _Values:
     folder, mode = _folder(random), pick(random, "modes")
-    moved = f"{folder}/{file['name']}"
     text = f"To {other['owner']}: {_note(random)}."
-    return {"folder": folder, "mode": mode, "moved": moved, "text": text}
+    return {"folder": folder, "mode": mode, "moved": f"{folder}/{file['name']}", "text": text}
 
 
 def _entry(random: Random) -> _Row:
