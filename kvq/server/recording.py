@@ -47,7 +47,6 @@ class Recorder:
         except OSError as error:
             raise ConfigError(f"can't write {config.path}: {error.strerror or error}") from error
         self._file.write(b"\n" * (self._file.tell() > 0))  # the last line may be cut, by a full disk
-        self._size = self._file.tell()
         self._has_ended = False
         self._room = threading.BoundedSemaphore(_MAX_WAITING)
         self._thread = ThreadPoolExecutor(1, "kvq-record")
@@ -70,15 +69,18 @@ class Recorder:
 
     def _write(self, request: _Request, response: dict[str, Any]) -> None:
         try:
-            if not self._has_ended:
-                self._append(self._line(request, response))
+            line = b"" if self._has_ended else self._line(request(), response)
+            if self._file.tell() + len(line) <= self._config.max_bytes:
+                self._file.write(line)
+                self._file.flush()
+            elif line:
+                self._end("record_full", f"{self._config.max_bytes} bytes")
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread
             self._end("record_failed", type(error).__name__)
         finally:
             self._room.release()
 
-    def _line(self, request: _Request, response: dict[str, Any]) -> bytes:
-        given = request()
+    def _line(self, given: dict[str, Any], response: dict[str, Any]) -> bytes:
         session = given.pop("session_id", None) or ""
         if self._redactor is not None:
             given, response = self._redactor.value(given), self._redactor.value(response)
@@ -86,14 +88,6 @@ class Recorder:
             session = session and hashlib.blake2b(session.encode(), digest_size=8).hexdigest()
         record = {RECORDING: VERSION, "session": session, "request": given, "response": response}
         return json.dumps(record, ensure_ascii=False).encode() + b"\n"
-
-    def _append(self, line: bytes) -> None:
-        if self._size + len(line) > self._config.max_bytes:
-            self._end("record_full", f"{self._config.max_bytes} bytes")
-            return
-        self._file.write(line)
-        self._file.flush()
-        self._size += len(line)
 
     def _end(self, event: str, reason: str) -> None:
         self._has_ended = True

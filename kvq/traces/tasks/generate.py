@@ -33,7 +33,7 @@ def generated(
         raise ConfigError(f"tokens must be from {_LEAST_TOKENS} to {_MOST_TOKENS}, got {tokens}")
     if text is not None and task != "recall":
         raise ConfigError(f"text is for the task recall, got {task!r}")
-    worlds = TABLES if task == "tools" else (task,)
+    worlds = tuple(TABLES) if task == "tools" else (task,)
     return [_session(worlds[at % len(worlds)], f"{task}-{seed}-{at}", tokens, text) for at in range(count)]
 
 

@@ -13,7 +13,7 @@ _LEAST_ROWS = 12
 
 def table_messages(world: str, random: Random, chars: int) -> list[dict[str, Any]]:
     """Return 3 to 6 requests with calls and results. Each names other rows: no answer depends on changes."""
-    make_row, make_values = _TABLES[world]
+    make_row, make_values = TABLES[world]
     rows = _rows(make_row, random, chars)
     listing = "\n".join(map(_line, rows))
     form, values = WORLDS[world]["opening"], {"year": 2026, "root": "/home", "listing": listing}
@@ -155,10 +155,9 @@ def _of_lookup(random: Random, order: _Row, other: _Row) -> _Values:
 
 
 # Makers of a row, and of the values for a request about a row and another
-_TABLES: dict[str, tuple[Callable[[Random], _Row], Callable[[Random, _Row, _Row], _Values]]] = {
+TABLES: dict[str, tuple[Callable[[Random], _Row], Callable[[Random, _Row, _Row], _Values]]] = {
     "calendar": (_event, _of_calendar),
     "files": (_file, _of_files),
     "arithmetic": (_entry, _of_arithmetic),
     "lookup": (_order, _of_lookup),
 }
-TABLES = tuple(_TABLES)
