@@ -6,19 +6,15 @@ and kinds of values, never their texts.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvq.errors import ConfigError
 from kvq.strict_json import loads
 
+T = TypeVar("T")
 Message = dict[str, Any]
 _ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
-_TEXTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}  # key of the text
+_TEXTS = {"refusal": "refusal"} | dict.fromkeys(("text", "input_text", "output_text"), "text")  # their keys
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 # Items of what OpenAI's servers do themselves; a log does not hold the results
 _HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools")
@@ -36,32 +32,24 @@ def json_kind(value: Any) -> str:
     return _JSON.get(type(value), "a number")
 
 
-def objects(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects; null is an empty list.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    items = [] if value is None else value
-    if not isinstance(items, list):
-        raise ConfigError(f"{where} has to be a list, it is {json_kind(items)}")
-    return [an_object(item, f"{where}[{at}]") for at, item in enumerate(items)]
-
-
-def an_object(value: Any, where: str) -> dict[str, Any]:
-    """Return an object; raise ConfigError if the value is something else."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} has to be an object, it is {json_kind(value)}")
+def checked(value: Any, kind: type[T], where: str) -> T:
+    """Return a value of this type; raise ConfigError if it is something else."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{where} has to be {_JSON[kind]}, it is {json_kind(value)}")
     return value
+
+
+def objects(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return a list of objects, for null an empty one; raise ConfigError if the value is something else."""
+    items = checked([] if value is None else value, list, where)
+    return [checked(item, dict, f"{where}[{at}]") for at, item in enumerate(items)]
 
 
 def chat_messages(items: Any, *, joined: Sequence[str] = ()) -> list[Message]:
     """Convert messages of a chat, turns of Anthropic's protocol, or items of a Responses request.
 
     Neighbours of a role in `joined` become one message, and calls that are items join the message before.
-
-    Raises:
-        ConfigError: they hold more than texts and calls of functions, or values of wrong types.
+    Raise ConfigError if there is more than texts and calls of functions, or a value of a wrong type.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # of called functions, keyed by call id
@@ -79,19 +67,15 @@ def chat_messages(items: Any, *, joined: Sequence[str] = ()) -> list[Message]:
 
 
 def chat_tools(given: Any) -> list[dict[str, Any]]:
-    """Convert functions of any of the protocols; tools that its servers run are left out.
-
-    Raises:
-        ConfigError: a function has no name, or values of wrong types.
-    """
+    """Convert functions of any of the protocols; tools that its servers run are left out."""
     found = []
     for at, tool in enumerate(objects(given, "tools")):
         where, kind = f"tools[{at}]", tool.get("type", "custom")
         if kind == "function" or (kind == "custom" and "input_schema" in tool):
-            own = an_object(tool.get("function", tool), f"{where}.function")
+            own = checked(tool.get("function", tool), dict, f"{where}.function")
             function = _texts({"name": _name(own, where), "description": own.get("description")}, where)
             if (schema := own.get("parameters", own.get("input_schema"))) is not None:
-                function["parameters"] = an_object(schema, f"{where}.parameters")
+                function["parameters"] = checked(schema, dict, f"{where}.parameters")
             found.append({"type": "function", "function": function})
     return found
 
@@ -111,8 +95,7 @@ def _messages(item: dict[str, Any], where: str, names: dict[str, str]) -> Iterat
 
 def _turn(item: dict[str, Any], where: str, names: dict[str, str]) -> Iterator[Message]:
     """Yield a message of texts and calls, unless it is empty, and one for each result that is a block."""
-    role = _ROLES.get(given) if isinstance(given := item.get("role"), str) else None
-    if role is None:
+    if (role := _ROLES.get(str(item.get("role")))) is None:
         raise ConfigError(f"{where}.role has to be one of {', '.join(_ROLES)}")
     for key, found in (("function_call", "a call in OpenAI's old form"), ("audio", "audio")):
         if item.get(key) is not None:
@@ -135,7 +118,7 @@ def _turn(item: dict[str, Any], where: str, names: dict[str, str]) -> Iterator[M
             texts.append(_text([part], place))
     for at, call in enumerate(objects(item.get("tool_calls"), f"{where}.tool_calls")):
         place = f"{where}.tool_calls[{at}]"
-        function = an_object(call.get("function"), f"{place}.function")
+        function = checked(call.get("function"), dict, f"{place}.function")
         calls.append(_call({**function, "id": call.get("id")}, "id", "arguments", place))
     own = _texts({"name": item.get("name"), "tool_call_id": item.get("tool_call_id")}, where)
     if any(texts) or calls or role == "tool":
@@ -144,50 +127,43 @@ def _turn(item: dict[str, Any], where: str, names: dict[str, str]) -> Iterator[M
 
 def _call(given: dict[str, Any], id: str, arguments: str, where: str) -> dict[str, Any]:
     """Return a call; `id`, `arguments`: the protocol's names for these fields."""
-    text = given.get(arguments)
+    text = (
+        "{}" if (text := given.get(arguments)) in (None, "") else text
+    )  # servers write "" if there are none
     try:
-        text = "{}" if text in (None, "") else text  # servers write "" if there are none
-        text = json.dumps(text, ensure_ascii=False) if isinstance(text, dict) else text
-        is_right = isinstance(text, str) and isinstance(loads(text), dict)
+        value = loads(text) if isinstance(text, str) else text
     except ValueError:
-        is_right = False
-    if not is_right:
+        value = None
+    if not isinstance(value, dict):
         raise ConfigError(f"{where}: {arguments} of a call have to be JSON of an object")
-    call = {"type": "function", "function": {"name": _name(given, where), "arguments": text}}
-    return _texts({"id": given.get(id)}, where) | call
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    function = {"name": _name(given, where), "arguments": text}
+    return _texts({"id": given.get(id)}, where) | {"type": "function", "function": function}
 
 
 def _name(given: dict[str, Any], where: str) -> str:
-    if not (name := _texts({"name": given.get("name")}, where).get("name")):
+    if given.get("name") in (None, ""):
         raise ConfigError(f"{where} has no name; functions need one")
-    return str(name)
+    return checked(given["name"], str, f"{where}: name")
 
 
 def _texts(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return those of the values that are not null, which have to be texts."""
     found = {key: value for key, value in values.items() if value is not None}
-    for key, value in found.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}: {key} has to be a text, it is {json_kind(value)}")
-    return found
+    return {key: checked(value, str, f"{where}: {key}") for key, value in found.items()}
 
 
 def _parts(content: Any, where: str) -> list[dict[str, Any]]:
-    return objects(
-        [{"type": "text", "text": content}] if isinstance(content, str) else content, f"{where}.content"
-    )
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return objects(content, f"{where}.content")
 
 
 def _text(content: Any, where: str) -> str:
     """Return the text of a content: a string, null, or a list of parts."""
     texts = list[str]()
     for part in _parts(content, where):
-        kind = given if isinstance(given := part.get("type"), str) else ""
-        if kind in _TEXTS:
-            text = part.get(_TEXTS[kind])
-            if not isinstance(text, str):
-                raise ConfigError(f"{where} has to hold a text, it holds {json_kind(text)}")
-            texts.append(text)
+        if (kind := str(part.get("type"))) in _TEXTS:
+            texts.append(checked(part.get(_TEXTS[kind]), str, f"{where}: {_TEXTS[kind]}"))
         elif kind not in _THOUGHTS:
             noun = _MEDIA.get(kind, "a part of a kind that kvq does not read")
             raise ConfigError(f"{where} holds {noun}; {_ALLOWED}")
