@@ -4,7 +4,7 @@ from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.server.recording import RECORDING, VERSION
-from kvq.traces.messages import chat_messages, chat_tools, checked, json_kind, objects
+from kvq.traces.messages import chat_messages, chat_tools, checked, objects
 from kvq.traces.sessions import RecordedSession
 
 _REQUESTS = ("request", "request_body", "body", "input")
@@ -22,9 +22,7 @@ def read_record(record: Any) -> RecordedSession:
     Raises:
         ConfigError: the record has no conversation, or one that kvq can't show to a model.
     """
-    if not isinstance(record, dict):
-        raise ConfigError(f"a record has to be an object, it is {json_kind(record)}; {_FORMS}")
-    version = record.get(RECORDING, VERSION)
+    version = checked(record, dict, "a record").get(RECORDING, VERSION)
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"{RECORDING} has to be {VERSION}; another version of kvq wrote this")
     request = _request(record)
