@@ -9,18 +9,15 @@ from kvq.traces.sessions import RecordedSession
 
 _REQUESTS = ("request", "request_body", "body", "input")
 _ANSWERS = ("response", "response_body", "completion", "output")
-_SESSIONS = [
-    f"{of}{end}" for of in ("session", "conversation", "thread", "trace") for end in ("_id", "Id", "")
-]
+_SESSIONS = [of + end for of in ("session", "conversation", "thread", "trace") for end in ("_id", "Id", "")]
 _MAX_NAME = 200  # characters
 _FORMS = "kvq reads OpenAI chat, OpenAI Responses, Anthropic messages, and its own recordings"
 
 
 def read_record(record: Any) -> RecordedSession:
-    """Return the conversation of a record, and its answer; the name is the log's id of the session, or "".
+    """Return a record's conversation and answer; the name is the log's id of the session, or "".
 
-    Raises:
-        ConfigError: the record has no conversation, or one that kvq can't show to a model.
+    Raise ConfigError if there is no conversation, or one that kvq can't show to a model.
     """
     version = checked(record, dict, "a record").get(RECORDING, VERSION)
     if type(version) is not int or version != VERSION:
@@ -75,8 +72,7 @@ def _items(answer: Any) -> list[dict[str, Any]]:
     if "message" in answer:
         return [{"role": "assistant"} | checked(answer["message"], dict, "the response's message")]
     if "content" in answer or "tool_calls" in answer:
-        calls = {"tool_calls": answer.get("tool_calls")}
-        return [{"role": "assistant", "content": answer.get("content")} | calls]
+        return [{"role": "assistant"} | {key: answer.get(key) for key in ("content", "tool_calls")}]
     if isinstance(answer.get("output"), list):
         return objects(answer["output"], "the response's output")
     found = "an error" if answer.get("error") else "of a form that kvq does not read"
