@@ -13,7 +13,7 @@ from kvq import strict_json
 from kvq.errors import ConfigError
 from kvq.printable import one_line
 from kvq.traces.records import read_record
-from kvq.traces.sessions import Log, RecordedSession, Refused
+from kvq.traces.sessions import Log, RecordedSession
 
 _MAX_LINE = 64 << 20  # bytes
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and the bytes of a byte order mark
@@ -37,7 +37,7 @@ def read_log(path: Path) -> Log:
                     record = _decode(found) if isinstance(found, bytes) else found
                     _add(ends, line, read_record(record))
                 except ConfigError as error:
-                    log.refused.append(Refused(line, str(error)))
+                    log.refused.append((line, str(error)))
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
     _name(ends, log)
@@ -64,7 +64,7 @@ def _name(ends: _Ends, log: Log) -> None:
     for line, session in ends.values():
         if next(session.answers(), None) is None:
             reason = "no message of the assistant answers another; a session needs one, or a response"
-            log.refused.append(Refused(line, reason))
+            log.refused.append((line, reason))
             continue
         first = name = one_line(session.name) or f"line {line}"
         while name in seen:

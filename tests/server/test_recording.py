@@ -127,7 +127,7 @@ def test_requests_are_recorded_redacted_and_without_what_concerns_the_server(rec
 def test_recordings_are_read_as_sessions(recorded):
     log = read_log(recorded[1])
 
-    assert [refused.line for refused in log.refused] == [1]
+    assert [line for line, _ in log.refused] == [1]
     sessions = {json.dumps(session.messages) for session in log.sessions}
     assert len(log.sessions) == len(sessions)
     assert any("tool_calls" in message for session in log.sessions for message in session.messages)
