@@ -105,11 +105,14 @@ def _messages(turn: dict[str, Any], where: str, names: dict[str, str]) -> Iterat
             if text := "".join(texts):
                 yield {"role": role, "content": text}
             texts.clear()
-            ids = {
-                "tool_call_id": part.get("tool_use_id"),
-                "name": names.get(str(part.get("tool_use_id", ""))),
+            id, content = part.get("tool_use_id"), part.get("content")
+            result = {
+                "role": "tool",
+                "content": content,
+                "tool_call_id": id,
+                "name": names.get(str(id or "")),
             }
-            yield from _messages({"role": "tool", "content": part.get("content")} | ids, place, names)
+            yield from _messages(result, place, names)
         else:
             texts.append(_text(part, place))
     for at, call in enumerate(objects(turn.get("tool_calls"), f"{where}.tool_calls")):
@@ -152,7 +155,6 @@ def _text(part: dict[str, Any], where: str) -> str:
         return checked(part.get(_TEXTS[kind]), str, f"{where}.{_TEXTS[kind]}")
     if kind in _THOUGHTS:
         return ""
-    noun = _MEDIA.get(
-        kind.removeprefix("input_").removesuffix("_url"), "a part of a kind that kvq does not read"
-    )
+    medium = kind.removeprefix("input_").removesuffix("_url")
+    noun = _MEDIA.get(medium, "a part of a kind that kvq does not read")
     raise ConfigError(f"{where} holds {noun}; {_ALLOWED}")

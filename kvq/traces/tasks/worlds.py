@@ -1,4 +1,4 @@
-"""Small worlds that worlds.json describes: their tools, and words."""
+"""Small worlds that worlds.json describes: their tools, requests and words."""
 
 import json
 from itertools import product
