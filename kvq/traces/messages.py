@@ -105,14 +105,9 @@ def _messages(turn: dict[str, Any], where: str, names: dict[str, str]) -> Iterat
             if text := "".join(texts):
                 yield {"role": role, "content": text}
             texts.clear()
-            id, content = part.get("tool_use_id"), part.get("content")
-            result = {
-                "role": "tool",
-                "content": content,
-                "tool_call_id": id,
-                "name": names.get(str(id or "")),
-            }
-            yield from _messages(result, place, names)
+            id = part.get("tool_use_id")
+            result = {"role": "tool", "content": part.get("content"), "tool_call_id": id}
+            yield from _messages(result | {"name": names.get(str(id or ""))}, place, names)
         else:
             texts.append(_text(part, place))
     for at, call in enumerate(objects(turn.get("tool_calls"), f"{where}.tool_calls")):
