@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,18 @@ _MAX_WAITING = 64  # answers; those beyond are not recorded
 _Request = Callable[[], dict[str, Any]]  # returns the body
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordConfig:
-    """File that chats are recorded in."""
-
-    path: Path
-    max_bytes: int = 1 << 30
-    redacted: tuple[str, ...] = ()  # regular expressions beside the usual kinds
-    is_plain: bool = False  # True: texts stay as they are
-
-
 class Recorder:
     """Recording to a file that only its owner can read; it stops at its size, or if it can't be written."""
 
-    def __init__(self, config: RecordConfig) -> None:
-        """Raise ConfigError if the file can't be written, or a pattern is no regular expression."""
-        self._config = config
-        self._redactor = None if config.is_plain else Redactor(config.redacted)
+    def __init__(self, path: Path, redactor: Redactor | None, max_bytes: int = 1 << 30) -> None:
+        """Open the file, or raise ConfigError; without a redactor, texts stay as they are."""
+        self._path, self._redactor, self._max_bytes = path, redactor, max_bytes
         try:
-            self._file = open(config.path, "ab", opener=partial(os.open, mode=PRIVATE))  # noqa: SIM115
+            self._file = open(path, "ab", opener=partial(os.open, mode=PRIVATE))  # noqa: SIM115
             os.chmod(self._file.fileno(), PRIVATE)
         except OSError as error:
-            raise ConfigError(f"can't write {config.path}: {error.strerror or error}") from error
+            raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
         self._file.write(b"\n" * (self._file.tell() > 0))  # the last line may be cut, by a full disk
-        self._size = self._file.tell()
         self._has_ended = False
         self._room = threading.BoundedSemaphore(_MAX_WAITING)
         self._thread = ThreadPoolExecutor(1, "kvq-record")
@@ -70,15 +57,20 @@ class Recorder:
 
     def _write(self, request: _Request, response: dict[str, Any]) -> None:
         try:
-            if not self._has_ended:
-                self._append(self._line(request, response))
+            if self._has_ended:
+                return
+            line = self._line(request(), response)
+            if self._file.tell() + len(line) > self._max_bytes:
+                self._end("record_full", f"{self._max_bytes} bytes")
+            else:
+                self._file.write(line)
+                self._file.flush()
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread
             self._end("record_failed", type(error).__name__)
         finally:
             self._room.release()
 
-    def _line(self, request: _Request, response: dict[str, Any]) -> bytes:
-        given = request()
+    def _line(self, given: dict[str, Any], response: dict[str, Any]) -> bytes:
         session = given.pop("session_id", None) or ""
         if self._redactor is not None:
             given, response = self._redactor.value(given), self._redactor.value(response)
@@ -87,14 +79,6 @@ class Recorder:
         record = {RECORDING: VERSION, "session": session, "request": given, "response": response}
         return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
-    def _append(self, line: bytes) -> None:
-        if self._size + len(line) > self._config.max_bytes:
-            self._end("record_full", f"{self._config.max_bytes} bytes")
-            return
-        self._file.write(line)
-        self._file.flush()
-        self._size += len(line)
-
     def _end(self, event: str, reason: str) -> None:
         self._has_ended = True
-        log_event(event, level=logging.WARNING, path=str(self._config.path), reason=reason)
+        log_event(event, level=logging.WARNING, path=str(self._path), reason=reason)

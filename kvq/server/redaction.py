@@ -40,12 +40,11 @@ class Redactor:
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         """Raise ConfigError if one of the patterns is no regular expression."""
-        self._patterns: list[re.Pattern[str]] = []
-        for pattern in patterns:
-            try:
-                self._patterns.append(re.compile(pattern))
-            except re.error as error:
-                raise ConfigError(f"--record-redact {pattern!r} is no regular expression: {error}") from error
+        try:
+            self._patterns = [re.compile(pattern) for pattern in patterns]
+        except re.error as error:
+            message = f"--record-redact {error.pattern!r} is no regular expression: {error}"
+            raise ConfigError(message) from error
         self._cached = lru_cache(1024)(self.text)  # agents send the same messages again each turn
 
     def value(self, value: Any, skipped: Sequence[str] = _IDS) -> Any:
@@ -54,15 +53,9 @@ class Redactor:
             return self._cached(value) if len(value) <= _MAX_CACHED else self.text(value)
         if isinstance(value, list):
             return [self.value(item, skipped) for item in value]
-        if not isinstance(value, dict):
-            return value
-        found = {}
-        for key, item in value.items():
-            if key == "arguments" and isinstance(item, str):
-                found[key] = self._arguments(item)
-            else:
-                found[key] = item if key in skipped else self.value(item, () if key == "input" else skipped)
-        return found
+        if isinstance(value, dict):
+            return {key: self._field(key, item, skipped) for key, item in value.items()}
+        return value
 
     def text(self, text: str) -> str:
         """Return a text with placeholders, found line by line so that other threads run between lines."""
@@ -73,23 +66,24 @@ class Redactor:
             line = pattern.sub("<redacted>", line)
         return _PATTERN.sub(_placeholder, line) if _SUSPECT.search(line) else line
 
-    def _arguments(self, text: str) -> str:
-        """Return the JSON text of a call's arguments with redacted texts in it."""
+    def _field(self, key: str, value: Any, skipped: Sequence[str]) -> Any:
+        """Return a redacted field of an object; "arguments" of a call are a JSON text."""
+        if key in skipped:
+            return value
+        if key != "arguments" or not isinstance(value, str):
+            return self.value(value, () if key == "input" else skipped)
         try:
-            given = json.loads(text)
+            given = json.loads(value)
         except (ValueError, RecursionError):
-            return self.text(text)
+            return self.text(value)
         found = self.value(given, ())
-        return text if found == given else json.dumps(found, ensure_ascii=False)
+        return value if found == given else json.dumps(found, ensure_ascii=False)
 
 
 def _placeholder(match: re.Match[str]) -> str:
     kind, text = str(match.lastgroup), match[0]
-    if kind == "secret" and len(_RUNS.findall(text)) < _MIXED * len(text):
-        return text
-    if kind == "card" and not _has_check_digit(text):
-        return text
-    return f"<{kind}>"
+    is_word = kind == "secret" and len(_RUNS.findall(text)) < _MIXED * len(text)
+    return text if is_word or (kind == "card" and not _has_check_digit(text)) else f"<{kind}>"
 
 
 def _has_check_digit(text: str) -> bool:

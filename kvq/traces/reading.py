@@ -2,9 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from json import JSONDecodeError
 from pathlib import Path
@@ -14,12 +13,13 @@ from kvq import strict_json
 from kvq.errors import ConfigError
 from kvq.printable import one_line
 from kvq.traces.records import read_record
-from kvq.traces.sessions import Log, RecordedSession, Refused
+from kvq.traces.sessions import Log, RecordedSession
 
 _MAX_LINE = 64 << 20  # bytes
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and the bytes of a byte order mark
 _SHOWN = 3  # refused lines in an error
-_Record = tuple[int, Callable[[], Any]]  # a line, and how its value is decoded
+_Record = tuple[int, Any]  # a line's number, and its bytes or its decoded value
+_Ends = dict[bytes, tuple[int, RecordedSession]]  # by a digest of all messages; no later one continues them
 
 
 def read_log(path: Path) -> Log:
@@ -27,22 +27,20 @@ def read_log(path: Path) -> Log:
 
     Lines may be OpenAI chat, OpenAI Responses, Anthropic messages or recordings of `kvq serve`, also mixed.
     Agents send the whole conversation each turn: a record that a later one of its session continues is left
-    out.
-
-    Raises:
-        ConfigError: the file can't be read, or holds no session.
+    out. Raise ConfigError if the file can't be read, or holds no session.
     """
-    log, conversations = Log(), _Conversations()
+    log, ends = Log(), _Ends()
     try:
         with path.open("rb") as file:
-            for line, decoded in _records(file):
+            for line, found in _records(file):
                 try:
-                    conversations.add(line, read_record(decoded()))
+                    record = _decode(found) if isinstance(found, bytes) else found
+                    _add(ends, line, read_record(record))
                 except ConfigError as error:
-                    log.refused.append(Refused(line, str(error)))
+                    log.refused.append((line, str(error)))
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
-    conversations.close(log)
+    _name(ends, log)
     log.refused.sort()
     if not log.sessions:
         first = "; ".join(f"line {line}: {reason}" for line, reason in log.refused[:_SHOWN])
@@ -51,34 +49,29 @@ def read_log(path: Path) -> Log:
     return log
 
 
-class _Conversations:
-    """Conversations of a log so far that no later one continues."""
+def _add(ends: _Ends, line: int, session: RecordedSession) -> None:
+    """Add a record's conversation, and drop those that it continues."""
+    digest = blake2b(json.dumps(session.name).encode(), digest_size=16)
+    for message in session.messages:
+        digest.update(json.dumps(message).encode())
+        ends.pop(digest.digest(), None)
+    ends[digest.digest()] = (line, session)
 
-    def __init__(self) -> None:
-        self._ends: dict[bytes, tuple[int, RecordedSession]] = {}  # keyed by a digest of all messages
 
-    def add(self, line: int, session: RecordedSession) -> None:
-        """Add a record's conversation, and drop those that it continues."""
-        digest = blake2b(json.dumps(session.name).encode(), digest_size=16)
-        for message in session.messages:
-            digest.update(json.dumps(message).encode())
-            self._ends.pop(digest.digest(), None)
-        self._ends[digest.digest()] = (line, session)
-
-    def close(self, log: Log) -> None:
-        """Add all conversations to a log, with unique names; refuse those without an answer."""
-        seen: dict[str, int] = {}
-        for line, session in self._ends.values():
-            if next(session.answers(), None) is None:
-                reason = "no message of the assistant answers another; a session needs one, or a response"
-                log.refused.append(Refused(line, reason))
-                continue
-            first = name = one_line(session.name) or f"line {line}"
-            while name in seen:
-                seen[first] += 1
-                name = f"{first} ({seen[first]})"
-            seen[name] = 1
-            log.sessions.append(replace(session, name=name))
+def _name(ends: _Ends, log: Log) -> None:
+    """Add the conversations to a log, with unique names; refuse those without an answer."""
+    seen: dict[str, int] = {}
+    for line, session in ends.values():
+        if next(session.answers(), None) is None:
+            reason = "no message of the assistant answers another; a session needs one, or a response"
+            log.refused.append((line, reason))
+            continue
+        first = name = one_line(session.name) or f"line {line}"
+        while name in seen:
+            seen[first] += 1
+            name = f"{first} ({seen[first]})"
+        seen[name] = 1
+        log.sessions.append(replace(session, name=name))
 
 
 def _records(file: io.BufferedReader) -> Iterator[_Record]:
@@ -92,7 +85,7 @@ def _records(file: io.BufferedReader) -> Iterator[_Record]:
     except ValueError:
         items = None
     if isinstance(items, list):
-        yield from ((at, partial(lambda item: item, item)) for at, item in enumerate(items, 1))
+        yield from enumerate(items, 1)
     else:  # lines, of which the first is an array
         yield from _lines(io.BytesIO(raw + file.read()))
 
@@ -105,7 +98,7 @@ def _lines(file: io.BufferedIOBase) -> Iterator[_Record]:
         while len(rest) > _MAX_LINE and not rest.endswith(b"\n"):
             rest = file.readline(_MAX_LINE + 1)
         if raw.strip(_BLANK):
-            yield line, partial(_decode, raw)
+            yield line, raw
 
 
 def _decode(raw: bytes) -> Any:
@@ -114,16 +107,14 @@ def _decode(raw: bytes) -> Any:
         raise ConfigError(f"a line may have {_MAX_LINE >> 20} MiB, it has more")
     try:
         return strict_json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise ConfigError("a line has to be UTF-8; it has other bytes") from error
+    except UnicodeDecodeError:
+        reason = "has to be UTF-8; it has other bytes"
     except JSONDecodeError as error:
-        raise ConfigError(
-            f"a line has to be JSON: {error.msg.removesuffix(' at')} at character {error.colno}"
-        ) from error
+        reason = f"has to be JSON: {error.msg.removesuffix(' at')} at character {error.colno}"
     except ValueError as error:  # a path of names, and what is wrong there
-        reason = str(error).rpartition(": ")[2]
+        reason = f"can't be read: {str(error).rpartition(': ')[2]}"
         if "twice in one object" in reason:
-            reason = "a name is twice in one object"
+            reason = "can't be read: a name is twice in one object"
         elif "digit" in reason:
-            reason = "integers may have 64 bits"
-        raise ConfigError(f"a line can't be read: {reason}") from error
+            reason = "can't be read: integers may have 64 bits"
+    raise ConfigError(f"a line {reason}")

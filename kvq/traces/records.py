@@ -1,31 +1,25 @@
 """Records of logs: a request and its answer, as they are or as tools wrap them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.server.recording import RECORDING, VERSION
-from kvq.traces.messages import an_object, chat_messages, chat_tools, json_kind, objects
+from kvq.traces.messages import chat_messages, chat_tools, checked, objects
 from kvq.traces.sessions import RecordedSession
 
 _REQUESTS = ("request", "request_body", "body", "input")
 _ANSWERS = ("response", "response_body", "completion", "output")
-_SESSIONS = [
-    f"{of}{end}" for of in ("session", "conversation", "thread", "trace") for end in ("_id", "Id", "")
-]
+_SESSIONS = [of + end for of in ("session", "conversation", "thread", "trace") for end in ("_id", "Id", "")]
 _MAX_NAME = 200  # characters
 _FORMS = "kvq reads OpenAI chat, OpenAI Responses, Anthropic messages, and its own recordings"
 
 
 def read_record(record: Any) -> RecordedSession:
-    """Return the conversation of a record, and its answer; the name is the log's id of the session, or "".
+    """Return a record's conversation and answer; the name is the log's id of the session, or "".
 
-    Raises:
-        ConfigError: the record has no conversation, or one that kvq can't show to a model.
+    Raise ConfigError if there is no conversation, or one that kvq can't show to a model.
     """
-    if not isinstance(record, dict):
-        raise ConfigError(f"a record has to be an object, it is {json_kind(record)}; {_FORMS}")
-    version = record.get(RECORDING, VERSION)
+    version = checked(record, dict, "a record").get(RECORDING, VERSION)
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"{RECORDING} has to be {VERSION}; another version of kvq wrote this")
     request = _request(record)
@@ -50,19 +44,13 @@ def read_record(record: Any) -> RecordedSession:
 
 def _request(record: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a record that holds the conversation: itself, or the request in it."""
-    if record.get("messages") is None:
-        for key in _REQUESTS:
-            if isinstance(record.get(key), dict):
-                inner: dict[str, Any] = _inner(record[key])
-                return inner
-    return record
+    inner = [_inner(record[key]) for key in _REQUESTS if isinstance(record.get(key), dict)]
+    return inner[0] if inner and record.get("messages") is None else record
 
 
 def _answer(record: dict[str, Any]) -> Any:
-    for key in _ANSWERS:
-        if record.get(key) is not None:
-            return _inner(record[key])
-    return record if "choices" in record or "content" in record else None
+    found = [_inner(record[key]) for key in _ANSWERS if record.get(key) is not None]
+    return found[0] if found else record if "choices" in record or "content" in record else None
 
 
 def _inner(value: Any) -> Any:
@@ -77,15 +65,14 @@ def _items(answer: Any) -> list[dict[str, Any]]:
         return objects(answer, "the response")
     if isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
-    if "choices" in an_object(answer, "the response"):
+    if "choices" in checked(answer, dict, "the response"):
         answer = next(iter(objects(answer["choices"], "the response's choices")), {})
         if "message" not in answer:
             raise ConfigError("the response has no choices[0].message; kvq reads answers that are whole")
     if "message" in answer:
-        return [{"role": "assistant"} | an_object(answer["message"], "the response's message")]
+        return [{"role": "assistant"} | checked(answer["message"], dict, "the response's message")]
     if "content" in answer or "tool_calls" in answer:
-        calls = {"tool_calls": answer.get("tool_calls")}
-        return [{"role": "assistant", "content": answer.get("content")} | calls]
+        return [{"role": "assistant"} | {key: answer.get(key) for key in ("content", "tool_calls")}]
     if isinstance(answer.get("output"), list):
         return objects(answer["output"], "the response's output")
     found = "an error" if answer.get("error") else "of a form that kvq does not read"
@@ -93,13 +80,11 @@ def _items(answer: Any) -> list[dict[str, Any]]:
 
 
 def _session(record: dict[str, Any], request: dict[str, Any]) -> str:
-    return next((name for name in _names(record, request) if 0 < len(name) <= _MAX_NAME), "")
-
-
-def _names(record: dict[str, Any], request: dict[str, Any]) -> Iterator[str]:
     for key in _SESSIONS:
         for place in (record, request, record.get("metadata"), request.get("metadata")):
             value = place.get(key) if isinstance(place, dict) else None
             value = value.get("id") if isinstance(value, dict) else value
-            if isinstance(value, str | int) and not isinstance(value, bool):
-                yield str(value)
+            is_id = isinstance(value, str | int) and not isinstance(value, bool)
+            if is_id and 0 < len(str(value)) <= _MAX_NAME:
+                return str(value)
+    return ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,16 +21,9 @@ class RecordedSession:
                 yield at
 
 
-class Refused(NamedTuple):
-    """A line that holds no session."""
-
-    line: int  # from 1
-    reason: str
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class Log:
     """Sessions of a file, and its lines that hold none."""
 
     sessions: list[RecordedSession] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)  # number of the line, from 1, and why

@@ -19,7 +19,7 @@ from kvq.server.admission.bodies import ChatBody
 from kvq.server.http.problems import Problem
 from kvq.server.openai.recorded import recorded as recorded_call
 from kvq.server.openai.respond import Call
-from kvq.server.recording import RecordConfig, Recorder
+from kvq.server.recording import Recorder
 from kvq.server.redaction import Redactor
 from kvq.traces.reading import read_log
 from tests.commands.conftest import kvq  # noqa: F401
@@ -127,7 +127,7 @@ def test_requests_are_recorded_redacted_and_without_what_concerns_the_server(rec
 def test_recordings_are_read_as_sessions(recorded):
     log = read_log(recorded[1])
 
-    assert [refused.line for refused in log.refused] == [1]
+    assert [line for line, _ in log.refused] == [1]
     sessions = {json.dumps(session.messages) for session in log.sessions}
     assert len(log.sessions) == len(sessions)
     assert any("tool_calls" in message for session in log.sessions for message in session.messages)
@@ -239,7 +239,7 @@ def test_turns_of_a_recorded_session_are_one(tmp_path):
         {"role": "tool", "content": "no ann@example.org", "tool_call_id": "c"},
     ]
     answers = {"content": None, "tool_calls": [call]}, {"content": "I found no ann@example.org"}
-    recorder = Recorder(RecordConfig(path=path))
+    recorder = Recorder(path, Redactor())
     for messages, answer in zip((first, second), answers, strict=True):
         given = {"messages": messages, "session_id": "s"}
         recorder.put(given.copy, {"choices": [{"message": {"role": "assistant", **answer}}]})
@@ -258,7 +258,7 @@ def test_turns_of_a_recorded_session_are_one(tmp_path):
 
 def test_plain_recordings_leave_nothing_out(tmp_path):
     path = tmp_path / "chats"
-    put(Recorder(RecordConfig(path=path, is_plain=True)), "ann@example.org", "é")
+    put(Recorder(path, None), "ann@example.org", "é")
 
     assert [line["request"]["messages"][0]["content"] for line in lines(path)] == ["ann@example.org", "é"]
 
@@ -266,7 +266,7 @@ def test_plain_recordings_leave_nothing_out(tmp_path):
 def test_recording_ends_at_its_limit_with_a_line_in_the_log(tmp_path, caplog):
     path = tmp_path / "chats"
     with caplog.at_level(logging.WARNING, "kvq"):
-        put(Recorder(RecordConfig(path=path, max_bytes=2000)), *(["word " * 20] * 20))
+        put(Recorder(path, Redactor(), max_bytes=2000), *(["word " * 20] * 20))
 
     assert 1000 < path.stat().st_size <= 2000
     assert [record.message for record in caplog.records] == ["record_full"]
@@ -274,7 +274,7 @@ def test_recording_ends_at_its_limit_with_a_line_in_the_log(tmp_path, caplog):
 
 
 def test_a_failure_ends_recording_and_no_request(tmp_path, caplog):
-    recorder = Recorder(RecordConfig(path=tmp_path / "chats"))
+    recorder = Recorder(tmp_path / "chats", Redactor())
     with caplog.at_level(logging.WARNING, "kvq"):
         recorder.put(dict, {"cause": object()})
         put(recorder, "more")
@@ -289,7 +289,7 @@ def test_options_are_checked_before_anything_starts(tmp_path, kvq):  # noqa: F81
     with pytest.raises(ConfigError, match=re.escape("--record-redact '(' is no regular expression")):
         Redactor(["("])
     with pytest.raises(ConfigError, match=r"can't write .*: Is a directory"):
-        Recorder(RecordConfig(path=tmp_path))
+        Recorder(tmp_path, Redactor())
     for options, message in (
         (("--record-plain",), "need --record"),
         (

@@ -323,11 +323,11 @@ def test_refusals_name_the_line_and_what_was_found(read, record, reason):
 @pytest.mark.parametrize("arguments", ["zq", "[1]", "{", 5, [], '{"a": 1, "a": 2}'])
 def test_arguments_are_json_of_an_object(read, arguments):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    [refused] = read(
+    [(_, reason)] = read(
         {"messages": HI}, {"messages": [HI[0], {"role": "assistant", "tool_calls": [call]}]}
     ).refused
 
-    assert refused.reason == "messages[1].tool_calls[0]: arguments of a call have to be JSON of an object"
+    assert reason == "messages[1].tool_calls[0]: arguments of a call have to be JSON of an object"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_arrays_marks_and_line_ends_of_other_systems_are_read(tmp_path, read):
 
     for log in (array, lines):
         assert [session.name for session in log.sessions] == ["line 1", "line 2", "line 4"]
-        assert [refused.line for refused in log.refused] == [3]
+        assert [line for line, _ in log.refused] == [3]
 
 
 def test_long_lines_are_refused_without_being_decoded(read, monkeypatch):
@@ -468,7 +468,7 @@ def test_damaged_lines_are_sessions_or_refused_and_never_raise(read, dialect):
 
     assert len(log.sessions) + len(log.refused) == len(lines) + 1
     assert len({session.name for session in log.sessions}) == len(log.sessions) > 500
-    assert [refused.line for refused in log.refused] == sorted({refused.line for refused in log.refused})
+    assert [line for line, _ in log.refused] == sorted({line for line, _ in log.refused})
     assert len(log.refused) > 500
     assert not any(MARK in reason for _, reason in log.refused)
     for session in log.sessions:

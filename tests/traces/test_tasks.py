@@ -8,7 +8,7 @@ import pytest
 from kvq.errors import ConfigError
 from kvq.traces.reading import read_log
 from kvq.traces.tasks import TASKS, fits, generated, same_call
-from kvq.traces.tasks.talk import tool
+from kvq.traces.tasks.worlds import tool
 
 TABLES = ("calendar", "files", "arithmetic", "lookup")
 PROSE = "".join(f"Sentence {at} tells nothing of use. " for at in range(5000))
@@ -187,7 +187,7 @@ def test_answers_stand_in_the_document_once(text):
             assert document.count(f"{subject[1:]} is ") == document.count(sentence) == 1
 
 
-CALL = tool("f", "Test.", "text", count={"type": "integer", "default": 3})
+CALL = tool("f", "Test.", {"text": {"type": "string"}, "count": {"type": "integer", "default": 3}})
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def run(
         facts = {
             "sessions": len(log.sessions) - len(figures.left_out),
             "left_out": figures.left_out,
-            "refused": {f"line {one.line}": one.reason for one in log.refused},
+            "refused": {f"line {line}": reason for line, reason in log.refused},
             "checked": all(one.is_checked for one in log.sessions),
             "advice": advice(rows),
             "examples": _examples(figures, log, [row.kv for row in rows], texts=options.texts),

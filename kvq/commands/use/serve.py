@@ -215,7 +215,7 @@ def _events(options: _ServeOptions) -> Any:
 
 
 def _record(options: _ServeOptions) -> Any:
-    from kvq.server.recording import RecordConfig
+    from kvq.server.recording import Recorder
     from kvq.server.redaction import Redactor
 
     if options.record is None:
@@ -224,12 +224,9 @@ def _record(options: _ServeOptions) -> Any:
         return None
     if options.record_plain and options.record_redact:
         raise ConfigError("--record-plain records all text; leave it or --record-redact out")
-    Redactor(options.record_redact)  # raises for what is no regular expression
-    return RecordConfig(
-        path=Path(options.record),
-        max_bytes=parse_bytes(options.record_limit, "--record-limit"),
-        redacted=options.record_redact,
-        is_plain=options.record_plain,
+    redactor = None if options.record_plain else Redactor(options.record_redact)
+    return partial(
+        Recorder, Path(options.record), redactor, parse_bytes(options.record_limit, "--record-limit")
     )
 
 

@@ -14,7 +14,7 @@ from kvq.server.http.credentials import Access
 from kvq.server.http.guard import LOOPBACK
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
-from kvq.server.recording import RecordConfig
+from kvq.server.recording import Recorder
 from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.thoughts import check_name
 
@@ -40,7 +40,7 @@ class ServerConfig:
     max_connections_per_address: int | None = None  # None: half of `max_connections`
     max_restarts: int = 5  # restarts of the engine within ten minutes
     kv_events: EventsConfig | None = None
-    record: RecordConfig | None = None
+    record: Callable[[], Recorder] | None = None  # opens the file of recorded chats
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them
     grace_s: float = 30.0  # time for running requests to finish after SIGTERM
     timeout_s: float | None = 600.0  # limit on a request, from its arrival at the engine

@@ -24,7 +24,6 @@ from kvq.server.http.ignored import Body, find_ignored
 from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.http.problems import Problem, failed, timed_out, unavailable
 from kvq.server.logs import log_event
-from kvq.server.recording import Recorder
 from kvq.server.tools.calling import ToolCalling
 
 # Problems of requests that the engine ended
@@ -65,7 +64,7 @@ class Service:
         self.loop_budget = LoopBudget()
         self.num_active = 0
         self.is_strict = config.strict_requests
-        self.recorder = None if config.record is None else Recorder(config.record)
+        self.recorder = None if config.record is None else config.record()
         self._watch()
         self._timeout_s = config.timeout_s
         self._draining = False

@@ -43,8 +43,7 @@ class _Whole:
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
-        self._messages: dict[int, dict[str, Any]] = {}  # keyed by the result's index
-        self._reasons: dict[int, str | None] = {}
+        self._choices: dict[int, dict[str, Any]] = {}  # keyed by the result's index
         self._blocks: list[dict[str, Any]] = []  # of Anthropic's protocol
 
     def add(self, chunk: dict[str, Any]) -> None:
@@ -53,16 +52,16 @@ class _Whole:
             self._add_event(chunk)
             return
         self._head = chunk
-        for choice in chunk["choices"]:
-            index, delta = choice["index"], choice["delta"]
-            self._reasons[index] = choice["finish_reason"]
-            message = self._messages.setdefault(index, {"role": "assistant", "content": ""})
-            _extend(message, {key: delta.get(key) for key in ("content", "reasoning_content")})
+        for given in chunk["choices"]:
+            begun = {"index": given["index"], "message": {"role": "assistant", "content": ""}}
+            choice, delta = self._choices.setdefault(given["index"], begun), given["delta"]
+            choice["finish_reason"] = given["finish_reason"]
+            _extend(choice["message"], {key: delta.get(key) for key in ("content", "reasoning_content")})
             for call in delta.get("tool_calls", ()):
-                calls = message.setdefault("tool_calls", [])
+                calls = choice["message"].setdefault("tool_calls", [])
                 if call["index"] == len(calls):
-                    begun = {"name": call["function"]["name"], "arguments": ""}
-                    calls.append({"id": call["id"], "type": "function", "function": begun})
+                    function = {"name": call["function"]["name"], "arguments": ""}
+                    calls.append({"id": call["id"], "type": "function", "function": function})
                 _extend(calls[call["index"]]["function"], {"arguments": call["function"]["arguments"]})
 
     def _add_event(self, event: dict[str, Any]) -> None:
@@ -82,10 +81,7 @@ class _Whole:
         """Return the response as it would be if it were not streamed."""
         if "choices" not in self._head:
             return self._head | {"content": self._blocks}
-        choices = [
-            {"index": index, "message": self._messages[index], "finish_reason": reason}
-            for index, reason in sorted(self._reasons.items())
-        ]
+        choices = [choice for _, choice in sorted(self._choices.items())]
         return self._head | {"object": "chat.completion", "choices": choices}
 
 

@@ -1,8 +1,4 @@
-"""Generated sessions: conversations in small simulated worlds, where each request has one right call.
-
-for session in generated("calendar", 8, seed=1):
-    ...  # RecordedSession(is_checked=True)
-"""
+"""Generated sessions: conversations in small simulated worlds, where each request has one right call."""
 
 from kvq.traces.tasks.compare import fits, same_call
 from kvq.traces.tasks.generate import TASKS, generated

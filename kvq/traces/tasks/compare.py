@@ -29,25 +29,21 @@ def same_call(tool: Mapping[str, Any], expected: Mapping[str, Any], got: Mapping
     return bool(expected["name"] == got["name"] and _normal(wanted, schema) == _normal(found, schema))
 
 
-def fits(schema: Mapping[str, Any], value: Any) -> bool:
+def fits(schema: Mapping[str, Any] | bool, value: Any) -> bool:
     """Return whether a JSON value fits a schema. Keywords that tools' schemas here do not use are ignored."""
+    if isinstance(schema, bool):
+        return schema
     if not _has_type(value, schema.get("type")):
         return False
     if "enum" in schema and _normal(value, {}) not in [_normal(one, {}) for one in schema["enum"]]:
         return False
     if isinstance(value, list):
         return all(fits(schema.get("items", {}), one) for one in value)
-    return not isinstance(value, dict) or _fits_object(schema, value)
-
-
-def _fits_object(schema: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return True
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-    if not value.keys() >= set(schema.get("required", ())) or (
-        others is False and value.keys() - known.keys()
-    ):
-        return False
-    rest = others if isinstance(others, Mapping) else {}
-    return all(fits(known.get(name, rest), one) for name, one in value.items())
+    has_required = value.keys() >= set(schema.get("required", ()))
+    return has_required and all(fits(known.get(name, others), one) for name, one in value.items())
 
 
 def _has_type(value: Any, wanted: str | list[str] | None) -> bool:

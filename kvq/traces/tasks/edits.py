@@ -3,52 +3,52 @@
 from random import Random
 from typing import Any
 
-from kvq.traces.tasks import words
-from kvq.traces.tasks.talk import Request, Talk, kind, tool, world_chars
+from kvq.traces.tasks.worlds import WORDS, code, pick, request
 
 _PATHS = ("/etc/server/main.conf", "/etc/worker/main.conf")
-_TEXT = kind("string", "The whole line: key = value.")
-_LINE = kind("integer", "The number of the line.")
-_OLD, _NEW = kind("string", "The value as it is now."), kind("string", "The value as it will be.")
-_TOOLS = [
-    tool("read_file", "Show a file with its lines' numbers.", "path"),
-    tool("replace_text", "Replace a value in a file.", "path", old=_OLD, new=_NEW),
-    tool("write_line", "Replace a whole line of a file.", "path", text=_TEXT, line=_LINE),
-    tool("append_line", "Add a line at the end of a file.", "path", text=_TEXT),
-]
 _ROW, _EDIT = 84, 340  # characters that a key takes in both files, and those of a request with its call
 
 
-def talk_of_edits(random: Random, tokens: int) -> Talk:
-    """Return a session of 4 to 12 requests about two files."""
+def edits_messages(random: Random, chars: int) -> list[dict[str, Any]]:
+    """Return 4 to 12 requests about two files, with their calls and results."""
     count = random.randint(2, 10)
-    edits = _Edits(random, max(8, (world_chars(_TOOLS, tokens) - _EDIT * (count - 2)) // _ROW))
+    edits = _Edits(random, max(8, (chars - _EDIT * (count - 2)) // _ROW))
     for _ in range(count):
         edits.add()
-    return edits.talk
+    return edits.messages
 
 
 class _Edits:
     """Two files of lines "key = value", as edited so far."""
 
     def __init__(self, random: Random, num_keys: int) -> None:
-        self.talk, self._random = Talk(_TOOLS), random
-        pairs = [f"{a}.{b}".replace(" ", "_") for a in words.ITEMS for b in words.ITEMS]
+        self.messages: list[dict[str, Any]] = []
+        self._random = random
+        pairs = [f"{a}.{b}".replace(" ", "_") for a in WORDS["items"] for b in WORDS["items"]]
         self._unused = random.sample(pairs, len(pairs))
         keys = [self._unused.pop() for _ in range(num_keys)]
         self._files = [{key: self._value() for key in keys} for _ in _PATHS]
         self._first: dict[tuple[int, str], str] = {}  # values of changed keys, by file and key
-        for path, file in zip(_PATHS, self._files, strict=True):
-            text = "\n".join(f"{at}: {key} = {value}" for at, (key, value) in enumerate(file.items(), 1))
-            self.talk.add(Request(f"Read {path}.", "read_file", {"path": path}, text))
+        for at, path in enumerate(_PATHS):
+            self._ask(at, f"Read {path}.", "read_file", {}, "\n".join(self._lines(at)))
 
     def add(self) -> None:
         """Change a file by one more request."""
         kinds = [self._set, self._set, self._carry, self._write, self._append]
         self._random.choice(kinds + [self._revert] * 2 * bool(self._reverts()))()
 
+    def _ask(self, at: int, words: str, tool: str, arguments: dict[str, Any], result: str) -> None:
+        arguments = {"path": _PATHS[at], **arguments}
+        self.messages += request(len(self.messages) + 1, words, tool, arguments, result)
+
+    def _lines(self, at: int) -> list[str]:
+        return [f"{line}: {key} = {value}" for line, (key, value) in enumerate(self._files[at].items(), 1)]
+
+    def _line(self, at: int, key: str) -> str:
+        return self._lines(at)[list(self._files[at]).index(key)]
+
     def _value(self) -> str:
-        return f"{self._random.choice(words.FOLDERS)}-{words.code(self._random, 6)}"
+        return f"{pick(self._random, 'folders')}-{code(self._random, 6)}"
 
     def _pick(self) -> tuple[int, str]:
         """Return a file's number, and a key that both files have."""
@@ -56,18 +56,14 @@ class _Edits:
         return self._random.randrange(2), self._random.choice(keys)
 
     def _reverts(self) -> list[tuple[int, str]]:
-        return [place for place, first in self._first.items() if self._files[place[0]][place[1]] != first]
+        return [(at, key) for (at, key), first in self._first.items() if self._files[at][key] != first]
 
     def _replace(self, at: int, key: str, new: str, named: str) -> None:
-        file, path = self._files[at], _PATHS[at]
-        arguments = {"path": path, "old": file[key], "new": new}
-        self._first.setdefault((at, key), file[key])
-        file[key] = new
-        asked = f"In {path}, replace {named}."
-        self.talk.add(Request(asked, "replace_text", arguments, self._shown(at, key)))
-
-    def _shown(self, at: int, key: str) -> str:
-        return f"{list(self._files[at]).index(key) + 1}: {key} = {self._files[at][key]}"
+        arguments = {"old": self._files[at][key], "new": new}
+        self._first.setdefault((at, key), self._files[at][key])
+        self._files[at][key] = new
+        asked = f"In {_PATHS[at]}, replace {named}."
+        self._ask(at, asked, "replace_text", arguments, self._line(at, key))
 
     def _set(self) -> None:
         (at, key), value = self._pick(), self._value()
@@ -88,18 +84,17 @@ class _Edits:
 
     def _write(self) -> None:
         (at, former), key, value = self._pick(), self._unused.pop(), self._value()
-        text, lines = f"{key} = {value}", self._files[at].items()
+        line, lines = list(self._files[at]).index(former) + 1, self._files[at].items()
         self._files[at] = dict((key, value) if one == former else (one, old) for one, old in lines)
         self._first.pop((at, former), None)
-        shown = self._shown(at, key)
-        arguments: dict[str, Any] = {"path": _PATHS[at], "text": text, "line": int(shown.partition(":")[0])}
-        named = self._random.choice((f"line {arguments['line']}", f"the line of {former}"))
+        text = f"{key} = {value}"
+        named = self._random.choice((f"line {line}", f"the line of {former}"))
         asked = f"In {_PATHS[at]}, write over {named} this line: {text}"
-        self.talk.add(Request(asked, "write_line", arguments, shown))
+        self._ask(at, asked, "write_line", {"text": text, "line": line}, self._line(at, key))
 
     def _append(self) -> None:
         at, key, value = self._random.randrange(2), self._unused.pop(), self._value()
         self._files[at][key] = value
         text = f"{key} = {value}"
-        asked, arguments = f"Append to {_PATHS[at]} this line: {text}", {"path": _PATHS[at], "text": text}
-        self.talk.add(Request(asked, "append_line", arguments, self._shown(at, key)))
+        asked = f"Append to {_PATHS[at]} this line: {text}"
+        self._ask(at, asked, "append_line", {"text": text}, self._line(at, key))

@@ -1,23 +1,19 @@
 """Generation of sessions by task and seed."""
 
-from collections.abc import Callable
-from functools import partial
+import json
 from random import Random
 
 from kvq.errors import ConfigError
 from kvq.traces.sessions import RecordedSession
-from kvq.traces.tasks.arithmetic import ARITHMETIC
-from kvq.traces.tasks.calendar import CALENDAR
-from kvq.traces.tasks.edits import talk_of_edits
-from kvq.traces.tasks.files import FILES
-from kvq.traces.tasks.lookup import LOOKUP
-from kvq.traces.tasks.recall import talk_of_recall
-from kvq.traces.tasks.table import talk_about
-from kvq.traces.tasks.talk import Talk
+from kvq.traces.tasks.edits import edits_messages
+from kvq.traces.tasks.recall import recall_messages
+from kvq.traces.tasks.tables import TABLES, table_messages
+from kvq.traces.tasks.worlds import RULES, WORLDS, tool
 
-_TABLES = {"calendar": CALENDAR, "files": FILES, "arithmetic": ARITHMETIC, "lookup": LOOKUP}
-TASKS = (*_TABLES, "tools", "edits", "recall")
+TASKS = (*TABLES, "tools", "edits", "recall")
 _LEAST_TOKENS, _MOST_TOKENS = 1_000, 30_000
+_CHARS_PER_TOKEN = 4  # a rough count, for any tokenizer
+_SPARE = 1100  # characters that requests, calls and short results take
 
 
 def generated(
@@ -37,15 +33,19 @@ def generated(
         raise ConfigError(f"tokens must be from {_LEAST_TOKENS} to {_MOST_TOKENS}, got {tokens}")
     if text is not None and task != "recall":
         raise ConfigError(f"text is for the task recall, got {task!r}")
-    return [_session(task, f"{task}-{seed}-{at}", at, tokens, text) for at in range(count)]
+    worlds = tuple(TABLES) if task == "tools" else (task,)
+    return [_session(worlds[at % len(worlds)], f"{task}-{seed}-{at}", tokens, text) for at in range(count)]
 
 
-def _session(task: str, name: str, at: int, tokens: int, text: str | None) -> RecordedSession:
-    makers: dict[str, Callable[[Random, int], Talk]] = {
-        "edits": talk_of_edits,
-        "recall": partial(talk_of_recall, text=text),
-        **{one: partial(talk_about, domain) for one, domain in _TABLES.items()},
-    }
-    which = list(_TABLES)[at % len(_TABLES)] if task == "tools" else task
-    talk = makers[which](Random(name), tokens)
-    return RecordedSession(name=name, messages=talk.messages, tools=talk.tools, is_checked=True)
+def _session(world: str, name: str, tokens: int, text: str | None) -> RecordedSession:
+    random = Random(name)
+    tools = [tool(name, **one) for name, one in WORLDS[world]["tools"].items()]
+    chars = tokens * _CHARS_PER_TOKEN - len(json.dumps(tools)) - len(RULES) - _SPARE
+    if world == "edits":
+        messages = edits_messages(random, chars)
+    elif world == "recall":
+        messages = recall_messages(random, chars, text)
+    else:
+        messages = table_messages(world, random, chars)
+    messages.insert(0, {"role": "system", "content": RULES})
+    return RecordedSession(name=name, messages=messages, tools=tools, is_checked=True)
