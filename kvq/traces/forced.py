@@ -30,12 +30,8 @@ class Scores(NamedTuple):
     same: npt.NDArray[np.bool_]  # the most likely token is that of unquantized KV
 
 
-class Scored(NamedTuple):
-    """One answer in all formats, the baseline first."""
-
-    answer: Answer
-    recorded: Sequence[Scores]
-    own: Sequence[Scores]  # along the baseline's own answer; empty if there is none
+# An answer, its scores in all formats, the baseline first, and those along the baseline's own answer, if any
+Scored = tuple[Answer, list[Scores], list[Scores]]
 
 
 class Replay:
@@ -60,7 +56,7 @@ class Replay:
             RequestError: K or V are not finite.
         """
         pairs = [(session, session.new_sequence()) for session in self._sessions]
-        found, done = [], 0
+        found, done = list[Scored](), 0
         for answer in stretch.answers:
             last = answer.first - 1  # the token that predicts the answer's first
             _read(pairs, stretch.tokens[done:last])
@@ -68,7 +64,7 @@ class Replay:
             mine = self._along_fork(pairs, [before, *along[:-1]]) if along else []
             recorded = _along(pairs, stretch.tokens[last : answer.end - 1], self._size)
             done = answer.end - 1
-            found.append(Scored(answer, recorded, mine))
+            found.append((answer, recorded, mine))
         for session, sequence in pairs:
             session.free(sequence)
         return found

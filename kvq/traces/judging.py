@@ -1,6 +1,6 @@
 """Verdicts on KV formats from agents' turns: what is decided otherwise, what fails, and up to which depth."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -14,13 +14,8 @@ _SHALLOW = 1024  # tokens; buckets of depth double from here on
 TOLERANCE = 0.02  # of all turns: more failures than that are harm
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KindSums:
-    """Sums over tokens of one kind."""
-
-    tokens: int
-    kl: float
-    same: int  # tokens for which the likeliest one is that of unquantized KV
+# Of some tokens: how many, their KL, and how many have the same likeliest successor as with unquantized KV
+Sums = tuple[int, float, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +25,7 @@ class Turn:
     session: int
     number: int  # of the session's answers, from 1
     depth: int  # tokens before the answer
-    kinds: dict[str, KindSums]  # along the recorded answer
+    kinds: Mapping[str, Sums]  # along the recorded answer
     diverges_at: int | None  # first token of the recorded answer that is likeliest no more
     lost: str | None = None  # kind of the first token of the baseline's own answer that is likeliest no more
     is_asked: bool = False  # whether there is a free run
@@ -78,7 +73,8 @@ def judge(
 ) -> TraceRow:
     """Return all figures of one format."""
     asked = [turn for turn in turns if turn.is_asked]
-    every, decisive = _sums(turns, TokenKind), _sums(turns, DECISIVE)
+    tokens, kl, same = _means(turns, TokenKind)
+    _, decisive_kl, decisive_same = _means(turns, DECISIVE)
     more = _more_failed(asked, bootstrap)
     lost, gained = _discordant(asked)
     return TraceRow(
@@ -86,11 +82,11 @@ def judge(
         bits_per_element=bits,
         sessions=len({turn.session for turn in turns}),
         turns=len(turns),
-        tokens=every.tokens,
-        kl_mean=_mean(every.kl, every),
-        kl_decisive=_mean(decisive.kl, decisive),
-        top1_agreement=_mean(every.same, every),
-        top1_decisive=_mean(decisive.same, decisive),
+        tokens=tokens,
+        kl_mean=kl,
+        kl_decisive=decisive_kl,
+        top1_agreement=same,
+        top1_decisive=decisive_same,
         undiverged=_share(turns, lambda turn: turn.diverges_at is None),
         **_shares(asked),
         more_failed=(lost - gained) / max(1, len(asked)),
@@ -100,7 +96,12 @@ def judge(
             "failed": wilson_interval(sum(x.is_failed for x in asked), len(asked)) if asked else None,
             "more_failed": more,
         },
-        by_kind=[_kind_row(kind, turns) for kind in TokenKind if _sums(turns, [kind]).tokens],
+        by_kind=[
+            {"kind": kind.value, "tokens": tokens, "kl_mean": kl, "top1_agreement": same}
+            for kind in TokenKind
+            for tokens, kl, same in [_means(turns, [kind])]
+            if tokens
+        ],
         by_depth=[
             {"first_depth": first, "last_depth": last, **_part(some, bootstrap, tolerance)}
             for first, last, some in _by(turns, lambda turn: turn.depth, _SHALLOW)
@@ -138,12 +139,12 @@ def _at(row: TraceRow, depth: int) -> dict[str, Any]:
 
 
 def _part(turns: Sequence[Turn], bootstrap: Bootstrap, tolerance: float) -> dict[str, Any]:
-    asked, decisive = [turn for turn in turns if turn.is_asked], _sums(turns, DECISIVE)
+    asked, (_, kl, same) = [turn for turn in turns if turn.is_asked], _means(turns, DECISIVE)
     more = _more_failed(asked, bootstrap)
     return {
         "turns": len(turns),
-        "kl_decisive": _mean(decisive.kl, decisive),
-        "top1_decisive": _mean(decisive.same, decisive),
+        "kl_decisive": kl,
+        "top1_decisive": same,
         **_shares(asked),
         "more_failed": more,
         "is_safe": more is not None and more[1] <= tolerance,
@@ -160,21 +161,11 @@ def _shares(asked: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def _kind_row(kind: TokenKind, turns: Sequence[Turn]) -> dict[str, Any]:
-    sums = _sums(turns, [kind])
-    means = {"kl_mean": _mean(sums.kl, sums), "top1_agreement": _mean(sums.same, sums)}
-    return {"kind": kind.value, "tokens": sums.tokens, **means}
-
-
-def _sums(turns: Sequence[Turn], kinds: Iterable[str]) -> KindSums:
+def _means(turns: Sequence[Turn], kinds: Iterable[str]) -> tuple[int, float, float]:
+    """Return the number of tokens of some kinds, their mean KL, and the share with the same likeliest one."""
     found = [turn.kinds[kind] for kind in kinds for turn in turns if kind in turn.kinds]
-    return KindSums(
-        tokens=sum(x.tokens for x in found), kl=sum(x.kl for x in found), same=sum(x.same for x in found)
-    )
-
-
-def _mean(value: float, sums: KindSums) -> float:
-    return value / max(1, sums.tokens)
+    tokens, kl, same = map(sum, zip((0, 0.0, 0), *found, strict=True))
+    return tokens, kl / max(1, tokens), same / max(1, tokens)
 
 
 def _share(turns: Sequence[Turn], is_so: Callable[[Turn], bool]) -> float:

@@ -17,7 +17,7 @@ from kvq.models import Model
 from kvq.traces.finished import Finished
 from kvq.traces.forced import Replay, Scored, Scores
 from kvq.traces.free import Call, Key, Outcome, Question, are_same, generate, questions_of
-from kvq.traces.judging import TOLERANCE, KindSums, TraceRow, Turn, judge
+from kvq.traces.judging import TOLERANCE, Sums, TraceRow, Turn, judge
 from kvq.traces.kinds import TokenKind, kinds_of
 from kvq.traces.rendering import Rendering, Stretch
 from kvq.traces.sessions import RecordedSession
@@ -142,7 +142,7 @@ class TraceMeasurement:
                 }
                 given = {message: one.token_ids for message, one in own.items()}
                 scored = replay[0].scores(stretch, given)
-                return [self._forced(stretch, one, own.get(one.answer.message)) for one in scored]
+                return [self._forced(stretch, one, own.get(one[0].message)) for one in scored]
 
             for turns in self._finished.of(f"stretch {number}", make):
                 for name, turn in zip(found, turns, strict=True):
@@ -153,20 +153,19 @@ class TraceMeasurement:
 
     def _forced(self, stretch: Stretch, scored: Scored, own: Outcome | None) -> list[_Forced]:
         """Return one turn in every format."""
-        message = self._plan.sessions[stretch.session].messages[scored.answer.message]
-        tokens = stretch.tokens[scored.answer.first : scored.answer.end]
-        kinds = kinds_of(self._rendering.texts(tokens), message)
-        lost: list[str | None] = [None] * len(scored.recorded)
-        if own is not None and scored.own:
+        answer, recorded, mine = scored
+        message = self._plan.sessions[stretch.session].messages[answer.message]
+        kinds = kinds_of(self._rendering.texts(stretch.tokens[answer.first : answer.end]), message)
+        lost: list[str | None] = [None] * len(recorded)
+        if own is not None and mine:
             calls = [{"function": call._asdict()} for call in own.calls]
-            pieces = self._rendering.texts(own.token_ids)
+            pieces, chosen = self._rendering.texts(own.token_ids), np.array(own.token_ids)
             own_kinds = kinds_of(pieces, {"content": own.content, "tool_calls": calls})
-            chosen = np.array(own.token_ids)
-            is_free = scored.own[0].top == chosen  # elsewhere a grammar chose
-            lost = [_first(own_kinds, is_free & (one.top != chosen)) for one in scored.own]
+            is_free = mine[0].top == chosen  # elsewhere a grammar chose
+            lost = [_first(own_kinds, is_free & (one.top != chosen)) for one in mine]
         return [
             {"kinds": _sums(kinds, one), "diverges_at": _first(range(len(kinds)), ~one.same), "lost": kind}
-            for one, kind in zip(scored.recorded, lost, strict=True)
+            for one, kind in zip(recorded, lost, strict=True)
         ]
 
     def _join(self, model: Model, forced: dict[str, list[_Forced]]) -> None:
@@ -184,7 +183,7 @@ class TraceMeasurement:
                     session=stretch.session,
                     number=1 + list(session.answers()).index(answer.message),
                     depth=answer.first,
-                    kinds={kind: KindSums(**sums) for kind, sums in one["kinds"].items()},
+                    kinds=one["kinds"],
                     diverges_at=one["diverges_at"],
                     lost=one["lost"],
                     **(_judged(session, outcomes[key], bases[key]) if key in outcomes else {}),
@@ -233,11 +232,9 @@ def _first(values: Sequence[Any], wanted: Any) -> Any:
     return next((value for value, is_it in zip(values, wanted, strict=True) if is_it), None)
 
 
-def _sums(kinds: Sequence[TokenKind], scores: Scores) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _sums(kinds: Sequence[TokenKind], scores: Scores) -> dict[str, Sums]:
+    found: dict[str, Sums] = {}
     for kind, kl, same in zip(kinds, scores.kl, scores.same, strict=True):
-        sums = found.setdefault(kind.value, {"tokens": 0, "kl": 0.0, "same": 0})
-        sums["tokens"] += 1
-        sums["kl"] += float(kl)
-        sums["same"] += int(same)
+        tokens, before, alike = found.get(kind.value, (0, 0.0, 0))
+        found[kind.value] = tokens + 1, before + float(kl), alike + int(same)
     return found

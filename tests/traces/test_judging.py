@@ -6,13 +6,13 @@ import random
 import pytest
 
 from kvq.evals.report.bootstrap import Bootstrap
-from kvq.traces.judging import KindSums, Turn, advice, judge
+from kvq.traces.judging import Turn, advice, judge
 
 BOOTSTRAP = Bootstrap(resamples=400)
 
 
 def turn(session, number=1, *, depth=100, failed=False, base=False, **more):
-    kinds = {"value": KindSums(tokens=2, kl=0.5, same=1), "text": KindSums(tokens=6, kl=0.1, same=6)}
+    kinds = {"value": (2, 0.5, 1), "text": (6, 0.1, 6)}
     flags = {"is_asked": True, "is_failed": failed, "base_failed": base, "is_changed": failed != base}
     return Turn(session=session, number=number, depth=depth, kinds=kinds, diverges_at=3, **flags, **more)
 

@@ -8,8 +8,8 @@ from kvq.evals.report.page import Columns, bits, span, table
 Row = dict[str, Any]
 
 
-class SessionTable(NamedTuple):
-    """One table with a title."""
+class _SessionTable(NamedTuple):
+    """Table with a title."""
 
     title: str
     heads: Sequence[str]
@@ -18,7 +18,7 @@ class SessionTable(NamedTuple):
     is_drawn: bool = False  # whether a plot of all rows belongs above it
 
 
-def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iterator[SessionTable]:
+def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iterator[_SessionTable]:
     """Yield the tables of one task. `facts`: what `kvq eval` stores beside its rows."""
     checked = "fails if its calls are not the right ones" if facts["checked"] else "fails if it is changed"
     left_out = len(facts["left_out"]) + len(facts["refused"])
@@ -29,13 +29,13 @@ def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iter
         f"are not those of {base}; it {checked}. Foreseen: failures that scores along {base}'s own answers "
         f"foretell. {facts['advice'].capitalize()}."
     )
-    yield SessionTable(f"{name}: what agents' turns come to", *table(rows, _WHOLE), note, is_drawn=True)
+    yield _SessionTable(f"{name}: what agents' turns come to", *table(rows, _WHOLE), note, is_drawn=True)
     yield _by_kind(name, rows)
     yield _by(name, rows, "depth", "tokens of context before the answer")
     yield _by(name, rows, "turn", "turns of a session")
     if facts["left_out"] or facts["refused"]:
         reasons = [*facts["refused"].items(), *facts["left_out"].items()]
-        yield SessionTable(f"{name}: what was left out", ("session", "reason"), reasons, "")
+        yield _SessionTable(f"{name}: what was left out", ("session", "reason"), reasons, "")
     if facts["examples"]:
         yield _examples(name, facts["examples"])
 
@@ -55,7 +55,7 @@ _WHOLE: Columns = {
 }
 
 
-def _by_kind(name: str, rows: list[Row]) -> SessionTable:
+def _by_kind(name: str, rows: list[Row]) -> _SessionTable:
     kinds = [one["kind"] for one in rows[0]["by_kind"]]
     heads = ["kv", *(f"{one['kind']} ({one['tokens']:,} tokens)" for one in rows[0]["by_kind"])]
     cells = []
@@ -63,10 +63,10 @@ def _by_kind(name: str, rows: list[Row]) -> SessionTable:
         found = {one["kind"]: f"{one['kl_mean']:.5f}, {one['top1_agreement']:.2%}" for one in row["by_kind"]}
         cells.append([row["kv"], *(found.get(kind, "-") for kind in kinds)])
     note = "Mean KL and top-1 agreement along the recorded answers, by what their tokens decide."
-    return SessionTable(f"{name}: by kind of token", heads, cells, note)
+    return _SessionTable(f"{name}: by kind of token", heads, cells, note)
 
 
-def _by(name: str, rows: list[Row], key: str, words: str) -> SessionTable:
+def _by(name: str, rows: list[Row], key: str, words: str) -> _SessionTable:
     parts = rows[0][f"by_{key}"]
     heads = ["kv", *(f"{part[f'first_{key}']:,}-{part[f'last_{key}']:,}" for part in parts)]
     cells = [[row["kv"], *map(_part, row[f"by_{key}"])] for row in rows]
@@ -75,7 +75,7 @@ def _by(name: str, rows: list[Row], key: str, words: str) -> SessionTable:
         f"By {words}: decisions alike; turns that fail, and how many points more than the baseline's (95%). "
         f"Turns: {counts}."
     )
-    return SessionTable(f"{name}: by {key}", heads, cells, note)
+    return _SessionTable(f"{name}: by {key}", heads, cells, note)
 
 
 def _part(part: Row) -> str:
@@ -85,7 +85,7 @@ def _part(part: Row) -> str:
     return f"{part['top1_decisive']:.2%}{failed}"
 
 
-def _examples(name: str, found: Sequence[Row]) -> SessionTable:
+def _examples(name: str, found: Sequence[Row]) -> _SessionTable:
     texts = [key for key in found[0] if key not in ("kv", "session", "message", "depth", "is_valid", "lost")]
     heads = ["kv", "session", "message", "depth", "lost at", *("answer" if x == "text" else x for x in texts)]
     cells = [
@@ -98,4 +98,4 @@ def _examples(name: str, found: Sequence[Row]) -> SessionTable:
     note = "Turns that fail in a format, but not in the baseline, the shallowest first."
     if not texts:
         note += " Their texts are shown with --show-texts."
-    return SessionTable(f"{name}: examples", heads, cells, note)
+    return _SessionTable(f"{name}: examples", heads, cells, note)
