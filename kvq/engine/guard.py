@@ -9,6 +9,7 @@ scales are right.
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from random import Random
@@ -37,7 +38,7 @@ _SIGMAS = 5.0
 _FACTOR = 1.5  # of the usual divergence
 _LEAST_SPREAD = 0.1  # of logarithms
 _SHARE = 0.01  # of the time of steps
-_LEAST_FREE = 0.05  # of a pool's blocks, or it gives up its own
+_LEAST_FREE = 0.5  # of a pool's blocks while requests wait, or it gives up its own
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +71,11 @@ class Guard:
         if not model.recipe.is_quantized:
             raise ConfigError(
                 f"guard compares quantized KV with unquantized KV, and kv is {model.recipe.name}"
+            )
+        if config.kv_ladder or config.kv_tier_format:
+            raise ConfigError(
+                "guard (--guard) takes blocks that were in fewer bits for damaged ones; leave out kv_ladder "
+                "and kv_tier_format (--kv-ladder, --kv-tier-format), or guard"
             )
         if not isinstance(cache, KVCache):
             raise ConfigError("guard (--guard) needs kvq's own blocks; leave one of guard and cache out")
@@ -104,8 +110,17 @@ class Guard:
             fork = self._manager.fork(sequence)
         except ConfigError:  # more tokens are under way
             return
+        with suppress(ConfigError):  # not where its blocks were released
+            self._manager.truncate(fork, len(tokens))
         self._work = self._compare(tokens, fork)
         next(self._work)  # from now on, closing it frees the fork
+
+    def make_room(self) -> None:
+        """Give up the request that is being computed if others may need its blocks."""
+        if self._work is not None and any(
+            pool.free + pool.cached < _LEAST_FREE * pool.total for pool in self._manager.usage()
+        ):
+            self.close()
 
     def after_step(self, seconds: float) -> None:
         """Work for a small share of a step's `seconds`."""
@@ -140,9 +155,6 @@ class Guard:
         """Run one piece of work; return its seconds."""
         began = perf_counter()
         assert self._work is not None, "asked before"
-        if any(pool.free + pool.cached < _LEAST_FREE * pool.total for pool in self._manager.usage()):
-            self.close()  # requests need the blocks that it holds
-            return 0.0
         try:
             next(self._work)
         except StopIteration:

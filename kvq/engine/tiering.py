@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from kvq.engine.requests.sessions import Sessions
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout, plan_layout
 from kvq.models import Model
-from kvq.scheduler import Branch
+from kvq.scheduler import Branch, Scheduler
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.pools import BESIDE, rung_bytes
 from kvq.tiers.disk import DiskTier
@@ -109,7 +110,9 @@ def rungs_of(config: EngineConfig, model: Model) -> list[KVLayout]:
         raise ConfigError(f"exact and {option} exclude each other: fewer bits change blocks; leave one out")
     size, order = model.layout.block_size, model.prepared.order
     plan = partial(plan_layout, model.geometry, block_size=size, order=order, staging=False)
-    return [plan(model.recipe), *(plan(model.prepared.recipe(name)) for name in given)]
+    recipes = map(model.prepared.recipe, given)
+    whole = (replace(one, layers=tuple(layer.unclipped() for layer in one.layers)) for one in recipes)
+    return [plan(model.recipe), *map(plan, whole)]  # D412
 
 
 def tier_rungs(config: EngineConfig, rungs: list[KVLayout]) -> dict[int, int]:
@@ -152,6 +155,11 @@ class Upkeep:
             self._blocks.tiers.expire()
         if self.guard is not None:
             self.guard.after_step(seconds)
+
+    def make_room(self, scheduler: Scheduler) -> None:
+        """Give up blocks that requests which wait may need."""
+        if self.guard is not None and len(scheduler.waiting) > 0:
+            self.guard.make_room()
 
     def ending(self, branch: Branch) -> None:
         """Look at a branch that ends, while it has its blocks."""

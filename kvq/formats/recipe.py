@@ -40,12 +40,18 @@ class LayerFormats:
         self.k.check(self.k_head_dim)
         self.v.check(self.v_head_dim)
         for name, fmt, clip in (("k_clip", self.k, self.k_clip), ("v_clip", self.v, self.v_clip)):
+            if clip == 1 / fmt.span:  # D412
+                continue
             if not _LEAST_CLIP <= clip <= 1.0:
                 raise ConfigError(f"{name} must be a number from {_LEAST_CLIP} to 1, got {clip!r:.40}")
             if clip != 1.0 and not (fmt.code is Code.INT2 and isinstance(fmt.scale, Grouped)):
                 raise ConfigError(
                     f"{name}={clip} is for 2-bit formats in groups, got {fmt.name}; leave it out"
                 )
+
+    def unclipped(self) -> "LayerFormats":
+        """Return formats whose codes span the full range of what they store."""
+        return replace(self, k_clip=1 / self.k.span, v_clip=1 / self.v.span)
 
     @classmethod
     def plain(cls, name: str, k_dim: int, v_dim: int) -> "LayerFormats":
@@ -373,8 +379,8 @@ def _formats(data: object) -> LayerFormats:
         dims.append(dim)
     clips = {key: data.get(key, 1.0) for key in _CLIPS}
     for key, clip in clips.items():
-        if not isinstance(clip, int | float) or isinstance(clip, bool):
-            raise ConfigError(f"{key} must be a number, got {clip!r:.40}")
+        if not isinstance(clip, int | float) or isinstance(clip, bool) or clip > 1:
+            raise ConfigError(f"{key} must be a number from {_LEAST_CLIP} to 1, got {clip!r:.40}")
     return LayerFormats(
         k=parse_format(str(data["k"]), dims[0]),
         v=parse_format(str(data["v"]), dims[1]),

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ class Recorder:
         self._path, self._redactor, self._max_bytes = path, redactor, max_bytes
         try:
             self._file = open(path, "ab", opener=partial(os.open, mode=PRIVATE))  # noqa: SIM115
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise ConfigError(f"--record needs a file, and {path} is none")
             os.chmod(self._file.fileno(), PRIVATE)
         except OSError as error:
             raise ConfigError(f"can't write {path}: {error.strerror or error}") from error

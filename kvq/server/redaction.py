@@ -6,6 +6,7 @@ It finds what has a recognizable form, which is not all that is personal: names 
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -58,6 +59,21 @@ class Redactor:
         return value
 
     def text(self, text: str) -> str:
+        """Return a text with placeholders, which stays JSON if it is JSON."""
+        try:
+            given = json.loads(text) if text[:1] in ("{", "[") else None
+        except (ValueError, RecursionError):
+            given = None
+        if given is None:
+            return self._plain(text)
+        found = self.value(given, ())  # escapes hide what is behind them
+        whole = text if found == given else json.dumps(found, ensure_ascii=False)
+        with suppress(ValueError, RecursionError):
+            json.loads(plain := self._plain(whole))
+            return plain
+        return whole
+
+    def _plain(self, text: str) -> str:
         """Return a text with placeholders, found line by line so that other threads run between lines."""
         return "".join(map(self._line, text.splitlines(keepends=True)))
 
@@ -67,17 +83,10 @@ class Redactor:
         return _PATTERN.sub(_placeholder, line) if _SUSPECT.search(line) else line
 
     def _field(self, key: str, value: Any, skipped: Sequence[str]) -> Any:
-        """Return a redacted field of an object; "arguments" of a call are a JSON text."""
-        if key in skipped:
+        """Return a redacted field of an object; ids of calls stay, those in their arguments do not."""
+        if key in skipped and isinstance(value, str):
             return value
-        if key != "arguments" or not isinstance(value, str):
-            return self.value(value, () if key == "input" else skipped)
-        try:
-            given = json.loads(value)
-        except (ValueError, RecursionError):
-            return self.text(value)
-        found = self.value(given, ())
-        return value if found == given else json.dumps(found, ensure_ascii=False)
+        return self.value(value, () if key in ("input", "arguments") else skipped)
 
 
 def _placeholder(match: re.Match[str]) -> str:

@@ -24,6 +24,8 @@ class Finished:
         self._parts: dict[str, Any] = {}
         if path is None:
             return
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file for finished parts")
         first = {"format_version": _VERSION, **about}
         if path.exists() and path.stat().st_size:
             self._read(path, first)

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, sqrt
 from typing import Any
 
 import numpy as np
 
-from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS, Bootstrap, Interval, wilson_interval
+from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS, Z95, Bootstrap, Interval, wilson_interval
 from kvq.traces.kinds import DECISIVE, TokenKind
 
 _SHALLOW = 1024  # tokens; buckets of depth double from here on
+_LEAST_RIGHT = 0.25  # of the turns, in the baseline; otherwise there is little that a format could break
 TOLERANCE = 0.02  # of all turns: more failures than that are harm
 
 
@@ -27,7 +28,7 @@ class Turn:
     depth: int  # tokens before the answer
     kinds: Mapping[str, Sums]  # along the recorded answer
     diverges_at: int | None  # first token of the recorded answer that is likeliest no more
-    lost: str | None = None  # kind of the first token of the baseline's own answer that is likeliest no more
+    lost: str | None = None  # kind of the first deciding token of the baseline's own answer that it loses
     is_asked: bool = False  # whether there is a free run
     is_valid: bool = True
     is_changed: bool = False  # its calls are not the baseline's
@@ -37,7 +38,7 @@ class Turn:
     @property
     def is_foreseen(self) -> bool:
         """True if scores along the baseline's own answer foretell a failure."""
-        return self.base_failed or self.lost in DECISIVE
+        return self.base_failed or self.lost is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,15 +182,20 @@ def _discordant(asked: Sequence[Turn]) -> tuple[int, int]:
 def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None:
     """Return a 95% interval of how many more turns fail than in the baseline, as a share of turns.
 
-    Sessions are resampled. Turns without a difference don't prove that there is none: the bounds are at least
-    as far apart as those of shares of independent turns.
+    Sessions are resampled. Turns without a difference don't prove that there is none: the interval is at
+    least that of a difference of paired shares with half a turn added to each of the four outcomes, and that
+    of each share alone. None if there are too few sessions, or too few turns that succeed in the baseline.
+
+    Source: Agresti and Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
     """
-    if len(asked) < FEWEST_DOCUMENTS:
+    right = sum(not turn.base_failed for turn in asked)
+    if len({turn.session for turn in asked}) < FEWEST_DOCUMENTS or right < _LEAST_RIGHT * len(asked):
         return None
-    lost, gained = _discordant(asked)
-    some, others = wilson_interval(lost, len(asked)), wilson_interval(gained, len(asked))
-    low = min(some[0] - gained / len(asked), lost / len(asked) - others[1])
-    high = max(some[1] - gained / len(asked), lost / len(asked) - others[0])
+    count, (lost, gained) = len(asked), _discordant(asked)
+    more = (lost - gained) / (count + 2)
+    half = Z95 * sqrt((lost + gained + 1) / (count + 2) - more**2) / sqrt(count + 2)
+    least, most = (bound - gained / count for bound in wilson_interval(lost, count))
+    low, high = min(more - half, least), max(more + half, most)
     sums = {turn.session: np.zeros(2) for turn in asked}
     for turn in asked:
         sums[turn.session] += (turn.is_failed - turn.base_failed, 1)
@@ -198,8 +204,11 @@ def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None
 
 
 def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float) -> str:
+    if more is None and sum(turn.base_failed for turn in asked) > (1 - _LEAST_RIGHT) * len(asked):
+        return f"no verdict: {baseline} itself fails most of the turns"
     if more is None:
-        return f"{len(asked)} turns to answer are too few for a verdict; {FEWEST_DOCUMENTS} are needed"
+        sessions = len({turn.session for turn in asked})
+        return f"no verdict: {sessions} sessions with free runs are too few; {FEWEST_DOCUMENTS} are needed"
     low, high = (100 * bound for bound in more)
     if more[1] <= tolerance:
         return f"as safe as {baseline}: at most {high:.1f} points more turns fail"

@@ -26,6 +26,7 @@ class TokenKind(StrEnum):
 
 
 DECISIVE = frozenset(TokenKind) - {TokenKind.TEXT}
+CALLED = frozenset((TokenKind.NAME, TokenKind.KEY, TokenKind.VALUE))  # what a grammar leaves open
 _FENCED = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 _JSON = re.compile(r'(?P<value>"(?:[^"\\]|\\.)*"|[\w.+\-]+)(?P<key>\s*:)?', re.DOTALL)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq.engine.exactness import engine_facts
 from kvq.errors import RequestError
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.watch import UNWATCHED, Watch
@@ -18,7 +19,7 @@ from kvq.traces.finished import Finished
 from kvq.traces.forced import Replay, Scored, Scores
 from kvq.traces.free import Call, Key, Outcome, Question, are_same, generate, questions_of
 from kvq.traces.judging import TOLERANCE, Sums, TraceRow, Turn, judge
-from kvq.traces.kinds import TokenKind, kinds_of
+from kvq.traces.kinds import CALLED, DECISIVE, TokenKind, kinds_of
 from kvq.traces.rendering import Rendering, Stretch
 from kvq.traces.sessions import RecordedSession
 
@@ -100,7 +101,7 @@ class TraceMeasurement:
     def _about(self) -> dict[str, Any]:
         tokens = [[one.session, *one.tokens] for one in self._stretches]
         return {
-            "model": self._models[0].weights.digest,
+            **engine_facts(self._models[0]),
             "formats": [model.recipe.name for model in self._models],
             "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
             "is_free": self._plan.is_free,
@@ -161,8 +162,10 @@ class TraceMeasurement:
             calls = [{"function": call._asdict()} for call in own.calls]
             pieces, chosen = self._rendering.texts(own.token_ids), np.array(own.token_ids)
             own_kinds = kinds_of(pieces, {"content": own.content, "tool_calls": calls})
-            is_free = mine[0].top == chosen  # elsewhere a grammar chose
-            lost = [_first(own_kinds, is_free & (one.top != chosen)) for one in mine]
+            deciding = CALLED if self._plan.is_forced else DECISIVE
+            decides = np.array([kind in deciding for kind in own_kinds])
+            decides &= mine[0].top == chosen  # elsewhere a grammar chose
+            lost = [_first(own_kinds, decides & (one.top != chosen)) for one in mine]
         return [
             {"kinds": _sums(kinds, one), "diverges_at": _first(range(len(kinds)), ~one.same), "lost": kind}
             for one, kind in zip(recorded, lost, strict=True)
@@ -211,8 +214,8 @@ def trace_rows(
 
 def _judged(session: RecordedSession, one: Outcome, base: Outcome) -> dict[str, Any]:
     is_same = are_same(base.calls, one.calls, session) and one.is_valid == base.is_valid
-    if not base.calls and base.is_valid:
-        is_same = one.is_valid and json.loads(one.content) == json.loads(base.content)
+    if is_same and base.is_valid and not base.calls:
+        is_same = json.loads(one.content) == json.loads(base.content)
     checked = session.is_checked
     return {
         "is_asked": True,

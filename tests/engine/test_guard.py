@@ -130,19 +130,22 @@ def test_rising_divergence_is_found(factor):
 def test_options():
     with pytest.raises(ConfigError, match="unquantized"):
         LLM("tiny", kv="fp32", num_blocks=20, guard=0.5)
+    with pytest.raises(ConfigError, match="leave out kv_ladder"):
+        LLM("tiny", kv="int8", num_blocks=20, guard=0.5, kv_ladder="int4")
     with pytest.raises(ConfigError, match="share of requests"):
         LLM("tiny", kv="int4", num_blocks=20, guard=2)
     with LLM("tiny", kv="int4", num_blocks=20) as llm:
         assert llm.core.upkeep.guard is None
 
 
-def test_it_gives_up_its_blocks_when_requests_need_them():
-    with LLM("tiny", kv="int4", num_blocks=24, guard=1.0) as llm:
-        core = llm.core
-        llm.generate([PROMPTS[0]], PARAMS)
-        assert core.upkeep.guard.is_busy
-        outputs = llm.generate([f"{prompt} And {prompt[:60]}" for prompt in PROMPTS], PARAMS)
-        assert all(len(one.outputs[0].token_ids) == 40 for one in outputs)
+@pytest.mark.parametrize("blocks", [16, 20, 24])
+def test_it_gives_up_its_blocks_when_requests_need_them(blocks):
+    with LLM("tiny", kv="int4", num_blocks=blocks, guard=1.0) as llm:
+        core, long = llm.core, list(range(5, 405))
+        for _ in range(3):
+            llm.generate([long], PARAMS)
+        outputs = llm.generate([[i, *long, *long[: 8 * i]] for i in range(6)], PARAMS)
+        assert [one.error for one in outputs] == [None] * 6
         idle(llm)
         assert core.upkeep.guard.totals.failed == 0
         assert all(pool.live == 0 for pool in core.scheduler.manager.usage())

@@ -8,6 +8,7 @@ import re
 import string
 import time
 from contextlib import aclosing
+from pathlib import Path
 from types import SimpleNamespace
 
 import anthropic
@@ -29,7 +30,7 @@ from tests.waiting import HANG_S, wait_for
 OPTIONS = ("--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8", "--tool-call-parser", "hermes")
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-ASK = [{"role": "user", "content": "Write to ann@example.org about it."}]
+ASK = [{"role": "user", "content": "Write to ann@example.org of zyxxy."}]
 
 
 def lines(path):
@@ -57,7 +58,7 @@ def recorded(tmp_path_factory):
     path.write_text('{"kvq_recording": 1, "session": "cut off by a full disk')
     path.chmod(0o644)
     answers = []
-    with Server(*OPTIONS, "--record", str(path), "--record-redact", "abou.") as server:
+    with Server(*OPTIONS, "--record", str(path), "--record-redact", "zyxx.") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
         given = {"model": "tiny", "messages": ASK, "max_tokens": 90, "temperature": 0}
         given["extra_body"] = {"session_id": "ann@example.org", "cache_salt": "salt"}
@@ -65,7 +66,8 @@ def recorded(tmp_path_factory):
             answers.append(client.chat.completions.create(**given, **call).model_dump(exclude_unset=True))
             answers.append(added_up(client.chat.completions.create(**given, **call, stream=True)))
         client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=HANG_S)
-        given = {"model": "tiny", "messages": ASK, "max_tokens": 90, "system": "Call 555-123-4567."}
+        given = {"model": "tiny", "messages": ASK, "max_tokens": 90, "extra_body": {"temperature": 0}}
+        given["system"] = "Call 555-123-4567."
         tool = {"name": "weather", "input_schema": SCHEMA}
         for call in ({}, {"tools": [tool], "tool_choice": {"type": "any"}}):
             answers.append(client.messages.create(**given, **call).model_dump(exclude_unset=True))
@@ -119,7 +121,7 @@ def test_requests_are_recorded_redacted_and_without_what_concerns_the_server(rec
         assert "stream" not in line["request"]
         [message] = line["request"]["messages"]
         texts = message["content"] if isinstance(message["content"], str) else message["content"][0]["text"]
-        assert texts == "Write to <email> <redacted> it."
+        assert texts == "Write to <email> of <redacted>."
     assert len({line["session"] for line in found}) == 2
     assert found[4]["request"]["system"][0]["text"] == "Call <phone>."
 
@@ -343,3 +345,18 @@ def test_streams_are_recorded_when_they_are_complete_and_failures_are_not():
     assert [
         (one["index"], one["message"]["content"], one["finish_reason"]) for one in response["choices"]
     ] == [(0, "ac", "length"), (1, "b", "stop")]
+
+
+def test_what_json_spells_is_redacted_too():
+    inner = "127.0.0.1 localhost\n10.20.30.40 db\n+491701234567\nsk-abc1234efgh5678jklm90qrst\nann@example.org"
+    message = {"role": "tool", "content": json.dumps({"text": inner, "id": 7})}
+    found = Redactor().value(message)["content"]
+    assert json.loads(found)["id"] == 7
+    assert not any(secret in found for secret in ("10.20.30.40", "491701234567", "sk-abc1", "example.org"))
+    tool = {"properties": {"id": {"description": "such as ann@example.org"}}}
+    assert Redactor().value(tool) == {"properties": {"id": {"description": "such as <email>"}}}
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="needs a file"):
+        Recorder(Path("/dev/null"), None)

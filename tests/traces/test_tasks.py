@@ -266,3 +266,18 @@ def test_as_lines_of_a_log_they_are_read_back(tmp_path):
     assert [[one.get("tool_calls") for one in x.messages] for x in read] == [
         [one.get("tool_calls") for one in x.messages] for x in sessions
     ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{}, {"type": "objekt"}, {"properties": None}, {"required": None}, {"enum": None}, {"items": [1]}, True,
+     {"properties": {"c": True}}, {"type": ["string", "object"]}, {"properties": {"a": {"type": 3}}}],
+)  # fmt: skip
+def test_schemas_that_say_little_fit_what_there_is(schema):
+    for value in ({"a": 1}, {"a": [1, {"b": None}], "c": 2}):
+        assert fits(schema, value)
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    call = {"name": "go", "arguments": '{"a": 1, "c": true}'}
+    assert same_call(tool, call, call | {"arguments": '{"c": true, "a": 1.0}'})
+    assert same_call({"function": {"name": "go"}}, call, call)
+    assert not same_call(tool, call, call | {"arguments": '{"a": 1, "c": 1}'})

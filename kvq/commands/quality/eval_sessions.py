@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.commands.shared.declare import option, path_option
-from kvq.commands.shared.param_types import AT_LEAST_1, TO_READ, TOKENS, Finite
+from kvq.commands.shared.param_types import AT_LEAST_1, TO_READ, Finite, TokenCount
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ class SessionOptions:
         type=TO_READ,
     )
     sessions: int = option(25, "Sessions to generate for tools, edits, recall, ...", type=AT_LEAST_1)
-    session_tokens: int = option(2000, "Tokens of a generated session, about.", type=TOKENS)
+    session_tokens: int = option(
+        2000, "Tokens of a generated session, of four characters each.", type=TokenCount(1000, 30_000)
+    )
     forced_calls: bool = option(
         False, "Let a grammar leave the model only calls of tools where the session has some."
     )
@@ -43,7 +45,7 @@ class SessionOptions:
     )
     texts: bool = option(False, "Show examples of failed turns with their texts.", names="--show-texts")
     finished: str | None = path_option(
-        "--finished", "Keep finished parts in this file, and go on from it after an interruption."
+        "--finished", "Keep finished parts in FILE.TASK, and go on from there after an interruption."
     )
 
 

@@ -192,6 +192,7 @@ class EngineCore(NotCopyable):
             watch.start("drafting")
             self.speculator.plan()  # a draft model may catch up here
             watch.start("scheduling")
+        self.upkeep.make_room(self.scheduler)
         plan = self.scheduler.schedule(began)
         for request in self.scheduler.take_failed():
             self._complete(as_job(request), request.error, "error")

@@ -20,7 +20,11 @@ class _SessionTable(NamedTuple):
 
 def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iterator[_SessionTable]:
     """Yield the tables of one task. `facts`: what `kvq eval` stores beside its rows."""
-    checked = "fails if its calls are not the right ones" if facts["checked"] else "fails if it is changed"
+    checked = (
+        "fails if its calls are not the right ones"
+        if facts["checked"]
+        else "fails if it is invalid or changed"
+    )
     left_out = len(facts["left_out"]) + len(facts["refused"])
     note = f"{facts['sessions']:,} sessions" + (f", {left_out:,} more were left out" if left_out else "")
     base = rows[0]["kv"]

@@ -26,7 +26,7 @@ class _Recorded(Call):
 
     async def answer(self) -> dict[str, Any]:
         whole = await self._call.answer()
-        self._recorder.put(self._request, whole)
+        self._recorder.put(self._request, _without_logprobs(whole))
         return whole
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
@@ -89,3 +89,10 @@ def _extend(texts: dict[str, Any], more: dict[str, str | None]) -> None:
     for key, text in more.items():
         if text:
             texts[key] = texts.get(key, "") + text
+
+
+def _without_logprobs(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return a response without the tokens of its texts, in which nothing is redacted."""
+    if "choices" not in whole:
+        return whole
+    return whole | {"choices": [{**choice, "logprobs": None} for choice in whole["choices"]]}

@@ -21,7 +21,7 @@ def same_call(tool: Mapping[str, Any], expected: Mapping[str, Any], got: Mapping
     `expected`, `got`: a name and arguments, which are a JSON text. Numbers are compared by value, texts
     without the white space around them, and an absent argument counts as its default in the schema.
     """
-    schema = tool["function"]["parameters"]
+    schema = tool["function"].get("parameters") or {}
     try:
         wanted, found = (strict_json.loads(call["arguments"]) for call in (expected, got))
     except ValueError:
@@ -29,39 +29,50 @@ def same_call(tool: Mapping[str, Any], expected: Mapping[str, Any], got: Mapping
     return bool(expected["name"] == got["name"] and _normal(wanted, schema) == _normal(found, schema))
 
 
-def fits(schema: Mapping[str, Any] | bool, value: Any) -> bool:
-    """Return whether a JSON value fits a schema. Keywords that tools' schemas here do not use are ignored."""
-    if isinstance(schema, bool):
-        return schema
+def fits(schema: Any, value: Any) -> bool:
+    """Return whether a JSON value fits a schema. Other keywords than these, and faulty ones, are ignored."""
+    if not isinstance(schema, dict):
+        return schema is not False
     if not _has_type(value, schema.get("type")):
         return False
-    if "enum" in schema and _normal(value, {}) not in [_normal(one, {}) for one in schema["enum"]]:
+    enum = schema.get("enum")
+    if isinstance(enum, list) and _normal(value, {}) not in [_normal(one, {}) for one in enum]:
         return False
     if isinstance(value, list):
-        return all(fits(schema.get("items", {}), one) for one in value)
+        return all(fits(schema.get("items"), one) for one in value)
     if not isinstance(value, dict):
         return True
-    known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-    has_required = value.keys() >= set(schema.get("required", ()))
-    return has_required and all(fits(known.get(name, others), one) for name, one in value.items())
+    known, required = _properties(schema), schema.get("required")
+    if isinstance(required, list) and any(name not in value for name in required):
+        return False
+    others = schema.get("additionalProperties", True)
+    return all(fits(known.get(name, others), one) for name, one in value.items())
 
 
-def _has_type(value: Any, wanted: str | list[str] | None) -> bool:
-    if wanted is None or isinstance(wanted, list):
-        return wanted is None or any(_has_type(value, one) for one in wanted)
+def _properties(schema: Any) -> Mapping[str, Any]:
+    """Return the schemas of an object's members that are objects; none if a schema is no such schema."""
+    known = schema.get("properties") if isinstance(schema, dict) else None
+    return (
+        {name: one for name, one in known.items() if isinstance(one, dict)} if isinstance(known, dict) else {}
+    )
+
+
+def _has_type(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return any(_has_type(value, one) for one in wanted)
     if isinstance(value, bool):  # an int to Python
-        return wanted == "boolean"
+        return wanted in ("boolean", None) or wanted not in (*_TYPES, "integer")
     if wanted == "integer":
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return isinstance(value, _TYPES[wanted])
+    return not isinstance(wanted, str) or isinstance(value, _TYPES.get(wanted, object))
 
 
-def _normal(value: Any, schema: Mapping[str, Any]) -> Any:
+def _normal(value: Any, schema: Any) -> Any:
     """Return a value that is equal for equal meanings; booleans differ from numbers."""
     if isinstance(value, dict):
-        known = schema.get("properties", {})
+        known = _properties(schema)
         defaults = {name: one["default"] for name, one in known.items() if "default" in one}
-        return {name: _normal(one, known.get(name, {})) for name, one in (defaults | value).items()}
+        return {name: _normal(one, known.get(name)) for name, one in (defaults | value).items()}
     if isinstance(value, list):
-        return [_normal(one, schema.get("items", {})) for one in value]
+        return [_normal(one, schema.get("items") if isinstance(schema, dict) else None) for one in value]
     return value.strip() if isinstance(value, str) else (isinstance(value, bool), value)
