@@ -348,7 +348,7 @@ def test_streams_are_recorded_when_they_are_complete_and_failures_are_not():
 
 
 def test_what_json_spells_is_redacted_too():
-    inner = "127.0.0.1 localhost\n10.20.30.40 db\n+491701234567\nsk-abc1234efgh5678jklm90qrst\nann@example.org"
+    inner = "10.20.30.40 db\n+491701234567\nsk-abc1234efgh5678jklm90qrst\nann@example.org"
     message = {"role": "tool", "content": json.dumps({"text": inner, "id": 7})}
     found = Redactor().value(message)["content"]
     assert json.loads(found)["id"] == 7
