@@ -12,8 +12,8 @@ from kvq.blockmgr import BlockManager
 from kvq.cache.blocks import BlockCache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import engine_facts
-from kvq.engine.guard import Guard, make_guard
 from kvq.engine.handover import make_hand_over
+from kvq.engine.kv_guard import Guard, make_guard
 from kvq.engine.requests.sessions import Sessions
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout, plan_layout

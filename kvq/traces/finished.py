@@ -33,9 +33,6 @@ class Finished:
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
             self._append(first)
 
-    def __len__(self) -> int:
-        return len(self._parts)
-
     def of(self, name: str, make: Callable[[], Any]) -> Any:
         """Return a finished part; if it isn't there, make and keep it."""
         if name not in self._parts:

@@ -12,7 +12,6 @@ from kvq.traces.kinds import DECISIVE, TokenKind
 
 _SHALLOW = 1024  # tokens; buckets of depth double from here on
 _LEAST_RIGHT = 0.25  # of the turns, in the baseline; otherwise there is little that a format could break
-TOLERANCE = 0.02  # of all turns: more failures than that are harm
 
 
 # Of some tokens: how many, their KL, and how many have the same likeliest successor as with unquantized KV

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvq.models import Model
 from kvq.traces.finished import Finished
 from kvq.traces.forced import Replay, Scored, Scores
 from kvq.traces.free import Call, Key, Outcome, Question, are_same, generate, questions_of
-from kvq.traces.judging import TOLERANCE, Sums, TraceRow, Turn, judge
+from kvq.traces.judging import Sums, TraceRow, Turn, judge
 from kvq.traces.kinds import CALLED, DECISIVE, TokenKind, kinds_of
 from kvq.traces.rendering import Rendering, Stretch
 from kvq.traces.sessions import RecordedSession
@@ -31,10 +30,8 @@ class TracePlan:
     """Plan of a measurement."""
 
     sessions: Sequence[RecordedSession]
-    max_tokens: int | None = None  # of a session; None: the model's context
     is_free: bool = True  # turns are generated, too, not only scored
     is_forced: bool = False  # generated turns can only be calls
-    tolerance: float = TOLERANCE
     kv_memory: str | None = None
     finished: Path | None = None  # where finished parts are kept
 
@@ -61,9 +58,7 @@ class TraceMeasurement:
         self._models, self._plan, self._watch = models, plan, watch
         self.figures = TraceFigures()
         prepared = models[0].prepared
-        self._rendering = Rendering(
-            prepared, min(plan.max_tokens or prepared.max_context, prepared.max_context)
-        )
+        self._rendering = Rendering(prepared, prepared.max_context)
         self._stretches = list(self._rendered())
         if not self._stretches:
             reason = next(iter(self.figures.left_out.values()))
@@ -102,7 +97,7 @@ class TraceMeasurement:
         tokens = [[one.session, *one.tokens] for one in self._stretches]
         return {
             **engine_facts(self._models[0]),
-            "formats": [model.recipe.name for model in self._models],
+            "formats": [[model.recipe.name, model.recipe.digest()] for model in self._models],
             "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
             "is_free": self._plan.is_free,
             "is_forced": self._plan.is_forced,
@@ -193,7 +188,7 @@ class TraceMeasurement:
                 )
             )
         self.figures.turns[name] = turns
-        self._watch.keep(partial(dict, self.figures.turns))
+        self._watch.keep(lambda: [self.figures])
 
 
 def trace_rows(

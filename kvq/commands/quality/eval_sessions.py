@@ -1,7 +1,7 @@
 """Tasks of `kvq eval` on agents' sessions: recorded ones (--traces), and those that kvq generates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +95,9 @@ def run(
         kv_memory=kv_memory,
         finished=None if options.finished is None else Path(f"{options.finished}.{name}"),
     )
-    measurement = TraceMeasurement(models, how, replace(watch, keep=lambda make: None))
 
-    def result() -> dict[str, Any]:
-        figures = measurement.figures
+    def result(found: "Sequence[TraceFigures]") -> dict[str, Any]:
+        (figures,) = found
         rows = trace_rows(figures, models, bootstrap, options.tolerance)
         facts = {
             "sessions": len(log.sessions) - len(figures.left_out),
@@ -110,8 +109,7 @@ def run(
         }
         return {name: rows, f"{name}_facts": facts}
 
-    measurement.run()
-    return result()
+    return result([TraceMeasurement(models, how, watch.through(result)).run()])
 
 
 def _examples(
