@@ -1,7 +1,7 @@
 """Free runs: what a model answers by itself in a recorded conversation, and whether it is usable."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from kvq.evals.watch import Progress
 from kvq.models import Model
 from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
 from kvq.server.tools.format import Tool
+from kvq.traces.kinds import is_json
 from kvq.traces.rendering import Stretch
 from kvq.traces.sessions import RecordedSession
 from kvq.traces.tasks.compare import fits, same_call
@@ -68,7 +69,7 @@ def questions_of(
         for answer in stretch.answers:
             message = session.messages[answer.message]
             calls = message.get("tool_calls") or ()
-            if not calls and not _is_json(message):
+            if not calls and not is_json(str(message.get("content") or "").strip()):
                 continue
             choice: ToolChoice = "required" if calls and is_forced else "auto"
             parallel = len(calls) != 1 or choice == "auto"
@@ -103,12 +104,6 @@ def generate(
         if output.error is not None:
             raise output.error
     return [_outcome(one, output) for one, output in zip(questions, outputs, strict=True)]
-
-
-def _is_json(message: Mapping[str, Any]) -> bool:
-    """Return True if an assistant's message is a JSON object or array."""
-    text = str(message.get("content") or "").strip()
-    return text[:1] in ("{", "[") and _parses(text)
 
 
 def _params(one: Question) -> SamplingParams:

@@ -40,6 +40,9 @@ class Turn:
         return self.base_failed or self.lost is not None
 
 
+FREE_FIGURES = ("asked", "invalid", "changed", "failed", "foreseen", "more_failed", "p_value")  # of free runs
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRow:
     """Row of one format. Fields are the JSON keys of `kvq eval --traces`."""

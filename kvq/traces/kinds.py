@@ -71,7 +71,7 @@ def _marks(text: str, message: Mapping[str, Any]) -> list[TokenKind]:
 
 def _text_marks(text: str) -> Iterator[tuple[int, int, TokenKind]]:
     """Yield (first, end, kind) of a text's parts; later ones lie over earlier ones."""
-    if _is_json(text):
+    if is_json(text):
         yield 0, len(text), TokenKind.STRUCTURE
         for one in _JSON.finditer(text):
             yield *one.span("value"), TokenKind.KEY if one["key"] else TokenKind.VALUE
@@ -104,7 +104,8 @@ def _value_words(value: Any) -> Iterator[tuple[str, TokenKind]]:
         yield word[1:-1] if isinstance(value, str) else word, TokenKind.VALUE
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Return True if a text is a JSON object or array."""
     if text[:1] not in ("{", "["):
         return False
     try:

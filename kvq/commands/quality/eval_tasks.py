@@ -25,7 +25,7 @@ from kvq.extras import LM_EVAL, SERVER, require
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.loading.prepared import PreparedModel
-from kvq.traces.judging import TraceRow
+from kvq.traces.judging import FREE_FIGURES, TraceRow
 from kvq.traces.tasks import TASKS as GENERATED
 
 SESSION_TASKS = ("traces", *GENERATED)
@@ -178,16 +178,22 @@ def _of_rows(key: str, row: type) -> dict[str, Any]:
 def _of_sessions(name: str) -> _Task:
     """Return the task that replays recorded sessions or those of a generator."""
 
-    def prepare(plan: EvalPlan, _: object) -> tuple[str, Any]:
+    def prepare(plan: EvalPlan, _: object) -> tuple[str, Any, bool]:
         check_cache(plan.prepared)
-        return name, eval_sessions.load(name, plan.sessions, plan.prepared, plan.bootstrap.seed)
+        options = plan.sessions
+        return name, eval_sessions.load(name, options, plan.prepared, plan.bootstrap.seed), options.free
 
-    def run(plan: EvalPlan, model: Model, watch: Watch, given: tuple[str, Any]) -> dict[str, Any]:
+    def run(plan: EvalPlan, model: Model, watch: Watch, given: tuple[str, Any, bool]) -> dict[str, Any]:
         models = list(map(model.with_kv, plan.recipes))
         options = plan.sessions, plan.bootstrap
-        return eval_sessions.run(models, given, *options, kv_memory=plan.kv_memory, watch=watch)
+        return eval_sessions.run(models, given[:2], *options, kv_memory=plan.kv_memory, watch=watch)
 
-    return _Task(key=name, prepare=prepare, run=run, **_of_rows(name, TraceRow), modules=SERVER)
+    def figures(name: str, given: tuple[str, Any, bool]) -> dict[str, list[str]]:
+        every: list[str] = rows["figures"](name, given)[name]
+        return {name: [one for one in every if given[2] or one not in FREE_FIGURES]}
+
+    rows = _of_rows(name, TraceRow)
+    return _Task(key=name, prepare=prepare, run=run, modules=SERVER, **rows | {"figures": figures})
 
 
 _WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}

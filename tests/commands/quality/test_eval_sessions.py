@@ -44,8 +44,7 @@ def test_a_log_is_measured(kvq, log, tmp_path):
     html = page.read_text()
     assert "turns that fail" in html
     assert (tmp_path / "parts.traces").exists()
-    if low["failed"]:
-        assert "int2" in html
+    assert "int2" in html
 
 
 def test_generated_sessions_scored_only(kvq, tmp_path):
@@ -60,6 +59,11 @@ def test_generated_sessions_scored_only(kvq, tmp_path):
     assert base["asked"] == 0
     assert low["kl_decisive"] > 0
     assert result["edits_facts"]["checked"]
+    status, _, err = kvq(
+        "eval", "tiny", *FEW, "--tasks", "edits", "--sessions", 1, "--scores-only", "--gate", "failed<=0"
+    )
+    assert status != 0, "a gate on what was not run"
+    assert "failed" in err
 
 
 def test_what_is_refused(kvq, log, tmp_path):
