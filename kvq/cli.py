@@ -30,6 +30,7 @@ _GROUPS = {
         "score": ("use", "Write the log-probabilities of given completions, from the engine's own path."),
         "replay": ("use", "Answer the requests of a batch again, and compare every bit by their receipts."),
         "cache": ("use", "Explain what two prompts share in the prefix cache, and why not more."),
+        "guard": ("use", "Tell what the guard of a running server found about its KV format."),
         "detect-watermark": ("use", "Find kvq's watermark in texts, or make a key for it."),
     },
     "Quality": {

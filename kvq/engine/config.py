@@ -19,9 +19,10 @@ class EngineConfig:
     """Limits and goals of an engine, fixed when the engine is built. No allocation grows later.
 
     The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
-    the device's free memory after activations. `max_context`: context limit in tokens, if below the model's
-    own. `async_scheduling`: plan and launch a step while the previous one runs or is processed; by default,
-    enabled on GPUs, where launching takes time, and on CPUs if steps are short.
+    the device's free memory after activations; of all that, it takes `kv_share`. `max_context`: context limit
+    in tokens, if below the model's own. `async_scheduling`: plan and launch a step while the previous one
+    runs or is processed; by default, enabled on GPUs, where launching takes time, and on CPUs if steps are
+    short.
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
     preempted requests, too. `kv_tier_format`: format of fewer bits in which they are kept there, such as
     "int4". `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused
@@ -45,6 +46,7 @@ class EngineConfig:
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
+    kv_share: float = 1.0
     kv_host: int | str = 0
     kv_disk: int | str = 0
     kv_dir: str | Path | None = None

@@ -38,6 +38,7 @@ _SIGMAS = 5.0
 _FACTOR = 1.5  # of the usual divergence
 _LEAST_SPREAD = 0.1  # of logarithms
 _SHARE = 0.01  # of the time of steps
+_TENANTS = 64  # at most, whose divergence is told
 _LEAST_FREE = 0.5  # of a pool's blocks while requests wait, or it gives up its own
 
 
@@ -51,6 +52,7 @@ class _Totals:
     kl: float = 0.0  # nats, their sum
     same: int = 0  # tokens whose likeliest successor is the same
     by_depth: dict[int, list[float]] = field(default_factory=dict)  # tokens, KL; by a depth's power of 2
+    by_tenant: dict[str, list[float]] = field(default_factory=dict)  # the same of some tenants
     alerts: int = 0
     last_alert: str = ""
     layers: dict[str, float] = field(default_factory=dict)  # those off at last: served / computed again
@@ -112,7 +114,7 @@ class Guard:
             return
         with suppress(ConfigError):  # not where its blocks were released
             self._manager.truncate(fork, len(tokens))
-        self._work = self._compare(tokens, fork)
+        self._work = self._compare(tokens, fork, branch.request.tenant)
         next(self._work)  # from now on, closing it frees the fork
 
     def make_room(self) -> None:
@@ -145,6 +147,15 @@ class Guard:
         }
         return {f"guard_{name}": value for name, value in found.items()}
 
+    def facts(self) -> dict[str, Any]:
+        """Return the totals as JSON, and whether a request is being computed now."""
+        tenants = {name: kl / tokens for name, (tokens, kl) in self.totals.by_tenant.items()}
+        gauges = {name.removeprefix("guard_"): value for name, value in self.gauges().items()}
+        more = {"failed": self.totals.failed, "last_alert": self.totals.last_alert}
+        return (
+            gauges | more | {"kl_by_tenant": tenants, "layers": self.totals.layers, "is_busy": self.is_busy}
+        )
+
     def close(self) -> None:
         """Forget the request that is being computed."""
         if self._work is not None:
@@ -165,7 +176,7 @@ class Guard:
             self._work = None
         return perf_counter() - began
 
-    def _compare(self, tokens: list[int], fork: Sequence) -> Generator[None, None, None]:
+    def _compare(self, tokens: list[int], fork: Sequence, tenant: str) -> Generator[None, None, None]:
         """Compute a request again in pieces, then count what was found."""
         pair = [(session, session.new_sequence()) for session in (self._plain, self._again)]
         try:
@@ -183,7 +194,7 @@ class Guard:
             kl = (found[0].exp() * (found[0] - found[1])).sum(-1)
             same = int((found[0].argmax(-1) == found[1].argmax(-1)).sum())
             yield from self._check_layers(fork, pair)
-            self._count(len(tokens), kl.tolist(), same)
+            self._count(len(tokens), tenant, kl.tolist(), same)
         finally:
             for session, sequence in pair:
                 session.free(sequence)
@@ -215,15 +226,18 @@ class Guard:
                 + (f", and {len(off) - 1} more are off" if len(off) > 1 else "")
             )
 
-    def _count(self, depth: int, kl: list[float], same: int) -> None:
+    def _count(self, depth: int, tenant: str, kl: list[float], same: int) -> None:
         totals, total = self.totals, sum(kl)
         totals.requests += 1
         totals.tokens += len(kl)
         totals.kl += total
         totals.same += same
-        sums = totals.by_depth.setdefault(depth.bit_length() - 1, [0, 0.0])
-        sums[0] += len(kl)
-        sums[1] += total
+        parts = [totals.by_depth.setdefault(depth.bit_length() - 1, [0, 0.0])]
+        if tenant in totals.by_tenant or len(totals.by_tenant) < _TENANTS:
+            parts.append(totals.by_tenant.setdefault(tenant, [0, 0.0]))
+        for sums in parts:
+            sums[0] += len(kl)
+            sums[1] += total
         self._compared(log(max(total / len(kl), 1e-9)))
 
     def _compared(self, mean: float) -> None:

@@ -5,7 +5,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,18 @@ Command = Callable[[], object]
 
 
 class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
-    """Loop that steps one engine under a watchdog and runs commands from other threads between steps."""
+    """Loop that steps engines under a watchdog and runs commands from other threads between steps."""
 
-    def __init__(self, core: EngineCore, on_stuck: Callable[[float], object] | None = None) -> None:
-        """`on_stuck`: called in the watchdog's thread if a step exceeds its deadline."""
-        self.core = core
+    def __init__(
+        self,
+        core: EngineCore,
+        on_stuck: Callable[[float], object] | None = None,
+        others: Sequence[EngineCore] = (),
+    ) -> None:
+        """`on_stuck`: called in the watchdog's thread if a step exceeds its deadline. `others`: engines that
+        take turns with `core`, and have no work when idle.
+        """
+        self.core, self._cores = core, (core, *others)
         self.watchdog = _Watchdog(core.config.step_deadline_s, on_stuck)
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
@@ -84,22 +91,33 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         """Make an idle loop look for work. May be called from any thread."""
         self._commands.put(lambda: None)
 
+    @property
+    def has_work(self) -> bool:
+        """True while any engine has work."""
+        return any(core.has_work for core in self._cores)
+
     def step(self) -> bool:
-        """Run one step; return False if nothing ran. Sleep briefly if all work is waiting for grammars."""
-        self.watchdog.began = monotonic()
-        try:
-            ran = self.core.step()
-        finally:
-            self.watchdog.began = None
-        if not ran and self.core.has_work:
+        """Run a step of each engine; return False if none ran. Sleep briefly if all wait for grammars."""
+        ran = False
+        for core in self._cores:
+            self.watchdog.began = monotonic()
+            try:
+                ran |= core.has_work and core.step()
+            finally:
+                self.watchdog.began = None
+        if not ran and self.has_work:
             sleep(_GRAMMAR_POLL_S)
         return ran
 
     def obey(self, *, timeout_s: float | None = None) -> bool:
-        """Run queued commands; if idle, wait up to `timeout_s` for one. Return False to end the loop."""
-        block = not self.core.has_work
+        """Run queued commands; if idle, wait up to `timeout_s` for one. Return False to end the loop.
+
+        Does not wait after work that was left for idle time: it may have something to tell.
+        """
+        block, has_worked = not self.has_work, False
         while block and self._commands.empty() and self.core.upkeep.when_idle():
-            block = not self.core.has_work
+            block, has_worked = not self.has_work, True
+        block = block and not has_worked
         if block and (due_s := self.core.upkeep.wait_s()) is not None:
             timeout_s = due_s if timeout_s is None else min(timeout_s, due_s)
         while True:

@@ -29,8 +29,9 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
     source = resolve_model(
         config.model, revision=options.pop("revision", None), token=options.pop("token", None)
     )
+    same = ("kv", "log", "kv_events", "kv_also", "kv_also_share", "guard_fallback")
     start = Start(
-        folder=str(source.folder), kv=config.kv, options=options, log=config.log, kv_events=config.kv_events
+        folder=str(source.folder), options=options, **{name: getattr(config, name) for name in same}
     )
     return source, Remote(start, max_restarts=config.max_restarts, on_failed=on_failed)
 

@@ -55,6 +55,8 @@ def check_config(config: ServerConfig) -> list[_Finding]:
     findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
+        for name in config.kv_also:
+            engine.model.check_kernels(engine.model.recipe(name, engine.scales))
         if config.chat_template is not None:
             engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
@@ -69,7 +71,10 @@ def check_config(config: ServerConfig) -> list[_Finding]:
     return [
         *findings,
         _ok(f"model: {model.source}, digest {model.digest[:12]}"),
-        _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
+        _ok(
+            f"formats: KV in {', '.join((config.kv, *config.kv_also))}, computed in {str(model.dtype)[6:]} "
+            f"on {model.device}"
+        ),
         *([_ok(text)] if (text := str(read_defaults(model.folder, config.generation_config))) else []),
         *([] if model.end_ids else [_warning(f"ends of texts: {NO_END}")]),
         *_checked(engine),

@@ -136,6 +136,7 @@ async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
         max_connections=most,
         max_per_address=config.max_connections_per_address or -(-most // 2),
     )
+    service.kv_format_of = credentials.kv_format
     service.metrics.watch("kvq_http_connections", "Open connections.", lambda: listener.num_connections)
     service.metrics.watch(
         "kvq_http_longest_stretch_seconds",

@@ -82,6 +82,11 @@ class _Viewers:  # D333: snapshots are pulled: no viewer, no work
             self._pools = msgspec.to_builtins(snapshot.pools)  # cells become base64
         self._taken_s = self._clock()
 
+    def _guard(self, found: dict[str, Any], tenant: str) -> dict[str, Any]:
+        """Return what the guard found, of tenants only what `tenant` may see."""
+        own = {_name(name): kl for name, kl in found["kl_by_tenant"].items() if name == tenant}
+        return found | {"kl_by_tenant": own}
+
     def _of(self, snapshot: EngineSnapshot, tenant: str) -> dict[str, Any]:
         tenants = [
             one | {"name": _name(one["name"])} | ({} if one["name"] == tenant else {"latency": None})
@@ -89,6 +94,7 @@ class _Viewers:  # D333: snapshots are pulled: no viewer, no work
         ]
         return {
             "block_size": snapshot.block_size,
+            "guard": None if snapshot.guard is None else self._guard(snapshot.guard, tenant),
             "pools": self._pools,
             "tenants": tenants,
             "live": _own(snapshot.live, tenant),

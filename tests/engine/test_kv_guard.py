@@ -83,6 +83,7 @@ def test_no_request_waits_for_it_and_steps_give_a_small_share():
         llm.generate([PROMPTS[1]], PARAMS)
         assert watched.is_busy
         pieces = []
+        watched._allowed_s = 0.0  # what real pieces took depends on the machine
         watched._piece = lambda: pieces.append(1) or 0.01
         for _ in range(1000):
             core.upkeep.after_step(0.01)
@@ -94,7 +95,7 @@ def test_no_request_waits_for_it_and_steps_give_a_small_share():
 def lone_guard():
     found = object.__new__(Guard)
     found.totals, found._means, found._usual = guard_module._Totals(), [], (0, 0)
-    found._is_drifting = False
+    found._is_drifting, found._work = False, None
     found._window = guard_module.deque(maxlen=guard_module._RECENT)
     return found
 
@@ -116,14 +117,25 @@ def test_false_alarms_are_rarer_than_one_a_day():
     assert alerts < 100 / 10
 
 
+def test_divergence_is_told_by_depth_and_by_tenant_of_a_limited_number():
+    found = lone_guard()
+    for number in range(2 * guard_module._TENANTS):
+        found._count(100 if number % 2 else 1000, f"key-{number % 80}", [0.5, 1.5], 1)
+    facts = found.facts()
+    assert facts["kl"] == {"64": 1.0, "512": 1.0}
+    assert len(facts["kl_by_tenant"]) == guard_module._TENANTS
+    assert set(facts["kl_by_tenant"].values()) == {1.0}
+    assert facts["tokens"] == 4 * guard_module._TENANTS
+
+
 @pytest.mark.parametrize("factor", [3, 10])
 def test_rising_divergence_is_found(factor):
     found, source = lone_guard(), random.Random(5)
     for _ in range(60):
-        found._count(500, divergences(source, 0.006), 60)
+        found._count(500, "", divergences(source, 0.006), 60)
     assert found.totals.alerts == 0
     for _ in range(2 * guard_module._RECENT):
-        found._count(500, divergences(source, 0.006 * factor), 60)
+        found._count(500, "", divergences(source, 0.006 * factor), 60)
     assert found.totals.alerts == 1
 
 

@@ -34,9 +34,6 @@ class ServerPartner:
         self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
-        # Proxies in the environment are for other machines
-        direct = [ProxyHandler({})] if address.hostname in _LOOPBACK else []
-        self._opener = build_opener(_NoRedirects(), *direct)
         self.name = model or self._first_model()
 
     def answer(self, messages: list[Message], show: Show) -> Answer:
@@ -83,19 +80,32 @@ class ServerPartner:
                 ) from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> IO[bytes]:
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        raw = None if body is None else json.dumps(body).encode()
-        request = Request(self._url + path, raw, headers)
-        try:
-            response: IO[bytes] = self._opener.open(request, timeout=_TIMEOUT_S)
-        except HTTPError as error:
-            _refuse(error)
-        except _BROKEN as error:
-            reason = getattr(error, "reason", error)
-            raise EngineError(f"{self._url} can't be reached: {first_lines(reason)}") from error
-        return response
+        return open_url(self._url, path, self._key, body)
+
+
+def open_url(url: str, path: str, key: str | None, body: dict[str, Any] | None = None) -> IO[bytes]:
+    """Open a path below a server's base URL, with a POST request if there is a body.
+
+    Raises:
+        ConfigError: the URL is not an HTTP address.
+        RequestError: the server refuses the request.
+        EngineError: the server fails or can't be reached.
+    """
+    address = read_address(url, ("http", "https"))
+    # Proxies in the environment are for other machines
+    direct = [ProxyHandler({})] if address.hostname in _LOOPBACK else []
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    request = Request(url + path, None if body is None else json.dumps(body).encode(), headers)
+    try:
+        response: IO[bytes] = build_opener(_NoRedirects(), *direct).open(request, timeout=_TIMEOUT_S)
+    except HTTPError as error:
+        _refuse(error)
+    except _BROKEN as error:
+        reason = getattr(error, "reason", error)
+        raise EngineError(f"{url} can't be reached: {first_lines(reason)}") from error
+    return response
 
 
 class _NoRedirects(HTTPRedirectHandler):

@@ -26,7 +26,7 @@ from kvq.commands.shared.param_types import (
 )
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, not_one_of
 from kvq.extras import EVENTS, SERVER, require
 from kvq.sizes import parse_bytes
 
@@ -44,6 +44,13 @@ class _ServeOptions:
         "completions",
         "Requests in whose texts the spellings of control tokens are control tokens, not plain text.",
         type=click.Choice(["completions", "chats", "both", "none"]),
+    )
+    kv_also: tuple[str, ...] = option(
+        (), "KV format that requests may ask for by kv_format, besides --kv; may be repeated.", multiple=True
+    )
+    kv_also_share: float = option(0.2, "Share of the KV memory for each of them.", type=SHARE)
+    guard_fallback: str | None = option(
+        None, "Format of --kv-also for new requests that name none, after an alert of --guard."
     )
     grace: float = option(30.0, "Seconds that running requests get to end at shutdown.", type=AT_LEAST_0)
     max_restarts: int = option(5, "Most restarts of the engine within ten minutes.", type=NATURAL)
@@ -158,11 +165,13 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
     from kvq.server.admission.rate_limits import TenantLimits
     from kvq.server.logs import LogConfig
 
+    fields, also = service(), tuple(filter(None, ",".join(options.kv_also).split(",")))
+    access = partial(_access, options, (fields["kv"], *also))
     return ServerConfig(
-        **service(),
+        **fields,
         **picked(options, "host", "port", "max_connections", "max_connections_per_address", "max_restarts"),
-        access=_access(options),
-        read_access=partial(_access, options) if options.api_key_file or options.ssl_certfile else None,
+        access=access(),
+        read_access=access if options.api_key_file or options.ssl_certfile else None,
         tls=_tls(options.ssl_certfile, options.ssl_keyfile),
         admission=AdmissionConfig(
             max_wait_s=options.max_wait,
@@ -174,6 +183,8 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
         ),
         log=LogConfig(format=options.log_format, level=options.log_level),
         kv_events=_events(options),
+        kv_also=also,
+        **picked(options, "kv_also_share", "guard_fallback"),
         record=_record(options),
         metrics_names=parse_names(options.metrics_names),
         trusts_chats=options.control_tokens_in in ("chats", "both"),
@@ -183,15 +194,22 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
     )
 
 
-def _access(options: _ServeOptions) -> "Access":
+def _access(options: _ServeOptions, formats: tuple[str, ...]) -> "Access":
     from kvq.server.admission.config import allowed_hosts, read_keys
     from kvq.server.http.credentials import Access
 
-    keys = read_keys(options.api_key_file) if options.api_key_file is not None else ()
+    keys = {} if options.api_key_file is None else read_keys(options.api_key_file)
+    own = {key: kv for key, kv in keys.items() if kv is not None}
+    for kv in own.values():
+        if kv not in formats:
+            raise ConfigError(
+                f"{options.api_key_file}: {not_one_of('kv_format', kv, formats)}; see --kv-also"
+            )
     beside = re.split(r"[,\s]+", ",".join([*options.api_key, os.environ.get("KVQ_API_KEY", "")]))
     return Access(
         api_keys=tuple(dict.fromkeys([*keys, *filter(None, beside)])),
-        metrics_keys=read_keys(options.metrics_key_file) if options.metrics_key_file is not None else (),
+        kv_formats=own,
+        metrics_keys=() if options.metrics_key_file is None else tuple(read_keys(options.metrics_key_file)),
         hosts=allowed_hosts(options.host, options.allowed_host),
         origins=frozenset(options.allow_origin),
     )

@@ -29,9 +29,10 @@ def planned_pools(
         OutOfMemory: not even one block of every layer group fits.
     """
     if config.num_blocks is not None:
-        blocks = [config.num_blocks] * len(layout.groups)
+        count = max(1, round(config.num_blocks * config.kv_share))
+        blocks = [count] * len(layout.groups)
         if layout.states is not None:
-            blocks[-1] = min(config.num_blocks, STATES_EACH * config.max_num_seqs)
+            blocks[-1] = min(count, STATES_EACH * config.max_num_seqs)
         return PoolPlan(
             num_blocks=blocks, step_tokens=config.max_num_batched_tokens, sequences=config.max_num_seqs
         )
@@ -44,7 +45,7 @@ def planned_pools(
         )
     pools = plan_pools(
         layout,
-        budget,
+        None if budget is None else round(budget * config.kv_share),
         sequences=config.max_num_seqs,
         max_context=max_context,
         step_tokens=config.max_num_batched_tokens,

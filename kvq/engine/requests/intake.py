@@ -98,6 +98,8 @@ class Intake:
 
     def _check(self, options: RequestOptions, num_tokens: int) -> None:
         params, pins = options.params, options.pins
+        if options.kv_format is not None:
+            raise RequestError("kv_format is for servers with several KV formats; leave it out")
         check_params(params, self.model.geometry.vocab_size)
         start = params.prompt_logprobs_start
         if start and (params.prompt_logprobs is None or start >= num_tokens):

@@ -113,6 +113,7 @@ class RequestOptions:
     request_id: str | None = None
     session: str | None = None
     retain_s: float | None = None
+    kv_format: str | None = None  # in servers with several; None: the default
     texts: tuple[tuple[int, int], ...] = ()  # of a chat's messages, as token ranges, to tell where it missed
 
     def __post_init__(self) -> None:

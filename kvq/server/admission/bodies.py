@@ -32,7 +32,7 @@ _CallId = Annotated[str, Field(max_length=256)]
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # validated without a Python call per token
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
-_Name = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE]
@@ -91,7 +91,7 @@ class _JsonSchema(Body):
     LABELS: ClassVar = frozenset(("description",))
     model_config = ConfigDict(populate_by_name=True)
 
-    name: _Name = ""
+    name: Name = ""
     definition: JsonObject = Field(alias="schema")
     strict: Flag | None = None  # schemas are always strict
 
@@ -163,7 +163,7 @@ class Common(Sampling):
             *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         )
     )
-    model: _Name | None = None
+    model: Name | None = None
     n: _Samples = 1
     stream: Flag = False
     stream_options: _StreamOptions | None = None
@@ -174,6 +174,7 @@ class Common(Sampling):
     cache_salt: CacheSalt | None = None
     session_id: SessionId | None = None
     kv_retain: RetainSeconds | None = None
+    kv_format: Name | None = None
     # Fields of the engine, not of OpenAI
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
     min_tokens: CountOrZero = 0
@@ -334,7 +335,7 @@ class ChatBody(Common):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
-    reasoning_effort: _Name | None = None  # for chat templates that read it
+    reasoning_effort: Name | None = None  # for chat templates that read it
 
     _is_usual = model_validator(mode="before")(check_usual)
 
@@ -356,7 +357,7 @@ class ChatBody(Common):
 class TokenizeBody(Body):
     """`POST /tokenize`: a prompt or a chat."""
 
-    model: _Name | None = None
+    model: Name | None = None
     prompt: LongText | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: Flag = True
@@ -380,5 +381,5 @@ class HintBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    model: _Name | None = None
+    model: Name | None = None
     tokens: Annotated[list[_TokenId], Field(max_length=1 << 20, fail_fast=True)]

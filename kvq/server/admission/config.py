@@ -27,6 +27,9 @@ class ServerConfig:
 
     model: str | Path = "tiny"
     kv: str = "auto"
+    kv_also: tuple[str, ...] = ()  # formats that requests may ask for, besides `kv`
+    kv_also_share: float = 0.2  # of the KV memory, for each of them
+    guard_fallback: str | None = None  # of them, for new requests after an alert of the guard
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | tuple[str, ...] | None = None  # responses use the first one
@@ -64,8 +67,27 @@ class ServerConfig:
             raise ConfigError(
                 "--served-model-name is empty; leave it out for the last part of the model's path"
             )
+        _check_formats(self)
         find_format(self.tool_call_parser, "")
         check_name(self.reasoning_parser)
+
+
+def _check_formats(config: ServerConfig) -> None:
+    """Raise ConfigError unless the KV formats, their shares and the guard's fallback fit together."""
+    kv, also, share = config.kv, config.kv_also, config.kv_also_share
+    if len({kv, *also}) <= len(also):
+        raise ConfigError(f"--kv-also names formats besides {kv}, each once; got {', '.join(also)}")
+    if also and not 0 < share * len(also) < 1:
+        raise ConfigError(
+            f"--kv-also-share {share:g} for each of {len(also)} formats leaves nothing for {kv}; give less"
+        )
+    if config.guard_fallback is not None:
+        if config.guard_fallback not in also:
+            raise ConfigError(
+                f"--guard-fallback {config.guard_fallback} needs memory of its own; name it in --kv-also, too"
+            )
+        if not config.engine.get("guard"):
+            raise ConfigError("--guard-fallback is what an alert of the guard does; give --guard 0.01, too")
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
@@ -79,17 +101,20 @@ def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
     return frozenset({name.lower() for name in given} | set(LOOPBACK))
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the API keys in a file, one per line, in order; lines that begin with # are comments.
+def read_keys(path: Path) -> dict[str, str | None]:
+    """Return the API keys in a file, in order, and the KV format of each that has one.
+
+    Each line has a key, and possibly ` kv_format=int8` after it; lines that begin with # are comments.
 
     Raises:
         ConfigError: the file does not exist, contains no key, or is readable by other users (`check_secret`).
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
-        keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+        parts = [line.partition(" kv_format=") for line in lines if line and not line.startswith("#")]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
+    keys = {key.strip(): kv.strip() or None for key, _, kv in parts}
     if not keys:
         raise ConfigError(f"{path} holds no API key; write one on each line")
     check_secret(path)

@@ -133,6 +133,14 @@ KVQ = Names(
         "pool_bytes": _Named("kvq_pool_bytes", "Size of each pool.", labels=("group", "kv")),
         "kv_bytes": _Named("kvq_kv_bytes", "Bytes of the pools by format.", labels=("kv", "state")),
         "tier_bytes": _Named("kvq_tier_bytes", "KV in host memory and on disk.", labels=("tier",)),
+        "guard_fallback": _Named(
+            "kvq_guard_fallback", "1 once new requests go to the format of --guard-fallback."
+        ),
+        "formats": _Named(
+            "kvq_format",
+            "Requests so far, running and waiting, live blocks and all blocks of each format.",
+            labels=("kv_format", "what"),
+        ),
         "guard_kl": _Named(
             "kvq_guard_kl_nats",
             "Mean KL divergence from unquantized KV, by the least depth in tokens.",

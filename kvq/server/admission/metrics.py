@@ -103,6 +103,8 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
         "kv_use": live_bytes / sum(pool.total * size for _, pool, _, size in pools),
         "tier_bytes": {(tier,): held for tier, held in gauges.tier_bytes.items()},
         "guard_kl": {(depth,): kl for depth, kl in gauges.guard_kl.items()},
+        "guard_fallback": gauges.guard_fallback,
+        "formats": {(kv, what): n for kv, some in gauges.formats.items() for what, n in some.items()},
         "memory": {(device,): held for device, held in gauges.memory.items()},
         "gpu_memory": {(gpu,): held for gpu, held in gpus.items()},
     }

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvq.engine import SamplingParams
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
-from kvq.errors import EngineError, RequestError
+from kvq.errors import EngineError, RequestError, not_one_of
 from kvq.server.admission.admission import Admission, blocks_wanted
 from kvq.server.admission.bodies import HintBody
 from kvq.server.admission.config import ServerConfig
@@ -64,6 +65,8 @@ class Service:
         self.loop_budget = LoopBudget()
         self.num_active = 0
         self.is_strict = config.strict_requests
+        self.kv_formats = (config.kv, *config.kv_also)
+        self.kv_format_of: Callable[[str], str | None] = lambda tenant: None  # of its API key
         self.recorder = None if config.record is None else config.record()
         self._watch()
         self._timeout_s = config.timeout_s
@@ -85,8 +88,12 @@ class Service:
         if (reason := self.why_not_ready) is not None:
             raise unavailable(reason)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise Problem if `name` is not a name of the served model."""
+    def check_model(self, name: str | None, kv_format: str | None = None) -> None:
+        """Raise Problem if `name` is not a name of the served model, or the KV format not one of its."""
+        if kv_format is not None and kv_format not in self.kv_formats:
+            more = "" if len(self.kv_formats) > 1 else "; its operator can allow more with --kv-also"
+            words = not_one_of("kv_format", kv_format, self.kv_formats) + more
+            raise Problem(400, words, param="kv_format")
         if name is not None and name not in self.names:
             raise Problem(
                 404,
@@ -185,6 +192,8 @@ class Service:
             Problem: the prompt failed, or can't be served now or at all.
         """
         info = self._info()
+        if options.kv_format is None:
+            options = replace(options, kv_format=self.kv_format_of(options.tenant))
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 entry = stack.enter_context(self.admission.queue(tokens, options.params, info, slots))

@@ -16,6 +16,7 @@ from kvq.server.admission.bodies import (
     Count,
     CountOrZero,
     FunctionBody,
+    Name,
     RetainSeconds,
     SessionId,
 )
@@ -217,3 +218,4 @@ class MessagesBody(PromptBody):
     cache_salt: CacheSalt | None = None  # this and the following are not in Anthropic's API
     session_id: SessionId | None = None
     kv_retain: RetainSeconds | None = None
+    kv_format: Name | None = None

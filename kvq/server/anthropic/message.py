@@ -55,7 +55,7 @@ class _MessageCall(Call):
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
         """Raise Problem if the body requests something that this server does not support."""
-        service.check_model(body.model)
+        service.check_model(body.model, body.kv_format)
         if body.thinking is not None and body.thinking.type != "disabled" and not service.tools.thinking:
             raise Problem(400, "this model does not think; leave thinking out", param="thinking")
         offer = _offer(body, service.tools)
@@ -108,6 +108,7 @@ class _MessageCall(Call):
             cache_salt=self._body.cache_salt,
             session=self._body.session_id,
             retain_s=self._body.kv_retain,
+            kv_format=self._body.kv_format,
             texts=texts,
         )
         return self._service.stream(tokens, options, self.slots)

@@ -94,6 +94,7 @@ class Introspection:
             kv=core.model.recipe.name,
             block_size=core.model.layout.block_size,
             pools=pools,
+            guard=None if core.upkeep.guard is None else core.upkeep.guard.facts(),
             tenants=tenants,
             live=live,
             past=past,

@@ -32,6 +32,9 @@ class Start(Message, frozen=True):
     options: dict[str, Any]  # options of `kvq.LLM`
     log: LogConfig = LogConfig()
     kv_events: EventsConfig | None = None
+    kv_also: tuple[str, ...] = ()  # formats that requests may ask for, besides `kv`
+    kv_also_share: float = 0.0  # of the KV memory, for each of them
+    guard_fallback: str | None = None  # of them, for new requests after an alert of the guard
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -138,6 +141,8 @@ class Gauges(Snapshot):
     guard_same: int = 0  # of them, with the same likeliest successor
     guard_alerts: int = 0
     guard_kl: dict[str, float] = field(default_factory=dict)  # nats per token, by least depth
+    guard_fallback: int = 0  # 1: new requests go to the guard's safer format
+    formats: dict[str, dict[str, int]] = field(default_factory=dict)  # requests and blocks, by format
     memory: dict[str, int] = field(default_factory=dict)  # bytes, keyed by device: "host", "cuda:0"
 
 
@@ -160,10 +165,11 @@ class EngineSnapshot(Message, frozen=True):
     cost_s: float  # time to make this snapshot
     kv: str  # name of the recipe
     block_size: int  # tokens
-    pools: list[dict[str, Any]]  # one per layer group
+    pools: list[dict[str, Any]]  # one per layer group, of the default format
     tenants: list[dict[str, Any]]  # in the order of the owner codes
     live: list[dict[str, Any]]  # live requests, a few per tenant, oldest first
     past: list[dict[str, Any]]  # ended requests, a few per tenant, latest first
+    guard: dict[str, Any] | None = None  # what it found; None: there is none
 
 
 ToEngine = Start | Submit | Hint | int | Ping | Look | Drain

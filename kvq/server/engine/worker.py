@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +25,9 @@ from kvq.engine.steps.core import EngineCore
 from kvq.errors import ConfigError, KVQError
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
+from kvq.scheduler import Snapshot
 from kvq.server.engine import messages
+from kvq.server.engine.formats import make_cores
 from kvq.server.engine.frames import encode, read, to_engine
 from kvq.server.engine.introspection import Introspection
 from kvq.server.engine.memory import Memory
@@ -53,6 +56,11 @@ class _Worker:
         self._introspection = Introspection()
         self._is_looked_at = False  # a snapshot was requested since the last snapshot
         self._events: EventStream | None = None  # sends KV events to routers
+        self._cores: dict[str, EngineCore] = {}  # by KV format
+        self._counts: Counter[str] = Counter()  # requests, by KV format
+        self._safer: str | None = None  # format of new requests after an alert of the guard
+        self._has_fallen_back = False
+        self._looked = 0  # requests that the guard had compared when results were last sent
 
     def run(self) -> None:
         start = read(self._sock, to_engine)
@@ -69,7 +77,7 @@ class _Worker:
             with unseen("scipy"):  # transformers imports scipy for losses: half a second and 40 MB
                 import transformers  # noqa: F401
             model, config = build(Path(start.folder), start.kv, start.options)
-            core = EngineCore(model, config)
+            cores = make_cores(model, config, start)
         except Exception as error:  # noqa: BLE001 - another try would fail in the same way
             if isinstance(error, KVQError):
                 reason = str(error)
@@ -80,7 +88,9 @@ class _Worker:
             breaks = isinstance(error, errors.BrokenFormat)
             self._send(messages.Refused(reason=reason, may_pass=may_pass, breaks_model=breaks))
             return
-        loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
+        core, *others = cores.values()
+        self._cores, self._safer = cores, start.guard_fallback
+        loop = EngineLoop(core, lambda _: os._exit(STUCK), others)
         if core.handover is not None:
             core.handover.wake = loop.wake
         core.scheduler.manager.subscribe(self._residency)
@@ -89,7 +99,8 @@ class _Worker:
                 self._publish(loop, start.kv_events)
             except ConfigError as error:
                 self._send(messages.Refused(reason=str(error), may_pass=True))
-                core.close()
+                for one in cores.values():
+                    one.close()
                 return
         memory = Memory(model.weights.device)
         gc.collect()
@@ -112,17 +123,18 @@ class _Worker:
         finally:
             if self._events is not None:
                 self._events.close()
-            core.close()
+            for one in cores.values():
+                one.close()
             loop.watchdog.close()
 
     def _serve(self, loop: EngineLoop, memory: Memory) -> None:
         core = loop.core
         self._tell(core, memory)
         while loop.obey(timeout_s=memory.left_s):  # the wait ends when freed memory is due to be returned
-            ran = core.has_work and loop.step()
+            ran = loop.has_work and loop.step()
             if self._events is not None:
                 self._events.flush()
-            if ran or self._pieces or self._ended:
+            if self._has_news(core) or ran or self._pieces or self._ended:
                 self._tell(core, memory)
             if self._is_looked_at:
                 self._is_looked_at = False
@@ -150,17 +162,24 @@ class _Worker:
         if isinstance(message, messages.Submit):
             self._submit(core, message, came_s)
         elif isinstance(message, messages.Hint):
-            core.sessions.hint(message.tenant, message.session, message.action, message.seconds)
+            for one in self._cores.values():
+                one.sessions.hint(message.tenant, message.session, message.action, message.seconds)
         elif message == "look":
             self._is_looked_at = True
         elif message == "drain":
             if core.handover is not None:
                 core.handover.move_requests()
         elif message in self._jobs:
-            core.cancel(self._jobs[message])
+            for one in self._cores.values():
+                one.cancel(self._jobs[message])  # does nothing where it doesn't run
 
     def _submit(self, core: EngineCore, command: messages.Submit, came_s: float) -> None:
-        number, options = command.number, replace(command.options, request_id=str(command.number))
+        number, kv = command.number, command.options.kv_format
+        if kv is None and self._has_fallen_back:
+            kv = self._safer
+        core = core if kv is None else self._cores[kv]
+        self._counts[kv or next(iter(self._cores), "")] += 1
+        options = replace(command.options, request_id=str(number), kv_format=None)
         try:
             prompt = messages.unpack(command.prompt)
             job = core.intake.new_job(prompt, options, listener=partial(self._take, number))
@@ -191,8 +210,11 @@ class _Worker:
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Send the results of a step in one message."""
         manager = core.scheduler.manager
+        guard = core.upkeep.guard
+        if guard is not None:
+            self._looked = guard.totals.requests + guard.totals.failed
         gauges = messages.Gauges(
-            **core.scheduler.snapshot().known(),
+            **self._snapshot(core).known(),
             generated_tokens=self._generated,
             evictions=self._residency.evictions,
             pinned=[manager.pins.num_pinned(group) for group in range(len(manager.pools))],
@@ -202,7 +224,9 @@ class _Worker:
             packed_blocks=manager.blocks.ladder.num_packed,
             prefetched_sessions=core.sessions.num_prefetched,
             **({} if manager.blocks.tiers is None else manager.blocks.tiers.gauges()),
-            **({} if core.upkeep.guard is None else core.upkeep.guard.gauges()),
+            **({} if guard is None else guard.gauges()),
+            guard_fallback=int(self._has_fallen_back),
+            formats=self._formats() if len(self._cores) > 1 else {},
             memory=memory.look(),
         )
         stepped = messages.Stepped(
@@ -224,6 +248,40 @@ class _Worker:
                 for one in stepped.ended
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
+
+    def _has_news(self, core: EngineCore) -> bool:
+        """Return True if the guard found something while no step ran; after its first alert, fall back."""
+        if (guard := core.upkeep.guard) is None:
+            return False
+        if guard.totals.alerts and self._safer is not None and not self._has_fallen_back:
+            self._has_fallen_back = True
+            _log.error("new requests get KV in %s from now on, as --guard-fallback says", self._safer)
+        return self._looked != guard.totals.requests + guard.totals.failed
+
+    def _snapshot(self, core: EngineCore) -> Snapshot:
+        """Return the counts of all engines, with the pools of `core`."""
+        total = core.scheduler.snapshot()
+        others = [other.scheduler.snapshot() for other in self._cores.values() if other is not core]
+        counts = {
+            one.name: sum((getattr(other, one.name) for other in others), getattr(total, one.name))
+            for one in fields(Snapshot)
+            if one.name not in ("misses", "pools")
+        }
+        return replace(total, **counts)
+
+    def _formats(self) -> dict[str, dict[str, int]]:
+        found = {}
+        for name, core in self._cores.items():
+            usage, groups = core.scheduler.manager.usage(), core.model.layout.groups
+            pools = [pool for pool, group in zip(usage, groups, strict=True) if not group.is_staging]
+            found[name] = {
+                "requests": self._counts[name],  # since the start
+                "running": len(core.scheduler.running.requests),
+                "waiting": core.scheduler.waiting.num_waiting,
+                "live": sum(pool.live for pool in pools),
+                "blocks": sum(pool.total for pool in pools),
+            }
+        return found
 
     def _listen(self, loop: EngineLoop) -> None:  # D295: a thread, since steps may take seconds
         """Read messages from the HTTP process in a thread, so that pings are answered during steps."""

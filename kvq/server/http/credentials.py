@@ -4,8 +4,8 @@ import logging
 import re
 import secrets
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvq.errors import ConfigError
@@ -24,6 +24,7 @@ class Access:
     api_keys: tuple[str, ...] = ()  # keys of tenants, in order
     metrics_keys: tuple[str, ...] = ()  # may read metrics and health, and nothing else
     hosts: frozenset[str] | None = None  # names of this server, without ports; None: any
+    kv_formats: Mapping[str, str] = field(default_factory=dict)  # of clients' keys that have one
     origins: frozenset[str] = frozenset()  # of pages that may call the server: https://a.org; *: all
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class Credentials:
         self.context = None if tls is None else tls()  # used by handshakes that start from now on
         self._tls, self._read = tls, read
         self._tenants: dict[bytes, str] = {}
+        self._kv_formats: dict[str, str] = {}  # by tenant
         self._num_tenants = 0
         self._take(access)
 
@@ -98,6 +100,10 @@ class Credentials:
         found = [tenant for key, tenant in self._tenants.items() if secrets.compare_digest(given, key)]
         return found[0] if found else None
 
+    def kv_format(self, tenant: str) -> str | None:
+        """Return the KV format of a tenant's requests that name none, or None for the server's."""
+        return self._kv_formats.get(tenant)
+
     def _take(self, access: Access) -> None:
         before, self._tenants = self._tenants, {key.encode(): WATCHER for key in access.metrics_keys}
         for key in map(str.encode, access.api_keys):
@@ -105,3 +111,4 @@ class Credentials:
                 before[key] = f"key-{self._num_tenants}"
                 self._num_tenants += 1
             self._tenants[key] = before[key]
+        self._kv_formats = {self._tenants[key.encode()]: kv for key, kv in access.kv_formats.items()}

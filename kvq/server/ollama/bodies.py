@@ -5,7 +5,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvq.server.admission.bodies import MAX_MESSAGES, CacheSalt, ChatMessage, CountOrZero, Sampling, Tools
+from kvq.server.admission.bodies import (
+    MAX_MESSAGES,
+    CacheSalt,
+    ChatMessage,
+    CountOrZero,
+    Name,
+    Sampling,
+    Tools,
+)
 from kvq.server.http.ignored import Body
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 
@@ -48,6 +56,7 @@ class OllamaBody(Body):
     think: Flag | Annotated[str, Field(max_length=64)] | None = None  # or an effort, if the template reads it
     stream: Flag = True
     cache_salt: CacheSalt | None = None  # not in Ollama's API
+    kv_format: Name | None = None  # nor this
     _is_checked = model_validator(mode="before")(_checked)
 
 

@@ -191,6 +191,7 @@ def _common(body: OllamaBody) -> dict[str, Any]:
         "seed": None if seed == -1 else seed,  # -1: new random numbers
         "response_format": {"type": kind, "json_schema": schema} if body.format else None,
         "cache_salt": body.cache_salt,
+        "kv_format": body.kv_format,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -20,7 +20,7 @@ class Chat(Answer):
 
     def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
         """Raise Problem if the body requests something that this server does not support."""
-        service.check_model(body.model)
+        service.check_model(body.model, body.kv_format)
         params = chat_params(body, service.defaults)
         self._offer = _offer(body, service.tools)
         self._body = body

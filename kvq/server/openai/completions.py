@@ -21,7 +21,7 @@ class Completions(Answer):
 
     def __init__(self, service: Service, body: CompletionBody, tenant: str) -> None:
         """Raise Problem if the body requests something that this server does not support."""
-        service.check_model(body.model)
+        service.check_model(body.model, body.kv_format)
         if body.suffix is not None:
             raise Problem(400, "suffix is not supported: no text is inserted before it", param="suffix")
         params = completion_params(body, service.defaults)

@@ -64,6 +64,7 @@ def options_of(body: Common, params: SamplingParams, tenant: str) -> RequestOpti
         cache_salt=body.cache_salt,
         session=body.session_id,
         retain_s=body.kv_retain,
+        kv_format=body.kv_format,
     )
 
 

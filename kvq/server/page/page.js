@@ -54,6 +54,7 @@ function showAll(seen) {
   setModel(seen.model, seen.needs_key);
   if (seen.totals) showTotals(seen.totals);
   showMap(seen.picture);
+  showGuard(seen.picture?.guard, seen.totals);
   if (!seen.picture) return;
   showRequests(seen.picture, seen.you);
   showLatency(seen.picture.tenants.find((one) => one.name === seen.you)?.latency);
@@ -85,6 +86,17 @@ function showTotals(totals) {
   const sum = (name) => totals.pools.reduce((all, pool) => all + pool[name], 0);
   big("live", [((100 * sum("live")) / sum("total")).toFixed(0), "%"]);
   show("live-more", `${((100 * sum("cached")) / sum("total")).toFixed(0)}% cached`);
+}
+
+function showGuard(found, totals) {
+  const node = document.querySelector("#guard");
+  node.hidden = !found;
+  if (!found) return;
+  node.dataset.alerts = found.alerts;
+  const same = found.tokens ? `, ${((100 * found.same) / found.tokens).toFixed(1)}% of ${count(found.tokens)} tokens as without quantized KV` : "";
+  const alert = found.alerts ? `${count(found.alerts)} ${found.alerts === 1 ? "alert" : "alerts"}: ${found.last_alert}` : "no alerts";
+  const safer = totals?.guard_fallback ? "; new requests get the safer format" : "";
+  node.textContent = `Guard: ${alert}${safer}; ${count(found.requests)} requests compared${same}`;
 }
 
 function showLatency(latency) {

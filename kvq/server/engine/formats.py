@@ -1,0 +1,43 @@
+"""Engines of one process over the same weights: one for each KV format that requests may have."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from kvq.engine.config import EngineConfig
+from kvq.engine.steps.core import EngineCore
+from kvq.models import Model
+from kvq.models.check.load_check import check_on_load
+from kvq.server.engine.messages import Start
+from kvq.sizing.needs import bytes_of
+
+# What only the engine of the default format has: tiers, hand-overs, the guard and drafts
+_OWN = tuple(
+    one for one in fields(EngineConfig) if one.name.startswith(("kv_", "hand_over_", "guard", "speculation"))
+)
+
+
+def make_cores(model: Model, config: EngineConfig, start: Start) -> dict[str, EngineCore]:  # D413
+    """Return the engines by the names of their formats, the default's first; each has its own pools.
+
+    The other formats' pools get `start.kv_also_share` of the memory each, and the default's the rest.
+
+    Raises:
+        ConfigError: a format doesn't fit the model.
+        BrokenFormat: a format breaks the model, and `accept_divergence` is not set.
+        OutOfMemory: the pools don't fit in memory.
+    """
+    left = 1 - start.kv_also_share * len(start.kv_also)
+    core = EngineCore(model, replace(config, kv_share=left))
+    cores = {start.kv: core}
+    changed: dict[str, Any] = {one.name: one.default for one in _OWN} | {"kv_memory": config.kv_memory}
+    if config.num_blocks is None and config.kv_memory is None:
+        pools = bytes_of(model.layout, core.scheduler.shape.num_blocks)
+        changed["kv_memory"] = round(pools / left)
+    changed["kv_share"] = start.kv_also_share
+    plain = replace(config, **changed)
+    for name in start.kv_also:
+        other = model.with_kv(name)
+        other.prepared.check_kernels(other.recipe)
+        check_on_load(other, accept_divergence=config.accept_divergence)
+        cores[name] = EngineCore(other, plain)
+    return cores
