@@ -44,6 +44,7 @@ class TunePlan:
     verify_windows: int = 8  # for the verification
     known: Sequence[Trial] = ()  # from an earlier search on the text, with this context
     marked: Sequence[Marked] = ()  # search on these windows, not on text
+    unseen: Sequence[Marked] = ()  # and measure on these, too
 
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):

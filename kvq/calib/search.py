@@ -27,7 +27,7 @@ from kvq.evals.divergence import TokenPlan, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, perplexity_row
 from kvq.evals.report.bootstrap import Bootstrap, Interval
 from kvq.evals.side_by_side import mean_divergences
-from kvq.evals.text import EvalText
+from kvq.evals.text import EvalText, spread
 from kvq.evals.watch import Watch
 from kvq.formats import KVFormat, KVRecipe
 from kvq.models import Model
@@ -123,6 +123,7 @@ class _Point:
     row: PerplexityRow
     window_kl: tuple[float, ...]  # for every window
     expected_kl: float | None = None  # the search's estimate, for tuned recipes
+    decisive_kl: float | None = None  # where unseen sessions decide something
 
     def ratio(self, other: "_Point") -> Interval | None:
         """Return the 95% bootstrap interval of the ratio of divergences, or None if windows are too few."""
@@ -200,15 +201,23 @@ def tune(
         *(("tuned", other, cost(search.nbytes(other))) for other in others),
         ("chosen", replace(recipe, label="chosen"), cost(budget) if is_tuned else None),
     ]
-    figures = measure_tokens(model, [one for _, one, _ in verified], held_out.text, verifying, watch)
+    recipes = [one for _, one, _ in verified]
+    figures = measure_tokens(model, recipes, held_out.text, verifying, watch)
+    deciding = lambda done: progress("measuring where other sessions decide", done, len(recipes))  # noqa: E731
+    decisive = (
+        mean_divergences(model, recipes, spread(plan.unseen, plan.verify_windows), progress=deciding)
+        if plan.unseen
+        else [None] * len(recipes)
+    )
     points = tuple(
         _Point(
             kind=kind,
             row=perplexity_row(own, figures[0]),
             window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),
             expected_kl=kl,
+            decisive_kl=decided,
         )
-        for (kind, _, kl), own in zip(verified, figures, strict=True)
+        for (kind, _, kl), own, decided in zip(verified, figures, decisive, strict=True)
     )
     rows = [point.row for point in points]
     return Tuned(

@@ -26,6 +26,7 @@ Row = dict[str, Any]
 _QUALITY: Columns = {
     "kl_mean": ("KL mean", ".6f"),
     "expected_kl": ("expected", ".6f"),
+    "decisive_kl": ("KL in sessions", ".6f"),
     "perplexity": ("perplexity", ".3f"),
     "perplexity_change": ("change", "+.3%"),
     "top1_agreement": ("same top token", ".2%"),
@@ -43,6 +44,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
             "kind": point.kind,
             "kl_mean_interval": Bootstrap().interval(np.positive, point.window_kl),
             "expected_kl": point.expected_kl,
+            **({} if point.decisive_kl is None else {"decisive_kl": point.decisive_kl}),
             "is_on_front": id(point) in front,
         }
         for point in tuned.points
@@ -117,7 +119,8 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
 
 def point_columns(rows: Sequence[Row]) -> Columns:
     """Return the columns of the table of points."""
-    return {"kv": ("recipe", ""), **sizes(rows), **_QUALITY}
+    shown = {name: one for name, one in _QUALITY.items() if name != "decisive_kl" or name in rows[0]}
+    return {"kv": ("recipe", ""), **sizes(rows), **shown}
 
 
 def marked(rows: list[Row]) -> list[Row]:

@@ -5,15 +5,17 @@ The default texts are the help topics of `pydoc`, which ship with every CPython.
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvq.errors import RequestError
 from kvq.models.parts.inputs import check_unicode
 
 _LONG_LINE = 40  # characters; longer lines that occur in another topic are removed
 _FOLDS = 5  # one topic in five is held out
+_Window = TypeVar("_Window")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +129,7 @@ def cut_windows(
     return [prefix + ids[i * step : (i + 1) * step] for i in range(min(count, max_windows or count))]
 
 
-def spread(windows: list[list[int]], count: int) -> list[list[int]]:
+def spread(windows: Sequence[_Window], count: int) -> list[_Window]:
     """Return at most `count` windows, evenly spaced over the text."""
     count = min(count, len(windows))
     return [windows[i * len(windows) // count] for i in range(count)]

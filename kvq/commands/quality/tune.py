@@ -94,7 +94,8 @@ class _TuneOptions:
         same = ("max_kl", "recent", "sinks", "context", "max_windows", "verify_windows")
         plan = TunePlan(budget_bytes=nbytes, **picked(self, *same))
         if self.objective == "traces":
-            plan = replace(plan, marked=_marked(model, plan.tokens_per_window(model), self.traces))
+            searched, unseen = _marked(model, plan.tokens_per_window(model), self.traces)
+            plan = replace(plan, marked=searched, unseen=unseen)
         elif self.traces is not None:
             raise ConfigError("--traces is for --objective traces")
         if codes is not None:
@@ -113,8 +114,8 @@ def command(model_options: ModelOptions, options: _TuneOptions) -> None:
 
     K and V of each layer are quantized separately in one or two formats, and the divergence is measured; the
     divergence of other formats is estimated from these measurements. The best recipe within the budget is
-    then compared with uniform formats on text that the search did not see. `--kv kvq.json` serves this
-    recipe.
+    then compared with uniform formats on text that the search did not see, and for --objective traces on
+    the last third of the sessions. `--kv kvq.json` serves this recipe.
     """
     from kvq.calib.candidates import ALL_CODES, codes_of
     from kvq.calib.tune_report import front_figure, write_report
@@ -201,18 +202,24 @@ def _measured_on(tuned: "Tuned", about: "Mapping[str, Any]") -> str:
     )
 
 
-def _marked(model: "PreparedModel", context: int, path: str | None) -> "Sequence[Marked]":
-    """Return the windows of sessions to search on."""
+def _marked(
+    model: "PreparedModel", context: int, path: str | None
+) -> "tuple[Sequence[Marked], Sequence[Marked]]":
+    """Return the windows of sessions to search on, and those of other sessions to measure on."""
     require("--objective traces", SERVER)
     from kvq.traces.marking import marked_windows
     from kvq.traces.reading import read_log
     from kvq.traces.tasks import generated
 
     tokens = max(_LEAST_GENERATED, 2 * context)
-    sessions = (
-        generated("tools", _GENERATED, 1, tokens=tokens) if path is None else read_log(Path(path)).sessions
-    )
-    return marked_windows(model, sessions, context)
+    if path is None:
+        sessions = generated("tools", _GENERATED + _GENERATED // 2, 1, tokens=tokens)
+    else:
+        sessions = read_log(Path(path)).sessions
+    cut = 2 * len(sessions) // 3  # as text is held out
+    if not cut:
+        raise ConfigError(f"--traces {path} has 1 session; a search needs another one to measure on")
+    return marked_windows(model, sessions[:cut], context), marked_windows(model, sessions[cut:], context)
 
 
 def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[EvalText, EvalText]":

@@ -77,13 +77,17 @@ def test_what_is_refused(kvq, log, tmp_path):
         assert words in err.replace("\n", " ")
 
 
-def test_a_recipe_for_traces_says_so(kvq, log, tmp_path):
-    out = tmp_path / "kvq.json"
-    status, _, err = kvq(
+def test_a_recipe_for_traces_says_so_and_is_measured_on_other_sessions(kvq, log, tmp_path):
+    out, found = tmp_path / "kvq.json", tmp_path / "found.json"
+    status, told, err = kvq(
         "tune", "tiny", "--objective", "traces", "--traces", log, "--context", 64, "--max-windows", 2,
-        "--verify-windows", 2, "--formats", "int8,int4", "--budget", "5bits", "--out", out,
+        "--verify-windows", 2, "--formats", "int8,int4", "--budget", "5bits", "--out", out, "--json", found,
     )  # fmt: skip
     assert status == 0, err
+    assert "KL in sessions" in told
+    first, *others = json.loads(found.read_text())["rows"]
+    assert first["decisive_kl"] == 0
+    assert all(row["decisive_kl"] > 0 for row in others)
     assert f"searched on {log}" in json.loads(out.read_text())["measured_on"]
     assert (
         kvq("perplexity", "--model", "tiny", "--kv", f"fp32,{out}", "--max-windows", 1, "--context", 64)[0]
