@@ -12,6 +12,7 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
 from kvq.engine.device.memory import describe_pools, planned_pools
 from kvq.engine.device.runner import Runner
+from kvq.engine.kv_guard import check_guard
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
@@ -104,6 +105,8 @@ def check_engine(
     recipe = prepared.recipe(kv, scales)
     prepared.check_scales(recipe)
     prepared.check_kernels(recipe)
+    if config.guard:
+        check_guard(recipe, config)
     checked = CheckedEngine(model=prepared, recipe=recipe, scales=scales, config=config)
     checked.pools(None, 0)
     return checked

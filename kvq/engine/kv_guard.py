@@ -24,6 +24,7 @@ from kvq.cache.backend import CacheBackend
 from kvq.cache.kv_cache import KVCache
 from kvq.engine.config import EngineConfig
 from kvq.errors import ConfigError, first_lines
+from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 from kvq.scheduler import Branch
 
@@ -58,6 +59,19 @@ class _Totals:
     layers: dict[str, float] = field(default_factory=dict)  # those off at last: served / computed again
 
 
+def check_guard(recipe: KVRecipe, config: EngineConfig) -> None:
+    """Raise ConfigError if a guard can't tell damage of these blocks from what is meant."""
+    if not recipe.is_quantized:
+        raise ConfigError(
+            f"guard (--guard) compares quantized KV with other KV, and kv is {recipe.name}; leave one out"
+        )
+    if config.kv_ladder or config.kv_tier_format:
+        raise ConfigError(
+            "guard (--guard) takes blocks that were in fewer bits for damaged ones; leave out kv_ladder "
+            "and kv_tier_format (--kv-ladder, --kv-tier-format), or guard"
+        )
+
+
 class Guard:
     """Guard of one engine. Only the engine's thread calls it."""
 
@@ -70,15 +84,7 @@ class Guard:
             ConfigError: the KV is not quantized.
             OutOfMemory: the pools of both sessions don't fit.
         """
-        if not model.recipe.is_quantized:
-            raise ConfigError(
-                f"guard compares quantized KV with unquantized KV, and kv is {model.recipe.name}"
-            )
-        if config.kv_ladder or config.kv_tier_format:
-            raise ConfigError(
-                "guard (--guard) takes blocks that were in fewer bits for damaged ones; leave out kv_ladder "
-                "and kv_tier_format (--kv-ladder, --kv-tier-format), or guard"
-            )
+        check_guard(model.recipe, config)
         if not isinstance(cache, KVCache):
             raise ConfigError("guard (--guard) needs kvq's own blocks; leave one of guard and cache out")
         self._manager, self._served, self._share = manager, cache, config.guard

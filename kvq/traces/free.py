@@ -86,20 +86,22 @@ def questions_of(
     return found
 
 
-def generate(
-    model: Model, questions: Sequence[Question], *, kv_memory: str | None, progress: Progress
-) -> list[Outcome]:
-    """Answer all questions greedily in the model's KV format.
+def engine_for(model: Model, questions: Sequence[Question], kv_memory: str | None) -> LLM:
+    """Return an engine that can answer the questions."""
+    longest = max(len(one.prompt) + one.max_tokens for one in questions)
+    options: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
+    options |= {"max_num_seqs": _AT_ONCE, "max_context": min(longest, model.prepared.max_context)}
+    return LLM(model, **options)
+
+
+def generate(llm: LLM, questions: Sequence[Question], progress: Progress) -> list[Outcome]:
+    """Answer questions greedily.
 
     Raises:
         RequestError: a request failed.
     """
-    longest = max(len(one.prompt) + one.max_tokens for one in questions)
-    options: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
-    options |= {"max_num_seqs": _AT_ONCE, "max_context": min(longest, model.prepared.max_context)}
     params = [_params(one) for one in questions]
-    with LLM(model, **options) as llm:
-        outputs = llm.generate([list(one.prompt) for one in questions], params, progress=progress)
+    outputs = llm.generate([list(one.prompt) for one in questions], params, progress=progress)
     for output in outputs:
         if output.error is not None:
             raise output.error

@@ -3,12 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvq.engine import LLM
 from kvq.engine.exactness import engine_facts
 from kvq.errors import RequestError
 from kvq.evals.report.bootstrap import Bootstrap
@@ -16,12 +18,13 @@ from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 from kvq.traces.finished import Finished
 from kvq.traces.forced import Replay, Scored, Scores
-from kvq.traces.free import Call, Key, Outcome, Question, are_same, generate, questions_of
+from kvq.traces.free import Call, Key, Outcome, Question, are_same, engine_for, generate, questions_of
 from kvq.traces.judging import Sums, TraceRow, Turn, judge
 from kvq.traces.kinds import CALLED, DECISIVE, TokenKind, kinds_of
 from kvq.traces.rendering import Rendering, Stretch
 from kvq.traces.sessions import RecordedSession
 
+_PART = 32  # turns that are generated together
 _Forced = dict[str, Any]  # one turn in one format: `kinds`, `diverges_at`, `lost`
 
 
@@ -106,17 +109,22 @@ class TraceMeasurement:
     def _generate(self, model: Model) -> None:
         if not self._questions:
             return
-        name = model.recipe.name
+        name, outcomes = model.recipe.name, self.figures.outcomes.setdefault(model.recipe.name, {})
+        with ExitStack() as stack:
+            engines: list[LLM] = []  # made when the first part isn't finished
+            for at in range(0, len(self._questions), _PART):
+                some = self._questions[at : at + _PART]
 
-        def make() -> list[dict[str, Any]]:
-            made = generate(model, self._questions, kv_memory=self._plan.kv_memory, progress=self._step)
-            return [asdict(one) for one in made]
+                def make(some: list[Question] = some) -> list[dict[str, Any]]:
+                    if not engines:
+                        llm = engine_for(model, self._questions, self._plan.kv_memory)
+                        engines.append(stack.enter_context(llm))
+                    return [asdict(one) for one in generate(engines[0], some, self._step)]
 
-        made = self._finished.of(f"free {name}", make)
-        self._done += len(self._questions)
-        self._step(0, 0)
-        keys = [one.key for one in self._questions]
-        self.figures.outcomes[name] = dict(zip(keys, map(_outcome, made), strict=True))
+                made = self._finished.of(f"free {name} {at}", make)
+                outcomes |= zip((one.key for one in some), map(_outcome, made), strict=True)
+                self._done += len(some)
+                self._step(0, 0)
 
     def _step(self, done: int, _: int) -> None:
         self._watch.progress(self._done + done, self._steps)

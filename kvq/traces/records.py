@@ -64,6 +64,8 @@ def _items(answer: Any) -> list[dict[str, Any]]:
     if answer is None or isinstance(answer, list):
         return objects(answer, "the response")
     if isinstance(answer, str):
+        if answer.lstrip().startswith(("data:", "event:")):
+            raise ConfigError("the response is a raw stream of events; kvq reads answers that are whole")
         return [{"role": "assistant", "content": answer}]
     if "choices" in checked(answer, dict, "the response"):
         answer = next(iter(objects(answer["choices"], "the response's choices")), {})

@@ -216,6 +216,13 @@ def test_check_looks_at_every_format():
     assert "int7" in str(last)
 
 
+@pytest.mark.parametrize(("kv", "more"), [("fp32", {}), ("int8", {"kv_ladder": "int4"})])
+def test_check_refuses_a_guard_that_the_engine_would_refuse(kv, more):
+    *_, last = check_config(ServerConfig(kv=kv, port=0, engine={"guard": 0.01, **more}))
+    assert last.is_error
+    assert "guard (--guard)" in str(last)
+
+
 def test_an_engine_has_one_format():
     with LLM("tiny", kv="int8", num_blocks=16) as llm:
         job = RequestOptions(kv_format="int8")

@@ -9,6 +9,7 @@ import kvq
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.watch import Watch
+from kvq.traces import measure
 from kvq.traces.measure import TraceMeasurement, TracePlan, trace_rows
 from kvq.traces.rendering import Rendering
 from kvq.traces.sessions import RecordedSession
@@ -102,6 +103,29 @@ def test_goes_on(models, tmp_path, monkeypatch):
     assert [asdict(row) for row in measured(models, plan)[1]] == whole
     with pytest.raises(ConfigError, match="another measurement"):
         measured(models, replace(plan, sessions=plan.sessions[:2]))
+
+
+def test_generated_turns_are_kept_in_small_parts(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_PART", 2)
+    made, generate = [], measure.generate
+
+    def counted(llm, questions, progress):
+        if len(made) == 2:
+            made.append(None)
+            raise KeyboardInterrupt
+        made.append([one.key for one in questions])
+        return generate(llm, questions, progress)
+
+    monkeypatch.setattr(measure, "generate", counted)
+    plan = replace(PLAN, finished=tmp_path / "parts")
+    with pytest.raises(KeyboardInterrupt):
+        measured(models, plan)
+    rows = [asdict(row) for row in measured(models, plan)[1]]
+    parts = [one for one in made if one is not None]
+    assert len(parts) == 3 * 3, "three parts for each of three formats, none of them twice"
+    assert all(len(part) == 2 for part in parts)
+    monkeypatch.setattr(measure, "generate", generate)
+    assert rows == [asdict(row) for row in measured(models, PLAN)[1]], "parts change nothing"
 
 
 def test_scores_only(models):

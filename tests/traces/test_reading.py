@@ -309,6 +309,7 @@ def test_sessions_of_different_ids_stay_apart_and_names_are_unique(read):
         ({"messages": HI, "response": {"choices": []}}, "choices[0].message"),
         ({"messages": HI, "response": {"choices": [{"delta": {}}]}}, "choices[0].message"),
         ({"kvq_recording": 2, "request": {"messages": HI}}, "kvq_recording has to be 1"),
+        ({"messages": HI, "response": 'data: {"choices": []}\n\ndata: [DONE]'}, "a raw stream of events"),
     ],
 )
 def test_refusals_name_the_line_and_what_was_found(read, record, reason):

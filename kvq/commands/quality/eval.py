@@ -125,7 +125,10 @@ def command(
     limits = [parse_gate(gate) for gate in options.gates]
     if windows.instrument and not any(one.task.key == "rows" for one in chosen):
         raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
-    source = default_text() if options.text is None else read_text(options.text, options.text_field)
+    if options.text is None and all(one.task.key in SESSION_TASKS for one in chosen):
+        source = sessions.source([name for one in chosen for name in one.names], options.seed)
+    else:
+        source = default_text() if options.text is None else read_text(options.text, options.text_field)
     checked = check_for(model_options, kv)
     if options.simulate and (
         served := {"attention", "lm_eval", *SESSION_TASKS} & {one.task.key for one in chosen}

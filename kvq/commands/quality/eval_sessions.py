@@ -10,6 +10,7 @@ from kvq.commands.shared.param_types import AT_LEAST_1, TO_READ, Finite, TokenCo
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvq.evals import EvalText
     from kvq.evals.report.bootstrap import Bootstrap
     from kvq.evals.watch import Watch
     from kvq.models import Model
@@ -47,6 +48,15 @@ class SessionOptions:
     finished: str | None = path_option(
         "--finished", "Keep finished parts in FILE.TASK, and go on from there after an interruption."
     )
+
+    def source(self, names: Sequence[str], seed: int) -> "EvalText":
+        """Return what results on sessions of these tasks call their text."""
+        from kvq.evals import EvalText
+
+        if self.traces is not None:
+            return EvalText(name=self.traces, text=Path(self.traces).read_bytes().decode(errors="replace"))
+        drawn = f"{','.join(names)}: {self.sessions} sessions of {self.session_tokens} tokens, seed {seed}"
+        return EvalText(name=f"generated sessions ({drawn})", text=drawn)
 
 
 def load(name: str, options: SessionOptions, model: "PreparedModel", seed: int) -> "Log":

@@ -28,6 +28,7 @@ def test_a_log_is_measured(kvq, log, tmp_path):
     )  # fmt: skip
     assert status == 0, err
     result = json.loads((tmp_path / "page.json").read_text())
+    assert result["text"] == str(log)
     base, low = result["traces"]
     assert (base["asked"], low["asked"], base["invalid"]) == (10, 10, 0)
     facts = result["traces_facts"]
