@@ -65,9 +65,7 @@ def main() -> None:
         print(rows[-1])
     if given.out:
         about = {"model": given.model, "kv": given.kv, "threads": torch.get_num_threads()}
-        write_json(
-            given.out, envelope(torch.device("cpu"), "python -m benchmarks.guard") | about | {"rows": rows}
-        )
+        write_json(given.out, envelope(sys.argv, torch.device("cpu"), rows, about))
 
 
 def _round(llm: LLM, number: int, vocab: int) -> tuple[float, list[Any]]:
