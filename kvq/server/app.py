@@ -21,16 +21,17 @@ from kvq.server.http.body_errors import of_body
 from kvq.server.http.credentials import Access, Credentials
 from kvq.server.http.guard import REASON, Guard, as_response
 from kvq.server.http.ignored import HEADER
-from kvq.server.http.problems import MESSAGES_PATH, Problem
+from kvq.server.http.problems import MESSAGES_PATH, RESPONSES_PATH, Problem
 from kvq.server.http.strict_json import JsonRoute
 from kvq.server.ollama import routes as ollama
 from kvq.server.openai import routes as openai
 from kvq.server.openai.openapi import describe_routes
+from kvq.server.responses import response as responses
 from kvq.version import __version__
 
 _SHOWN = 100  # maximum length of an unknown path in an error, in characters
-_ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/responses does not match /v1/messages
-_GENERATING = (*openai.GENERATING, MESSAGES_PATH, *ollama.GENERATING)
+_ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/sessions does not match /v1/messages
+_GENERATING = (*openai.GENERATING, RESPONSES_PATH, MESSAGES_PATH, *ollama.GENERATING)
 _READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH, *ollama.READING)
 _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
     Problem: lambda problem: problem,
@@ -62,6 +63,7 @@ def create_app(
     app.router.route_class = JsonRoute
     app.state.loop_budget = service.loop_budget
     openai.add_routes(app, service)
+    responses.add_routes(app, service)
     anthropic.add_routes(app, service)
     ollama.add_routes(app, service)
 

@@ -98,6 +98,12 @@ class _ServeOptions:
         (), "Regular expression of texts to leave out, as addresses, card numbers and keys.", multiple=True
     )
     record_plain: bool = option(False, "Leave nothing out, not even personal data and secrets.")
+    stored_responses: int = option(
+        1000,
+        "Responses of /v1/responses kept in memory for later requests; 0: none.",
+        type=click.IntRange(0, 1 << 24),
+    )
+    stored_responses_memory: str = option("256MiB", "Most memory for them.", type=SIZE)
     request_timeout: float = option(600.0, "Seconds for a request; 0: no limit.", type=AT_LEAST_0)
     max_connections: int = option(
         4096, "Connections at a time, within the limit of open files (ulimit -n).", type=AT_LEAST_1
@@ -128,7 +134,7 @@ class _ServeOptions:
 )
 @gathered(_ServeOptions, "options")
 def command(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> None:
-    """Serve a model over HTTP with an OpenAI-compatible API: /v1/completions and /v1/chat/completions."""
+    """Serve a model over HTTP with an OpenAI-compatible API: completions, chats and responses."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop handles signals
         config = _config(service, options)
@@ -154,7 +160,7 @@ command.sections = {
     **dict.fromkeys(("api_key", "host"), "Address and access"),
     "log_format": "Logs, metrics and block events",
     "record": "Recording",
-    "request_timeout": "Limits",
+    "stored_responses": "Limits",
 }
 
 
@@ -186,6 +192,8 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
         kv_also=also,
         **picked(options, "kv_also_share", "guard_fallback"),
         record=_record(options),
+        stored_responses=options.stored_responses,
+        stored_responses_bytes=parse_bytes(options.stored_responses_memory, "--stored-responses-memory"),
         metrics_names=parse_names(options.metrics_names),
         trusts_chats=options.control_tokens_in in ("chats", "both"),
         trusts_completions=options.control_tokens_in in ("completions", "both"),

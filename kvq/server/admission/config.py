@@ -44,6 +44,8 @@ class ServerConfig:
     max_restarts: int = 5  # restarts of the engine within ten minutes
     kv_events: EventsConfig | None = None
     record: Callable[[], Recorder] | None = None  # opens the file of recorded chats
+    stored_responses: int = 1000  # of the Responses API, for later requests; 0: none
+    stored_responses_bytes: int = 256 << 20  # most bytes of them
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them
     grace_s: float = 30.0  # time for running requests to finish after SIGTERM
     timeout_s: float | None = 600.0  # limit on a request, from its arrival at the engine

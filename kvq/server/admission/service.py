@@ -68,6 +68,7 @@ class Service:
         self.kv_formats = (config.kv, *config.kv_also)
         self.kv_format_of: Callable[[str], str | None] = lambda tenant: None  # of its API key
         self.recorder = None if config.record is None else config.record()
+        self.most_stored = (config.stored_responses, config.stored_responses_bytes)  # responses and bytes
         self._watch()
         self._timeout_s = config.timeout_s
         self._draining = False
@@ -108,7 +109,8 @@ class Service:
         Raises:
             Problem: the server is strict, and an unknown field is not a label.
         """
-        is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
+        fields = ("tools", "chat_template_kwargs", "reasoning_effort", "reasoning")
+        is_for_template = any(map(given.get, fields))
         forms = await self.prompts.forms() if is_for_template else None
         names, unknown = find_ignored(given, body, forms)
         if unknown is not None and (self.is_strict or isinstance(body, HintBody)):

@@ -20,7 +20,7 @@ from kvq.server.admission.bodies import (
     RetainSeconds,
     SessionId,
 )
-from kvq.server.http.body_errors import content_of
+from kvq.server.http.body_errors import content_of, refuse_tool
 from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import Flag, JsonObject, LongText, Real
 
@@ -107,14 +107,7 @@ class CustomTool(FunctionBody, _Marked):
     type: Literal["custom"] = "custom"
     parameters: Annotated[JsonObject, Field(alias="input_schema", max_length=256)]
     _is_usual = model_validator(mode="before")(check_usual)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_the_clients_own(cls, tool: Any) -> Any:
-        kind = tool.get("type", "custom") if isinstance(tool, dict) else "custom"
-        if kind != "custom":
-            raise ValueError(f"tools of type {kind!r:.50} are not supported, only custom ones")
-        return tool
+    _is_the_clients_own = model_validator(mode="before")(refuse_tool("custom"))
 
 
 class _ToolChoice(Body):

@@ -84,6 +84,19 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
     return check
 
 
+def refuse_tool(known: str) -> Callable[[type, Any], Any]:
+    """Return a "before" validator that refuses tools of other types than `known`, the default."""
+
+    def check(cls: type, tool: Any) -> Any:
+        kind = tool.get("type", known) if isinstance(tool, dict) else known
+        if kind != known:
+            words = f"only {known!r}: leave it out, or run it yourself and offer it so"
+            raise ValueError(f"tools of type {kind!r:.50} are not supported, {words}")
+        return tool
+
+    return check
+
+
 def json_kind(value: Any) -> str:
     """Return a phrase that names the JSON type of a decoded value."""
     return _JSON.get(type(value), "something else")

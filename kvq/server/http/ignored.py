@@ -30,6 +30,7 @@ _SAME = (  # groups of names for one field in various protocols and servers
     frozenset(("repetition_penalty", "repeat_penalty")),
 )
 _NO_TOOLS = ("none", {"type": "none"})  # choices with which the model sees no tools
+_EFFORTS = {"reasoning_effort", "enable_thinking"}  # of templates that read `reasoning.effort`
 _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # characters that are unsafe in a header or on a terminal
 
 
@@ -137,6 +138,8 @@ def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[_Field]
         return
     if "reasoning_effort" in fields and "reasoning_effort" not in forms.variables:
         yield _Field("reasoning_effort", "reasoning_effort", frozenset())
+    if fields.get("reasoning", {}).get("effort") and not _EFFORTS & forms.variables:
+        yield _Field("reasoning.effort", "effort", frozenset())
     for name, value in fields.get("chat_template_kwargs", {}).items():
         if name not in forms.variables and value is not None:
             yield _Field(f"chat_template_kwargs.{name[:_MAX_NAME]}", name, forms.variables)

@@ -56,6 +56,7 @@ def failed(message: str) -> Problem:
 
 
 MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 _ANTHROPICS_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -96,10 +97,11 @@ def event_of(body: dict[str, Any], path: str) -> bytes:
     """Return a chunk or an error object as a server-sent event, or as a line in Ollama's protocol."""
     if is_ollama_path(path):
         return _encoder.encode(body) + b"\n"
-    name = f"event: {body['type']}\n".encode() if is_messages_path(path) else b""
+    name = f"event: {body['type']}\n".encode() if "type" in body else b""
     return b"%bdata: %b\n\n" % (name, _encoder.encode(body))
 
 
 def last_event(path: str) -> bytes:
     """Return the event that ends a complete stream, or b"" if the protocol has none."""
-    return b"" if is_messages_path(path) or is_ollama_path(path) else b"data: [DONE]\n\n"
+    has_none = is_messages_path(path) or is_ollama_path(path) or path == RESPONSES_PATH
+    return b"" if has_none else b"data: [DONE]\n\n"

@@ -139,6 +139,21 @@ _ANSWERS = {  # D320: for the document only; fuzzing validates responses
         stop_sequence=_or_null(TEXT),
         usage=named("MessageUsage"),
     ),
+    "ResponseAnswer": _answer(
+        "Response to a conversation, with the fields of its request.",
+        id=TEXT,
+        object=_one_of("response"),
+        **dict.fromkeys(("created_at", "completed_at"), _INTEGER),
+        model=TEXT,
+        status=_one_of("completed", "incomplete"),
+        **dict.fromkeys(("error", "incomplete_details"), _or_null(_ANY_OBJECT)),
+        output=_list_of(_ANY_OBJECT),
+        usage=_ANY_OBJECT,
+        previous_response_id=_or_null(TEXT),
+    ),
+    "DeletedResponse": _answer(
+        "A response was deleted.", id=TEXT, object=_one_of("response"), deleted={"type": "boolean"}
+    ),
     "OllamaAnswer": _answer(
         "Answer as Ollama defines it; durations are nanoseconds.",
         ["response", "message", "thinking", "done_reason", *_COUNTS],

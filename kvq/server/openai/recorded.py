@@ -10,7 +10,7 @@ from kvq.server.openai.respond import Call
 from kvq.server.recording import Recorder
 from kvq.server.tools.format import arguments_of
 
-_LEFT_OUT = {"cache_salt", "metadata", "stream", "stream_options"}
+_LEFT_OUT = {"cache_salt", "metadata", "stream", "stream_options", "previous_response_id", "store"}
 
 
 def recorded(call: Call, body: Body, recorder: Recorder | None) -> Call:
@@ -35,7 +35,8 @@ class _Recorded(Call):
             async for chunk in chunks:
                 whole.add(chunk)
                 yield chunk
-        self._recorder.put(self._request, whole.response())
+        if (response := whole.response()) is not None:
+            self._recorder.put(self._request, response)
 
 
 class _Whole:
@@ -47,7 +48,7 @@ class _Whole:
         self._blocks: list[dict[str, Any]] = []  # of Anthropic's protocol
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """Add a chunk of OpenAI's protocol, or an event of Anthropic's."""
+        """Add a chunk of a chat, or an event of a response or of Anthropic's protocol."""
         if "choices" not in chunk:
             self._add_event(chunk)
             return
@@ -74,13 +75,17 @@ class _Whole:
                 _extend(self._blocks[-1], {k: text for k, text in event["delta"].items() if k != "type"})
             case "content_block_stop" if "partial_json" in self._blocks[-1]:
                 self._blocks[-1]["input"] = arguments_of(self._blocks[-1].pop("partial_json"))
+            case "response.completed" | "response.incomplete":
+                self._head = event["response"]
             case "message_delta":
                 self._head = self._head | event["delta"] | {"usage": event["usage"]}
 
-    def response(self) -> dict[str, Any]:
-        """Return the response as it would be if it were not streamed."""
+    def response(self) -> dict[str, Any] | None:
+        """Return the response as it would be if it were not streamed, or None if it failed."""
+        if "output" in self._head:
+            return self._head
         if "choices" not in self._head:
-            return self._head | {"content": self._blocks}
+            return self._head | {"content": self._blocks} if self._head else None
         choices = [choice for _, choice in sorted(self._choices.items())]
         return self._head | {"object": "chat.completion", "choices": choices}
 
