@@ -44,6 +44,29 @@ class Client:
         """(status, headers, body) of an answer; a body may be bytes."""
         return asyncio.run(self._post(path, body, headers))
 
+    async def exchange(self, path, body, headers, method="POST"):
+        """(status, headers, bytes) of an answer to a client that stays until its end."""
+        sent, given = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        is_over = asyncio.Event()
+
+        async def receive():
+            if not given:
+                await is_over.wait()
+                return {"type": "http.disconnect"}
+            return given.pop()
+
+        async def send(message):
+            sent.append(message)
+
+        named = {"host": "127.0.0.1", "content-type": "application/json", **headers}
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": ""}
+        scope["headers"] = [(name.encode(), value.encode()) for name, value in named.items()]
+        await self.app(scope, receive, send)
+        is_over.set()
+        head, *rest = sent
+        found = {name.decode(): value.decode("latin-1") for name, value in head["headers"]}
+        return head["status"], found, b"".join(message.get("body", b"") for message in rest)
+
     def metrics(self):
         """What Prometheus would see, by name and values of labels."""
 

@@ -303,7 +303,7 @@ def test_large_bodies_and_unknown_paths_are_refused(server):
     for path, meant in (
         ("/v1/nothing", ""),
         ("/v1/embeddings", ""),
-        ("/v1/responses", ""),
+        ("/v1/sessions", ""),
         ("/chat/completions", "; did you mean '/v1/chat/completions'?"),
     ):
         status, answer = send(server, b"{}", path=path)

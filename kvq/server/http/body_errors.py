@@ -17,6 +17,7 @@ _Placed = tuple[list[str], Any]  # a path in the body, and one of pydantic's err
 _ELSE = (_OF_TYPE, _OF_WORDS, "missing")
 _MAX_KIND = 20  # maximum length of a kind that is compared with known kinds
 _ALIKE = 0.5  # so that input_text matches text, and image does not
+_MEDIA = ("input_image", "input_file", "input_audio")  # which are alike input_text
 _JSON: dict[type, str] = {
     str: "a text",
     bool: "a truth value",
@@ -74,11 +75,12 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
         else:
             got = f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind!r:.50} {noun}"
             words = "this server reads text only, got {got}; leave it out or describe it in words"
-            if hint := nearest(kind[:_MAX_KIND], kinds, cutoff=_ALIKE):
+            if kind not in _MEDIA and (hint := nearest(kind[:_MAX_KIND], kinds, cutoff=_ALIKE)):
                 words = "{got} is not known{hint}"
             if kind in others:
                 words = "{got} is of no use here, only {known}; leave it out"
-        context = {"noun": f"a {noun}", "known": known, "got": got, "at": at, "hint": hint}
+        named = f"{'an' if noun == 'item' else 'a'} {noun}"
+        context = {"noun": named, "known": known, "got": got, "at": at, "hint": hint}
         raise PydanticCustomError("content", words, context)
 
     return check

@@ -151,9 +151,6 @@ _ANSWERS = {  # D320: for the document only; fuzzing validates responses
         usage=_ANY_OBJECT,
         previous_response_id=_or_null(TEXT),
     ),
-    "DeletedResponse": _answer(
-        "A response was deleted.", id=TEXT, object=_one_of("response"), deleted={"type": "boolean"}
-    ),
     "OllamaAnswer": _answer(
         "Answer as Ollama defines it; durations are nanoseconds.",
         ["response", "message", "thinking", "done_reason", *_COUNTS],

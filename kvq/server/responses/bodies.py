@@ -97,9 +97,7 @@ def _typed(given: Any) -> Any:
 class _FunctionTool(FunctionBody):
     """Function that the model may call; tools that OpenAI's servers run are not supported."""
 
-    USUAL: ClassVar = {"allowed_callers": ["direct"], "defer_loading": False}
     type: Literal["function"]
-    _is_usual = model_validator(mode="before")(check_usual)
     _is_the_clients_own = model_validator(mode="before")(refuse_tool("function"))
 
 

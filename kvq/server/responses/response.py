@@ -46,10 +46,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post(RESPONSES_PATH, responses=stream_or("ResponseAnswer"))
     async def create(request: Request, body: ResponsesBody) -> Response:
         await note_fields(request, service, body)
-        tenant, before, given = tenant_of(request), list[bytes](), body.input
-        message = {"type": "message", "role": "user", "content": given}
-        new = [ITEM.validate_python(message)] if isinstance(given, str) else given
-        body.input = new
+        tenant, before, new = tenant_of(request), list[bytes](), body.input
+        if isinstance(new, str):
+            body.input = new = [ITEM.validate_python({"type": "message", "role": "user", "content": new})]
         if (previous := body.previous_response_id) is not None:
             before = kept.find(tenant, previous, "previous_response_id").items
             earlier = await asyncio.to_thread(lambda: [*map(ITEM.validate_json, before)])
@@ -69,7 +68,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         entry = kept.find(tenant_of(request), response_id)
         return Response(entry.response, media_type="application/json")
 
-    @app.delete(f"{RESPONSES_PATH}/{{response_id}}", responses=answer("DeletedResponse"))
+    @app.delete(f"{RESPONSES_PATH}/{{response_id}}", responses={200: {"model": dict[str, Any]}})
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
         kept.drop(tenant_of(request), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
@@ -84,9 +83,8 @@ class _ResponseCall(Call):
         given = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
         head = {"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time()), "output": []}
         head |= {"model": service.name, "status": "in_progress", "background": False}
-        used = {name: service.defaults.fields.get(name, given[name]) for name in ("temperature", "top_p")}
-        asked = {name: given[name] for name in body.model_fields_set & given.keys()}
-        self._response: Event = head | _UNKNOWN | given | used | asked
+        own = _ECHOED & service.defaults.fields.keys() - body.model_fields_set
+        self._response: Event = head | _UNKNOWN | given | {k: service.defaults.fields[k] for k in own}
         self._output = _Output()
         self._chat, self._keep = chat, keep
         self.slots = chat.slots
@@ -106,8 +104,7 @@ class _ResponseCall(Call):
         except Problem as problem:
             if not number:
                 raise
-            code = "server_error" if problem.status >= 500 else "invalid_prompt"
-            error = {"code": code, "message": problem.message}
+            error = {"code": "server_error", "message": problem.message}
             done = [item for item in self._output.items if item["status"] == "completed"]
             failed = self._response | {"status": "failed", "output": done, "error": error}
             yield {"type": "response.failed", "response": failed, "sequence_number": number}
@@ -135,8 +132,7 @@ class _ResponseCall(Call):
 
 def _usage(of_chat: dict[str, Any]) -> dict[str, Any]:
     """Return a chat's usage under the names of the Responses API."""
-    receipts = {name: of_chat[name] for name in ("exact_receipts",) if name in of_chat}
-    return receipts | {
+    return {name: of_chat[name] for name in ("exact_receipts",) if name in of_chat} | {
         "input_tokens": of_chat["prompt_tokens"],
         "input_tokens_details": {"cache_write_tokens": 0} | of_chat["prompt_tokens_details"],
         "output_tokens": of_chat["completion_tokens"],

@@ -32,27 +32,8 @@ class Lines(asgi.Client):
         return asyncio.run(self._lines(path, body, headers))
 
     async def _lines(self, path, body, headers):
-        sent, given = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        is_over = asyncio.Event()
-
-        async def receive():
-            if not given:
-                await is_over.wait()
-                return {"type": "http.disconnect"}
-            return given.pop()
-
-        async def send(message):
-            sent.append(message)
-
-        named = {"host": "127.0.0.1", "content-type": "application/json", **headers}
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
-        scope["headers"] = [(name.encode(), value.encode()) for name, value in named.items()]
-        await self.app(scope, receive, send)
-        is_over.set()
-        head, *rest = sent
-        found = {name.decode(): value.decode("latin-1") for name, value in head["headers"]}
-        text = b"".join(message.get("body", b"") for message in rest)
-        return head["status"], found, [json.loads(line) for line in text.splitlines()]
+        status, found, text = await self.exchange(path, body, headers)
+        return status, found, [json.loads(line) for line in text.splitlines()]
 
 
 class Recorded(Letters):

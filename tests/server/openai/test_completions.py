@@ -39,7 +39,7 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
-def served(words, *, prompts=None, tools=None):
+def served(words, *, prompts=None, tools=None, ending="stop"):
     """A service whose engine says these words to everything, `n` times; and what it was asked."""
     service, asked = asgi.service(), []
     service.prompts = prompts or Letters()
@@ -50,7 +50,7 @@ def served(words, *, prompts=None, tools=None):
         asked.append(options.params)
         for at, word in enumerate(words, 1):
             for index in range(options.params.n):
-                reason = "stop" if at == len(words) else None
+                reason = ending if at == len(words) else None
                 ids = [END if word == "</think>" else at + 10]
                 yield Piece(request_id="", index=index, text=word, token_ids=ids, finish_reason=reason)
         yield Ended(number=1, receipt=Receipt(**{field.name: 0 for field in fields(Receipt)}))
