@@ -120,7 +120,7 @@ def wrong_with(status: int, content: bytes, path: str) -> str | None:
         return f"the server's fault: {content[:300]!r}"
     if status >= 400:
         return None if is_error_object(content, path) else f"no error object: {content[:300]!r}"
-    if content.startswith((b"data:", b"event:")) and b'"error"' in content.rsplit(b"data: ", 1)[-1]:
+    if content.startswith((b"data:", b"event:")) and b'"error":{' in content.rsplit(b"data: ", 1)[-1]:
         return f"a stream that failed: {content[-300:]!r}"
     if path.startswith("/api/") and content.rstrip().rpartition(b"\n")[2].startswith(b'{"error"'):
         return f"a stream that failed: {content[-300:]!r}"

@@ -10,6 +10,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.schemas import BaseSchema
 
 _MARK = "\ue000mark\ue000"  # where a broken value goes
+_MOST = {"max_tokens": 8, "max_completion_tokens": 8, "max_output_tokens": 8, "n": 4, "best_of": 4}
 _BROKEN = [
     "NaN", "1e999", "-Infinity", "-1", "0", "1.5", "true", "null", "{}", "[]", '""', '"\\u0000"', "1e308",
     '"\\ud800"', '["\\ud800"]', '{"\\ud800": 1}', '"\\udfff\\ud800"', '"' + "x" * 70_000 + '"',
@@ -63,10 +64,12 @@ def _tame(case: Case, model: str, odds: random.Random) -> Case:
     generates = case.path in ("/v1/completions", "/v1/chat/completions", "/v1/messages")
     if generates and body.get("max_tokens", 0) in (0, None) and case.path != "/v1/messages":
         body["max_tokens"] = odds.randrange(1, 6)
+    if case.path == "/v1/responses" and body.get("max_output_tokens") is None:
+        body["max_output_tokens"] = odds.randrange(1, 6)
     if case.path in ("/api/chat", "/api/generate"):
         options = body.get("options") or {}
         body["options"] = {"num_predict": 4} | options if isinstance(options, dict) else options
-    for name, most in {"max_tokens": 8, "max_completion_tokens": 8, "n": 4, "best_of": 4}.items():
+    for name, most in _MOST.items():
         if _is_above(body.get(name), most) and odds.random() < 0.95:
             body[name] = odds.randrange(1, most + 1)
     if body.get("suffix", 0) != 0 and odds.random() < 0.8:

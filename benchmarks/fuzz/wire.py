@@ -114,6 +114,7 @@ def _request(odds: random.Random, target: Endpoint, *, is_last: bool) -> bytes:
 
 def _requests(model: str) -> list[tuple[str, str, dict[str, object] | None]]:
     text = {"model": model, "prompt": "The sea", "max_tokens": 3}
+    said = {"model": model, "input": "Hi", "max_output_tokens": 3, "stream": True}
     talk = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
     return [
         ("GET", "/health", None),
@@ -127,6 +128,7 @@ def _requests(model: str) -> list[tuple[str, str, dict[str, object] | None]]:
         ("POST", "/v1/chat/completions", talk),
         ("POST", "/v1/chat/completions", talk | {"stream": True}),
         ("POST", "/v1/messages", talk),
+        ("POST", "/v1/responses", said),
         ("POST", "/tokenize", {"prompt": "a b c"}),
     ]
 

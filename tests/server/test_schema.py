@@ -117,7 +117,7 @@ def _references(schema):
             yield from _references(one)
 
 
-@pytest.mark.parametrize("name", ["CompletionBody", "ChatBody"])
+@pytest.mark.parametrize("name", ["CompletionBody", "ChatBody", "ResponsesBody"])
 def test_what_may_be_left_out_may_be_null(document, name):
     """As the server takes it, and as other servers do."""
     schema = document["components"]["schemas"][name]

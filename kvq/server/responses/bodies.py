@@ -25,7 +25,7 @@ _OF_RESPONSES = frozenset(("id", "status", "phase", "caller", "namespace", "pars
 _Id = Annotated[str, Field(max_length=256)]
 
 
-class _TextPart(Body):
+class _ItemText(Body):
     """Text part of a message, of a result or of thinking."""
 
     LABELS: ClassVar = frozenset(("annotations", "logprobs", "parsed", "prompt_cache_breakpoint"))
@@ -33,11 +33,11 @@ class _TextPart(Body):
     text: LongText
 
 
-_Parts = Annotated[list[_TextPart], Field(max_length=1024, fail_fast=True)]
+_Parts = Annotated[list[_ItemText], Field(max_length=1024, fail_fast=True)]
 _Text = Annotated[LongText | _Parts, BeforeValidator(content_of("part", ("input_text", "output_text")))]
 
 
-class _Message(Body):
+class _InputMessage(Body):
     """Message of a user, of the developer, or of the assistant."""
 
     LABELS: ClassVar = _OF_RESPONSES
@@ -74,7 +74,9 @@ class _Reasoning(Body):
     content: _Parts | None = None
 
 
-_Item = Annotated[_Message | _FunctionCall | _FunctionCallOutput | _Reasoning, Field(discriminator="type")]
+_Item = Annotated[
+    _InputMessage | _FunctionCall | _FunctionCallOutput | _Reasoning, Field(discriminator="type")
+]
 _Items = Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 ITEM: TypeAdapter[Any] = TypeAdapter(_Item)
 _check_kinds = content_of("item", ("message", "function_call", "function_call_output", "reasoning"))
@@ -101,7 +103,7 @@ class _FunctionTool(FunctionBody):
     _is_the_clients_own = model_validator(mode="before")(refuse_tool("function"))
 
 
-class _ChosenFunction(Body):
+class _NamedFunction(Body):
     """Function that must be called."""
 
     type: Literal["function"]
@@ -149,7 +151,7 @@ class ResponsesBody(Common):
     previous_response_id: _Id | None = None
     store: Flag = True
     tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS)] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | _ChosenFunction = "auto"
+    tool_choice: Literal["none", "auto", "required"] | _NamedFunction = "auto"
     parallel_tool_calls: Flag = True
     max_output_tokens: Count | None = None
     text: _TextOptions = _TextOptions()
