@@ -92,7 +92,7 @@ def refuse_tool(known: str) -> Callable[[type, Any], Any]:
     def check(cls: type, tool: Any) -> Any:
         kind = tool.get("type", known) if isinstance(tool, dict) else known
         if kind != known:
-            words = f"only {known!r}: leave it out, or run it yourself and offer it so"
+            words = f"only {known} ones; leave it out, or run it yourself and offer it so"
             raise ValueError(f"tools of type {kind!r:.50} are not supported, {words}")
         return tool
 
