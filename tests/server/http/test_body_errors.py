@@ -137,8 +137,8 @@ def test_threads_are_refused_so_that_the_official_client_sends_whole_conversatio
         ),
         (
             asked("a", tools=[{"type": "bash_20250124"}]),
-            "tools.0: tools of type 'bash_20250124' are not supported, only custom ones; leave it out, or run "
-            "it yourself and offer it so",
+            "tools.0: tools of type 'bash_20250124' are not supported, only custom ones; leave it out, or "
+            "run it yourself and offer it so",
         ),
     ],
 )
