@@ -174,21 +174,21 @@ class _Output:
         kind, self._texts = item["type"], None
         if (empty := _PARTS.get(kind)) is None:
             item["arguments"] = text
-            yield self._event("function_call_arguments.done", name=item["name"], arguments=text)
+            yield self._event("function_call_arguments.done", {"name": item["name"], "arguments": text})
         else:
             part = empty | {"text": text}
             item["content"] = [part]
-            yield self._event(f"{part['type']}.done", text=text)
-            yield self._event("content_part.done", part=part)
+            yield self._event(f"{part['type']}.done", {"text": text})
+            yield self._event("content_part.done", {"part": part})
         item["status"] = status
-        yield self._event("output_item.done", item=dict(item))
+        yield self._event("output_item.done", {"item": dict(item)})
 
     def _write(self, kind: str, text: str | None) -> Iterator[Event]:
         """Append text to the open item, or to a new one if its kind differs."""
         if text:
             if self._texts is None or self.items[-1]["type"] != kind:
                 yield from self._start(kind)
-                yield self._event("content_part.added", part=_PARTS[kind])
+                yield self._event("content_part.added", {"part": _PARTS[kind]})
             yield self._grow(text)
 
     def _start(self, kind: str, **own: str) -> Iterator[Event]:
@@ -197,15 +197,15 @@ class _Output:
         head = {"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress"}
         self.items.append(head | fields | own)
         self._texts = []
-        yield self._event("output_item.added", item=dict(self.items[-1]))
+        yield self._event("output_item.added", {"item": dict(self.items[-1])})
 
     def _grow(self, text: str) -> Event:
         assert self._texts is not None, "arguments follow the start of their call"
         self._texts.append(text)
         part = _PARTS.get(self.items[-1]["type"], {"type": "function_call_arguments"})
-        return self._event(f"{part['type']}.delta", delta=text)
+        return self._event(f"{part['type']}.delta", {"delta": text})
 
-    def _event(self, what: str, **fields: Any) -> Event:
+    def _event(self, what: str, fields: Event) -> Event:
         """Return an event of the last item."""
         if "item" not in fields:
             fields["item_id"] = self.items[-1]["id"]
