@@ -1,16 +1,6 @@
 """Block memory: pools, prefix index, tables, copy-on-write, orders over blocks. Plain Python, no torch."""
 
-from kvq.blockmgr.events import (
-    Copy,
-    Demote,
-    Event,
-    Evicted,
-    Fill,
-    Found,
-    Order,
-    Scrub,
-    Stored,
-)
+from kvq.blockmgr.events import Copy, Demote, Event, Evicted, Fill, Found, Order, Scrub, Stored
 from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.misses import CAUSES, PrefixMiss

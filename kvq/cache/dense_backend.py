@@ -58,13 +58,7 @@ class _DenseStore(LayerStore):
 class DenseCache(BlockCache):
     """Cache that stores all K and V in one floating-point dtype. It is an example for new backends."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        num_blocks: list[int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: KVLayout, *, num_blocks: list[int], device: torch.device) -> None:
         """Allocate `num_blocks` blocks of `layout.block_size` tokens per layer group.
 
         Raises:

@@ -157,13 +157,7 @@ class Scheduler:
             [(branch, 1) for branch in branches], len(branches), self.manager, self.counters, follows=follows
         )
 
-    def commit(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[Sequence[int]],
-        *,
-        bad: Collection[int] = (),
-    ) -> None:
+    def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]], *, bad: Collection[int] = ()) -> None:
         """Record the results of a plan: for each branch, its accepted drafts and the next token.
 
         A branch without tokens is in the middle of a prefill, or is about to be continued by `branch_out`.
