@@ -10,26 +10,7 @@ from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove
 
 __all__ = [
-    "CAUSES",
-    "HOLE",
-    "BlockId",
-    "BlockManager",
-    "BlockPool",
-    "BlockUse",
-    "Copy",
-    "Demote",
-    "Event",
-    "Evicted",
-    "Fill",
-    "Found",
-    "Match",
-    "Order",
-    "Pack",
-    "PoolUsage",
-    "PrefixMiss",
-    "PrefixQuery",
-    "Scrub",
-    "Sequence",
-    "StateMove",
-    "Stored",
-]
+    "CAUSES", "HOLE", "BlockId", "BlockManager", "BlockPool", "BlockUse", "Copy", "Demote", "Event",
+    "Evicted", "Fill", "Found", "Match", "Order", "Pack", "PoolUsage", "PrefixMiss", "PrefixQuery", "Scrub",
+    "Sequence", "StateMove", "Stored",
+]  # fmt: skip
