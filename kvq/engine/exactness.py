@@ -25,7 +25,6 @@ from kvq.version import __version__
 
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "amx_int8")  # used in kernels of any variant if the CPU has them
 
-
 Signer = Callable[[Job, RequestOutput], Receipt]
 
 

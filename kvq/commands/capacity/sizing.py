@@ -88,7 +88,6 @@ class SizingOptions:
                 "a GPU is needed: give --gpu, one or several names of kvq gpus; on this machine, kvq plan "
                 "--verify counts without one"
             )
-
         known = gpus_of(self.gpu_file)
         return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
 
