@@ -22,7 +22,6 @@ _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> plot 
     "needle": plot.needle_plot,
 }
 
-
 _HOW_TO_READ = (
     "<h2>How to read this</h2><p>Bits per element count codes and scales; bytes per token are what the pool "
     "allocates, padding included. The change in perplexity, the KL divergence (nats per token) and the share "

@@ -1,7 +1,7 @@
 """Prometheus metrics at `/metrics`; some are updated on events, others are read at every scrape.
 
 To add a total of the engine, add a field to `kvq.server.engine.messages.Gauges`, which the worker fills, and
-a name to `_ENGINE_TOTALS` and to `metric_names`.
+a name to `_ENGINE_TOTALS` and to metric_names.json.
 """
 
 import collections
