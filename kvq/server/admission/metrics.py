@@ -148,6 +148,10 @@ class Metrics:  # D331: totals are kept here: the engine may restart
         """Add a gauge of the HTTP process, whose value is read at every scrape."""
         prometheus_client.Gauge(name, what, registry=self._registry).set_function(read)
 
+    def total(self, name: str) -> int:
+        """Return a total of the engine since the server's start."""
+        return self._source.total(name)
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
         return prometheus_client.generate_latest(self._registry)
