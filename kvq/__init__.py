@@ -56,33 +56,11 @@ else:
     )
 
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BrokenFormat",
-    "ConfigError",
-    "EngineError",
-    "KVQError",
-    "KVRecipe",
-    "Model",
-    "ModelError",
-    "NumericalError",
-    "OutOfBlocks",
-    "OutOfMemory",
-    "Overloaded",
-    "RequestError",
-    "SamplingParams",
-    "StructuredOutput",
-    "UnsupportedKernel",
-    "__version__",
-    "calibrate",
-    "check",
-    "load",
-    "perplexity",
-    "plan",
-    "quantize",
-    "register_format",
-    "tune",
-]
+    "LLM", "AsyncLLM", "BrokenFormat", "ConfigError", "EngineError", "KVQError", "KVRecipe", "Model",
+    "ModelError", "NumericalError", "OutOfBlocks", "OutOfMemory", "Overloaded", "RequestError",
+    "SamplingParams", "StructuredOutput", "UnsupportedKernel", "__version__", "calibrate", "check", "load",
+    "perplexity", "plan", "quantize", "register_format", "tune",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

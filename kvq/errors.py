@@ -3,7 +3,8 @@
 Every message states the value received, the values allowed, and how to fix the error.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class KVQError(Exception):
@@ -56,6 +57,15 @@ class OutOfMemory(KVQError):
 
 class UnsupportedKernel(KVQError):
     """Operation for which no backend can run on this device. The message lists every reason."""
+
+
+@contextmanager
+def explained(kind: type[KVQError], what: str) -> Iterator[None]:
+    """Raise a `kind` with `what` and the system's reason in place of an OSError inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:

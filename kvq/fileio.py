@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 
 NEW = 0o666  # requested permissions; the umask removes some
 PRIVATE = 0o600
@@ -72,10 +72,8 @@ def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, a
     The group may read the file if root owns it and this process does not run as root, which is how Kubernetes
     mounts secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
     """
-    try:
+    with explained(ConfigError, f"{path} can't be read"):
         found = os.stat(path)
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
     allowed = 0o740 if found.st_uid == 0 != os.geteuid() else 0o700
     if found.st_mode & 0o777 & ~allowed:
         raise ConfigError(f"{path} can be read by others; run chmod 600 {path}")
@@ -90,11 +88,8 @@ def read_secret(path: str | Path, what: str, maker: str) -> bytes:
     Raises:
         ConfigError: the file doesn't exist, others can read it (`check_secret`), or the secret is too short.
     """
-    try:
-        with open(path, "rb") as file:
-            secret = file.read(_MOST_SECRET + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
+    with explained(ConfigError, f"{path} can't be read"), open(path, "rb") as file:
+        secret = file.read(_MOST_SECRET + 1).strip()
     check_secret(path)
     if len(secret) > _MOST_SECRET:
         raise ConfigError(f"{path} is no {what}: a key has {_MOST_SECRET} bytes at most")

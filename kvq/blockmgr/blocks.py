@@ -7,8 +7,7 @@ from typing import Any, TypeVar, Unpack
 
 from kvq.blockmgr.events import Copy, Demote, Events, Evicted, Order
 from kvq.blockmgr.eviction import LeastRecent, Segmented
-from kvq.blockmgr.misses import Misses
-from kvq.blockmgr.misses.memory import Takers
+from kvq.blockmgr.misses import Misses, Takers
 from kvq.blockmgr.packed.ladder import Ladder
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import Node, PrefixIndex

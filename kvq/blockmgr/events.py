@@ -54,7 +54,6 @@ class Fill:
 
 Order = Copy | Scrub | Demote | Fill | Pack
 
-
 _log = logging.getLogger("kvq")
 
 

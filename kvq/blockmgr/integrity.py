@@ -12,10 +12,7 @@ from kvq.blockmgr.sequence import HOLE, Sequence
 
 
 def check_integrity(
-    blocks: Blocks,
-    sequences: list[Sequence],
-    pins: Pins,
-    computing: dict[bytes, Sequence],
+    blocks: Blocks, sequences: list[Sequence], pins: Pins, computing: dict[bytes, Sequence]
 ) -> None:
     """Raise AssertionError, with the reason, unless all invariants hold."""
     for group, pool in enumerate(blocks.pools):

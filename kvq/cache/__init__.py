@@ -25,12 +25,6 @@ else:
     )
 
 __all__ = [
-    "KVCache",
-    "KvqCache",
-    "available_bytes",
-    "cache_backend",
-    "cache_backends",
-    "load_prefix",
-    "register_attention",
-    "save_prefix",
-]
+    "KVCache", "KvqCache", "available_bytes", "cache_backend", "cache_backends", "load_prefix",
+    "register_attention", "save_prefix",
+]  # fmt: skip

@@ -75,13 +75,7 @@ class CacheBackend(Protocol):
 class CacheFactory(Protocol):  # D227: needs nothing but a layout
     """Callable that creates a `CacheBackend`, such as a class with this constructor."""
 
-    def __call__(
-        self,
-        layout: KVLayout,
-        *,
-        num_blocks: list[int],
-        device: torch.device,
-    ) -> CacheBackend:
+    def __call__(self, layout: KVLayout, *, num_blocks: list[int], device: torch.device) -> CacheBackend:
         """Allocate `num_blocks` zeroed blocks, by layer group.
 
         Raises:

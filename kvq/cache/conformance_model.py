@@ -23,7 +23,6 @@ _LARGEST = 5.0  # absolute value of any K or V element, for static scales
 # later, a one-token sequence that pauses, and decodes.
 _STEPS = ((23, 0, 1, 7), (1, 4, 0, 6), (2, 1, 1, 1))
 
-
 # Three layers in two groups, mostly with head dimensions that are not powers of two
 _GEOMETRY = ModelGeometry(
     model_type="conformance",

@@ -13,6 +13,7 @@ from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels.attend.reference import attend_rows
 from kvq.kernels.codec import code_dtype
 from kvq.layout import KVLayout
 
@@ -37,34 +38,21 @@ class _DenseStore(LayerStore):
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
         assert isinstance(batch, SequenceBatch), "staged recipes are refused"
-        size = self.k.shape[1]
-        out = q.new_empty(*q.shape[:2], self.v.shape[-1])
-        lse = torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
-        at = 0
-        for table, new, context in zip(batch.tables, batch.query_lens, batch.context_lens, strict=True):
-            query = torch.arange(context - new, context, device=q.device)[:, None]  # positions
-            key = torch.arange(options.oldest(context - new), context, device=q.device)
-            slots = table[key // size].long() * size + key % size
+
+        def rows_of(table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+            key, size = torch.arange(start, end, device=q.device), self.k.shape[1]
+            slots = table[0, key // size].long() * size + key % size
             k, v = (x.flatten(0, 1)[slots].transpose(0, 1).float() for x in (self.k, self.v))
-            rows = slice(at, at + new)
-            one_out, lse[rows] = _attend_one(
-                q[rows].float() * options.scale, k, v, options.hides(query, key), options
-            )
-            out[rows] = one_out.to(q.dtype)
-            at += new
-        return out, lse
+            return k, v
+
+        out, lse = attend_rows(q.float(), rows_of, self.v.shape[-1], batch, options)
+        return out.to(q.dtype), lse
 
 
 class DenseCache(BlockCache):
     """Cache that stores all K and V in one floating-point dtype. It is an example for new backends."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        num_blocks: list[int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: KVLayout, *, num_blocks: list[int], device: torch.device) -> None:
         """Allocate `num_blocks` blocks of `layout.block_size` tokens per layer group.
 
         Raises:
@@ -135,18 +123,3 @@ def _common_dtype(recipe: KVRecipe) -> torch.dtype:
             f"use the kvq backend for quantized KV"
         )
     return code_dtype(first.code)
-
-
-def _attend_one(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """Attend with scaled `q` [new, q_heads, dim] to `k`, `v` [kv_heads, keys, dim]; `hidden` [new, keys]."""
-    heads = q.shape[1] // k.shape[0]
-    k, v = k.repeat_interleave(heads, dim=0), v.repeat_interleave(heads, dim=0)
-    scores = options.capped(q.transpose(0, 1) @ k.transpose(1, 2))  # [q_heads, new, keys]
-    scores = scores.masked_fill(hidden, float("-inf"))
-    lse = scores.logsumexp(dim=-1)  # [q_heads, new]
-    if options.sinks is not None:
-        lse = torch.logaddexp(lse, options.sinks.float()[:, None])
-    out = torch.exp(scores - lse[..., None]) @ v
-    return out.transpose(0, 1), lse.transpose(0, 1)

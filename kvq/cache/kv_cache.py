@@ -26,12 +26,7 @@ class KVCache(BlockCache):
     stores: dict[int, PagedStore]
 
     def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        num_blocks: list[int],
-        device: torch.device,
-        backend: str = "auto",
+        self, layout: KVLayout, *, num_blocks: list[int], device: torch.device, backend: str = "auto"
     ) -> None:
         """Allocate pools of `num_blocks` blocks, with one entry per layer group of `layout`.
 
@@ -82,14 +77,7 @@ class KVCache(BlockCache):
         return self.stores[layer].attend(q, batch, options)
 
     def gather(
-        self,
-        layer: int,
-        tables: Tensor,
-        start: int,
-        end: int,
-        *,
-        unrotate: bool,
-        out: Rows | None = None,
+        self, layer: int, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
     ) -> Rows:
         """Return K and V at the positions [start, end) of every table; see `LayerStore.gather`."""
         return self.stores[layer].gather(tables, start, end, unrotate=unrotate, out=out)

@@ -193,32 +193,14 @@ def tune(
     choosing = partial(progress, "comparing the recipe with pairs of formats")
     recipe, search_kl, is_tuned = search.best(budget, unseen or windows, choosing)
     uniform, others = search.uniform(budget), search.others(budget)
-    verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
-    watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
     cost = search.allocation.cost
     verified: list[tuple[str, KVRecipe, float | None]] = [  # kind, recipe, expected divergence
         *(("uniform", other, None) for other in (model.prepared.recipe("auto"), *uniform)),
         *(("tuned", other, cost(search.nbytes(other))) for other in others),
         ("chosen", replace(recipe, label="chosen"), cost(budget) if is_tuned else None),
     ]
-    recipes = [one for _, one, _ in verified]
-    figures = measure_tokens(model, recipes, held_out.text, verifying, watch)
-    deciding = lambda done: progress("measuring where other sessions decide", done, len(recipes))  # noqa: E731
-    decisive = (
-        mean_divergences(model, recipes, spread(plan.unseen, plan.verify_windows), progress=deciding)
-        if plan.unseen
-        else [None] * len(recipes)
-    )
-    points = tuple(
-        _Point(
-            kind=kind,
-            row=perplexity_row(own, figures[0]),
-            window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),
-            expected_kl=kl,
-            decisive_kl=decided,
-        )
-        for (kind, _, kl), own, decided in zip(verified, figures, decisive, strict=True)
-    )
+    verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
+    points = _verify(model, verified, (held_out, verifying, plan), progress)
     rows = [point.row for point in points]
     return Tuned(
         recipe=recipe,
@@ -228,6 +210,36 @@ def tune(
         points=points,
         sensitivities=found,
         cautions=tuple(instrument_facts(rows, look(model, "auto", held_out.text, verifying))["cautions"]),
+    )
+
+
+def _verify(
+    model: Model,
+    verified: Sequence[tuple[str, KVRecipe, float | None]],
+    given: tuple[EvalText, TokenPlan, TunePlan],
+    progress: Progress,
+) -> tuple[_Point, ...]:
+    """Measure recipes on a text, and where other sessions decide if the plan has some."""
+    held_out, verifying, plan = given
+    recipes = [one for _, one, _ in verified]
+    watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
+    figures = measure_tokens(model, recipes, held_out.text, verifying, watch)
+    decisive: Sequence[float | None] = [None] * len(recipes)
+    if plan.unseen:
+        windows = spread(plan.unseen, plan.verify_windows)
+        what = "measuring where other sessions decide"
+        decisive = mean_divergences(
+            model, recipes, windows, progress=lambda done: progress(what, done, len(recipes))
+        )
+    return tuple(
+        _Point(
+            kind=kind,
+            row=perplexity_row(own, figures[0]),
+            window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),
+            expected_kl=kl,
+            decisive_kl=decided,
+        )
+        for (kind, _, kl), own, decided in zip(verified, figures, decisive, strict=True)
     )
 
 

@@ -41,18 +41,6 @@ else:
     )
 
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "EngineConfig",
-    "Piece",
-    "PrefixPin",
-    "Priority",
-    "Receipt",
-    "RequestOutput",
-    "SamplingParams",
-    "StepStats",
-    "StructuredOutput",
-    "Timing",
-    "TokenLogprobs",
-]
+    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "Piece", "PrefixPin", "Priority", "Receipt",
+    "RequestOutput", "SamplingParams", "StepStats", "StructuredOutput", "Timing", "TokenLogprobs",
+]  # fmt: skip

@@ -44,10 +44,7 @@ class AsyncLLM(LoopedEngine):
         atexit.register(self._leave)  # Python aborts if it shuts down while a thread computes
 
     async def stream(
-        self,
-        prompt: Prompt,
-        params: Params | None = None,
-        **options: Unpack[RequestFields],
+        self, prompt: Prompt, params: Params | None = None, **options: Unpack[RequestFields]
     ) -> AsyncIterator[Piece]:
         """Yield pieces of one prompt's results as they are generated; the last piece carries the complete
         `output`.
@@ -80,10 +77,7 @@ class AsyncLLM(LoopedEngine):
             self._ask(partial(self.core.cancel, job), quiet=True)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: Params | None = None,
-        **options: Unpack[RequestFields],
+        self, prompt: Prompt, params: Params | None = None, **options: Unpack[RequestFields]
     ) -> RequestOutput:
         """Return one prompt's results once they are complete. The arguments are those of `stream`.
 

@@ -10,8 +10,7 @@ import torch
 import xxhash
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.digests import layout_digest
-from kvq.cache.kv_digest import kv_digest
+from kvq.cache.digests import kv_digest, layout_digest
 from kvq.engine.requests.marking import Marking
 from kvq.engine.requests.outputs import ExactReceipt, Receipt, RequestOutput, TokenLogprobs
 from kvq.engine.requests.request_state import Job
@@ -25,7 +24,6 @@ from kvq.scheduler import Branch
 from kvq.version import __version__
 
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "amx_int8")  # used in kernels of any variant if the CPU has them
-
 
 Signer = Callable[[Job, RequestOutput], Receipt]
 

@@ -106,9 +106,8 @@ def token_windows(
     Raises:
         RequestError: the text is shorter than one window, or a size is too small.
     """
-    return cut_windows(
-        text_ids(tokenizer, text), begin_ids(tokenizer), context=context, max_windows=max_windows
-    )
+    ids, prefix = text_ids(tokenizer, text), begin_ids(tokenizer)
+    return cut_windows(ids, prefix, context=context, max_windows=max_windows)
 
 
 def cut_windows(
@@ -142,10 +141,8 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
         RequestError: the text contains code points that can't be encoded.
     """
     check_unicode(text, "the text")
-    ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-    return ids
+    found = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return list(found["input_ids"])
 
 
 def begin_ids(tokenizer: Any) -> list[int]:

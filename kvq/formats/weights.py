@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvq.errors import ConfigError, nearest
-from kvq.formats.spelling import GROUP, respelled
+from kvq.formats.names import GROUP, respelled
 
 
 class WeightCode(Enum):

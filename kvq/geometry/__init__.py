@@ -12,13 +12,6 @@ from kvq.geometry.geometry import (
 from kvq.geometry.parse import field_name, parse_geometry
 
 __all__ = [
-    "FAMILIES",
-    "Expansion",
-    "LayerGeometry",
-    "LayerGroup",
-    "ModelGeometry",
-    "StateGeometry",
-    "StateTensor",
-    "field_name",
-    "parse_geometry",
-]
+    "FAMILIES", "Expansion", "LayerGeometry", "LayerGroup", "ModelGeometry", "StateGeometry", "StateTensor",
+    "field_name", "parse_geometry",
+]  # fmt: skip

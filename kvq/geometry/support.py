@@ -1,8 +1,10 @@
 """Support check for a config.json: refuses models whose results would be wrong, not merely slow."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvq.errors import nearest
@@ -75,8 +77,8 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
     return None
 
 
-# Text parts of multimodal models. Only those listed are served: the logits of each on text were compared with
-# those of transformers' whole model.
+# Text parts of multimodal models. Only those in text_parts.json are served: the logits of each on text were
+# compared with those of transformers' whole model.
 _PART = "text_config"
 # Keys of a whole model's config that also apply to its text part, if that lacks them.
 _COMMON = (
@@ -100,33 +102,9 @@ class _TextPart:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-_OF_LLAMA, _OF_QWEN2 = _TextPart("llama"), _TextPart("qwen2")
-_OF_COHERE2 = _TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models don't use it
-_ALIKE = (  # their text parts have the same name with `_text` appended
-    *("aria", "cohere_compass", "glm4v", "glm4v_moe", "glm_ocr", "llama4", "qwen2_5_vl", "qwen2_vl"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
-)
-_ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
-KINDS: dict[str, _TextPart] = {  # D196: these text models were compared with the whole models
-    **{kind: _TextPart(f"{kind}_text") for kind in _ALIKE},
-    **{kind: _TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
-    **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),
-    **dict.fromkeys(("idefics3", "llava", "llava_next", "llava_next_video", "smolvlm"), _OF_LLAMA),
-    **dict.fromkeys(("video_llava", "vipllava", "voxtral"), _OF_LLAMA),
-    **dict.fromkeys(("deepseek_vl", "glmasr", "janus"), _TextPart("llama", is_tied=True)),
-    **dict.fromkeys(("llava_onevision", "qwen2_audio", "video_llama_3"), _OF_QWEN2),
-    **dict.fromkeys(("got_ocr2", "internvl", "ovis2"), _TextPart("qwen2", is_tied=True)),
-    **dict.fromkeys(("lighton_ocr", "qwen3_asr"), _TextPart("qwen3", is_tied=True)),
-    "exaone4_5": _TextPart("exaone4"),
-    "fuyu": _TextPart("persimmon"),
-    "glm46v": _TextPart("glm4v_text"),
-    "hyperclovax_vision_v2": _TextPart("hyperclovax", is_tied=True),
-    "idefics2": _TextPart("mistral"),
-    "lfm2_vl": _TextPart("lfm2", is_tied=True),
-    "minicpmv4_6": _TextPart("qwen3_5_text"),
-    "mistral3": _TextPart("mistral", is_tied=True),
-    "nemotron_h_omni": _TextPart("nemotron_h"),
-}
+# D196: these text models were compared with the whole models
+_PARTS = json.loads(Path(__file__).with_name("text_parts.json").read_text(encoding="utf-8"))
+KINDS = {kind: _TextPart(**part) for kind, part in _PARTS.items()}
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -7,24 +7,7 @@ from kvq.kernels.spec import Device, Kernel, KernelSpec, LinearSpec, Support
 from kvq.kernels.weight import BlockWeight, PlainWeight, QuantizedWeight, Weight
 
 __all__ = [
-    "BACKENDS",
-    "AttentionOptions",
-    "BlockWeight",
-    "Device",
-    "Kernel",
-    "KernelSpec",
-    "LinearSpec",
-    "PagedKV",
-    "PagedRows",
-    "PlainWeight",
-    "QuantizedWeight",
-    "SequenceBatch",
-    "StagedBatch",
-    "StagedKV",
-    "Support",
-    "Weight",
-    "check_backend",
-    "register",
-    "registered",
-    "select",
-]
+    "BACKENDS", "AttentionOptions", "BlockWeight", "Device", "Kernel", "KernelSpec", "LinearSpec", "PagedKV",
+    "PagedRows", "PlainWeight", "QuantizedWeight", "SequenceBatch", "StagedBatch", "StagedKV", "Support",
+    "Weight", "check_backend", "register", "registered", "select",
+]  # fmt: skip

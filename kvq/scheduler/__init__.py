@@ -9,18 +9,6 @@ from kvq.scheduler.snapshot import Snapshot
 from kvq.scheduler.step import StepPlan
 
 __all__ = [
-    "Branch",
-    "CostModel",
-    "FixedCosts",
-    "MeasuredCosts",
-    "PoolShape",
-    "Priority",
-    "Reach",
-    "Request",
-    "Scheduler",
-    "SchedulerConfig",
-    "Snapshot",
-    "StepPlan",
-    "most_blocks",
-    "resolve_max_tokens",
-]
+    "Branch", "CostModel", "FixedCosts", "MeasuredCosts", "PoolShape", "Priority", "Reach", "Request",
+    "Scheduler", "SchedulerConfig", "Snapshot", "StepPlan", "most_blocks", "resolve_max_tokens",
+]  # fmt: skip

@@ -9,9 +9,8 @@ from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape, Reach, resolve_max_tokens
 from kvq.scheduler.loading import Loading
-from kvq.scheduler.preemption import choose_victim, may_preempt
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
-from kvq.scheduler.running import Running, held
+from kvq.scheduler.running import Running, choose_victim, held, may_preempt
 from kvq.scheduler.snapshot import Counters, Snapshot, take_snapshot
 from kvq.scheduler.step import Step, StepPlan, extend_with_drafts, pack, pack_step, prefill_budget
 from kvq.scheduler.waiting_queue import WaitingQueue
@@ -157,13 +156,7 @@ class Scheduler:
             [(branch, 1) for branch in branches], len(branches), self.manager, self.counters, follows=follows
         )
 
-    def commit(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[Sequence[int]],
-        *,
-        bad: Collection[int] = (),
-    ) -> None:
+    def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]], *, bad: Collection[int] = ()) -> None:
         """Record the results of a plan: for each branch, its accepted drafts and the next token.
 
         A branch without tokens is in the middle of a prefill, or is about to be continued by `branch_out`.

@@ -192,12 +192,7 @@ def pack_step(
 
 
 def prefill_budget(
-    step: Step,
-    config: SchedulerConfig,
-    costs: CostModel,
-    *,
-    oldest: Request | None,
-    last: int,
+    step: Step, config: SchedulerConfig, costs: CostModel, *, oldest: Request | None, last: int
 ) -> int:
     """Return the number of prefill tokens for this step.
 

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvq.cache.memory import available_bytes
@@ -19,6 +19,7 @@ from kvq.models.loading.tokenizer import check_knows_text
 from kvq.models.prove.proof import prove
 from kvq.server.admission.config import LOCAL, ServerConfig
 from kvq.server.admission.prompts import Prompts
+from kvq.server.engine.formats import other_recipes
 from kvq.server.http.problems import Problem
 from kvq.server.http.protocol import listen
 from kvq.server.reading import Readers, Setup
@@ -54,9 +55,11 @@ def check_config(config: ServerConfig) -> list[_Finding]:
     """Check the address, model files, formats, memory and prefill budget, and try the chat template."""
     findings = [*_address(config), *_events(config)]
     try:
-        engine = check_engine(config.model, config.kv, config.engine)
-        for name in config.kv_also:
-            engine.model.check_kernels(engine.model.recipe(name, engine.scales))
+        also, share = config.kv_also, config.kv_also_share
+        engine = check_engine(config.model, config.kv, {**config.engine, "kv_share": 1 - share * len(also)})
+        recipes = other_recipes(engine.model, engine.recipe, also, engine.scales)
+        size = replace(engine.config, kv_share=share)
+        others = {name: replace(engine, recipe=one, config=size) for name, one in recipes.items()}
         if config.chat_template is not None:
             engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
@@ -79,6 +82,11 @@ def check_config(config: ServerConfig) -> list[_Finding]:
         *([] if model.end_ids else [_warning(f"ends of texts: {NO_END}")]),
         *_checked(engine),
         *_memory(engine),
+        *(
+            _Finding(finding.level, f"{name}: {finding.text}")
+            for name, other in others.items()
+            for finding in (*_checked(other), *_memory(other))
+        ),
         *_prefill(engine),
         *_template(config, model),
     ]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 from kvq.fileio import PRIVATE
 from kvq.server.logs import log_event
 from kvq.server.redaction import Redactor
@@ -30,13 +30,11 @@ class Recorder:
     def __init__(self, path: Path, redactor: Redactor | None, max_bytes: int = 1 << 30) -> None:
         """Open the file, or raise ConfigError; without a redactor, texts stay as they are."""
         self._path, self._redactor, self._max_bytes = path, redactor, max_bytes
-        try:
+        with explained(ConfigError, f"can't write {path}"):
             self._file = open(path, "ab", opener=partial(os.open, mode=PRIVATE))  # noqa: SIM115
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 raise ConfigError(f"--record needs a file, and {path} is none")
             os.chmod(self._file.fileno(), PRIVATE)
-        except OSError as error:
-            raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
         self._file.write(b"\n" * (self._file.tell() > 0))  # the last line may be cut, by a full disk
         self._has_ended = False
         self._room = threading.BoundedSemaphore(_MAX_WAITING)

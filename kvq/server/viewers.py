@@ -66,6 +66,7 @@ class _Viewers:  # D333: snapshots are pulled: no viewer, no work
             "you": _name(tenant),
             "interval_s": self.interval_s,
             "totals": msgspec.to_builtins(service.remote.gauges),
+            "guard_alerts": service.metrics.total("guard_alerts"),  # also of engines that ended
             "picture": None if snapshot is None else self._of(snapshot, tenant),
         }
 

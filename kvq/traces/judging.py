@@ -127,6 +127,8 @@ def advice(rows: Sequence[TraceRow]) -> str:
             found[-1] = best, bucket["last_depth"]
         else:
             found.append((best, bucket["last_depth"]))
+    if all(row.verdict.startswith("no verdict") for row in others):
+        return "nothing could be judged"
     if all(name == baseline.kv for name, _ in found):
         return f"no format was shown to be as safe as {baseline.kv}"
     words = [
@@ -207,7 +209,11 @@ def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None
 
 def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float) -> str:
     if more is None and sum(turn.base_failed for turn in asked) > (1 - _LEAST_RIGHT) * len(asked):
-        return f"no verdict: {baseline} itself fails most of the turns"
+        invalid = _share(asked, lambda turn: not turn.is_valid)
+        remedy = (
+            "; it writes no calls that its template knows, so try --forced-calls" if invalid > 0.5 else ""
+        )
+        return f"no verdict: {baseline} itself fails most of the turns{remedy}"
     if more is None:
         sessions = len({turn.session for turn in asked})
         return f"no verdict: {sessions} sessions with free runs are too few; {FEWEST_DOCUMENTS} are needed"
@@ -217,7 +223,7 @@ def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, toleranc
     if more[0] > 0:
         return f"harms: {low:.1f} to {high:.1f} points more turns fail than with {baseline}"
     return (
-        f"unclear: {low:+.1f} to {high:+.1f} points more turns fail than with {baseline}; give more sessions"
+        f"unclear: {low:+.1f} to {high:+.1f} points more turns fail than with {baseline}; some 200 turns tell"
     )
 
 

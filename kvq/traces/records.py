@@ -30,7 +30,8 @@ def read_record(record: Any) -> RecordedSession:
     for key, remedy in (("functions", "use tools"), ("previous_response_id", "record whole conversations")):
         if request.get(key):
             raise ConfigError(f"the request has {key}, which kvq does not read; {remedy}")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "messages")
+    is_text = isinstance(given, str) and request.get("messages") is None
+    items = [{"role": "user", "content": given}] if is_text else objects(given, "messages")
     tools = objects(request.get("tools"), "tools")
     is_anthropic = "system" in request or any("input_schema" in tool for tool in tools)
     joined = ("user", "assistant") if is_anthropic else ()

@@ -22,14 +22,6 @@ else:
     )
 
 __all__ = [
-    "SCHEMES",
-    "Detection",
-    "Green",
-    "Key",
-    "Scheme",
-    "Tournament",
-    "detect",
-    "make_key",
-    "parse_scheme",
+    "SCHEMES", "Detection", "Green", "Key", "Scheme", "Tournament", "detect", "make_key", "parse_scheme",
     "read_key",
-]
+]  # fmt: skip

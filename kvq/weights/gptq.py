@@ -22,7 +22,6 @@ _BLOCK = 128  # columns whose updates of all later columns are applied at once
 _MOST_TRIES = 5
 _log = logging.getLogger(__name__)
 
-
 # D176: "none": columns in input order. "static": most active inputs first, but groups of adjacent inputs,
 # with scales from the initial weights. "group": groups of inputs that are adjacent in the order of activity
 ActOrder = Literal["none", "static", "group"]

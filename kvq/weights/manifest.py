@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from kvq import fileio, strict_json
-from kvq.errors import ModelError, first_lines
+from kvq.errors import ModelError, explained, first_lines
 from kvq.formats.ggml import part_paths
 
 MANIFEST = "kvq-manifest.json"  # in a folder; beside x.gguf, x.gguf.kvq-manifest.json
@@ -170,10 +170,8 @@ def _holds_weights(name: str) -> bool:
 
 
 def _digest(path: Path, tell: Tell = int) -> FileDigest:
-    try:
+    with explained(ModelError, f"can't read {path}"):
         return file_digest(path, tell)
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _files(place: Path, data: object) -> dict[str, FileDigest]:

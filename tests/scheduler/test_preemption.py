@@ -7,8 +7,8 @@ import pytest
 from kvq.blockmgr import Demote
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.scheduler import FixedCosts, Priority, Request, Scheduler
-from kvq.scheduler.preemption import choose_victim
 from kvq.scheduler.request import RequestState
+from kvq.scheduler.running import choose_victim
 from tests.scheduler.helpers import RefusingManager, add, ask, commit, drain, make, step
 
 CHEAP_MOVES = FixedCosts(move_block_s=1e-9)

@@ -16,13 +16,20 @@ from kvq.errors import ConfigError, RequestError
 from kvq.server.admission.config import ServerConfig
 from kvq.server.check import check_config
 from kvq.server.engine.formats import make_cores
+from kvq.server.engine.frames import from_engine, read
 from kvq.server.engine.memory import Memory
-from kvq.server.engine.messages import Hint, Start, Submit, pack
+from kvq.server.engine.messages import Gauges, Hint, Start, Stepped, Submit, pack
+from kvq.server.engine.remote import Remote
 from kvq.server.engine.worker import _Worker
 from tests.commands.conftest import kvq  # noqa: F401
 from tests.server.kit import Server
 from tests.waiting import HANG_S, wait_for
 
+SNAPSHOT = {
+    **dict.fromkeys(("running", "waiting", "preempted", "queued_tokens"), 0),
+    **dict.fromkeys(("preemptions", "prompt_tokens", "cached_tokens"), 0),
+    "pools": [],
+}
 TEXT = "A long story about the sea, a ship and the people on it, who wait for the wind. " * 6
 SERVED = ("int2", "int3", "int8")
 MANY = ("--kv", "int2", "--kv-also", "int3,int8", "--kv-also-share", "0.3", "--num-blocks", "200")
@@ -166,7 +173,7 @@ def submit(worker, core, number, kv=None, tokens=range(5, 165)):
 
 def test_after_an_alert_new_requests_get_the_safer_format(caplog):
     model, config = build("tiny", "int4", {"num_blocks": 100, "guard": 1.0})
-    start = Start(folder="", kv="int4", options={}, kv_also=("int8",), kv_also_share=0.5)
+    start = Start(folder="", kv="int4", options={}, kv_also=("int8",), kv_also_share=0.25)
     cores = make_cores(model, config, start)
     core, safer = cores.values()
     ours, theirs = socket.socketpair()
@@ -188,9 +195,16 @@ def test_after_an_alert_new_requests_get_the_safer_format(caplog):
         submit(worker, core, 3)
         submit(worker, core, 4, "int4")
         assert (len(core.jobs), len(safer.jobs)) == (1, 1), "one was asked for in int4"
+        submit(worker, core, 5, tokens=[7] * 2000)
+        assert (len(core.jobs), len(safer.jobs)) == (2, 1), "what is too long for the other pool stays"
+        submit(worker, core, 6, "int8", tokens=[7] * 2000)
+        assert worker._ended[-1].kind == "request"
         worker._do(core, Hint(tenant="", session="unknown", action="demote"), 0.0)
         worker._tell(core, Memory(model.weights.device))
         assert not worker._has_news(core), "it is told"
+        told = read(ours, from_engine)
+    assert told.gauges.guard_fallback
+    assert told.gauges.formats["int8"]["requests"] == 2  # one was refused
     for one in cores.values():
         one.close()
 
@@ -208,6 +222,31 @@ def test_after_an_alert_new_requests_get_the_safer_format(caplog):
 def test_what_does_not_fit_together_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         ServerConfig(**given)
+
+
+def test_an_engine_that_is_started_again_stays_with_the_safer_format():
+    remote = Remote(Start(folder="", kv="int4", options={}, kv_also=("int8",), guard_fallback="int8"))
+    for has_fallen_back in (0, 1, 0):
+        gauges = Gauges(**SNAPSHOT, generated_tokens=0, guard_fallback=has_fallen_back)
+        remote._take(Stepped(pieces=[], ended=[], gauges=gauges))
+    assert remote._start.has_fallen_back
+
+
+def test_two_names_of_one_format_are_refused():
+    *_, last = check_config(ServerConfig(kv="int8", kv_also=("int8/int8",), port=0))
+    assert last.is_error
+    assert "the same format as int8" in str(last)
+
+
+def test_check_sizes_the_pools_of_every_format():
+    engine = {"num_blocks": 200, "accept_divergence": True}
+    found = [
+        str(one) for one in check_config(ServerConfig(kv="int4", kv_also=("int8",), port=0, engine=engine))
+    ]
+    [own] = [one for one in found if one.split(maxsplit=1)[1].startswith("context: ")]
+    [other] = [one for one in found if "int8: context: " in one]
+    assert "1 requests of 4096 tokens" in own
+    assert "the pool holds 1280 tokens" in other
 
 
 def test_check_looks_at_every_format():

@@ -11,6 +11,8 @@ from kvq.server.engine.remote import State
 from kvq.server.http.guard import basic_password
 from kvq.server.viewers import _Viewers
 
+METRICS = SimpleNamespace(total=lambda name: 0)
+
 
 class Engine:
     """Counts how often it is looked at; `cost_s` is what a picture claims to have taken."""
@@ -43,7 +45,7 @@ class Clock:
 
 
 def viewers(engine: Engine, clock: Clock) -> _Viewers:
-    return _Viewers(SimpleNamespace(name="tiny", remote=engine, why_not_ready=None), clock)
+    return _Viewers(SimpleNamespace(name="tiny", remote=engine, why_not_ready=None, metrics=METRICS), clock)
 
 
 def test_a_crowd_costs_the_engine_one_look():

@@ -273,7 +273,7 @@ def test_sessions_of_different_ids_stay_apart_and_names_are_unique(read):
         ({"prompt": "zq"}, "a prompt, as text completions"),
         ({}, "it has neither"),
         ({"messages": []}, "no message"),
-        ({"messages": "zq"}, "no message of the assistant answers"),
+        ({"messages": "zq"}, "messages has to be a list"),
         ({"messages": HI[:1]}, "no message of the assistant answers"),
         ({"messages": [ANSWER]}, "no message of the assistant answers"),
         ({"messages": {"zq": 1}}, "messages has to be a list, it is an object"),

@@ -115,7 +115,6 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
 
 _CHUNK = 1024  # tokens written at a time
 
-
 _Linear = Callable[[Tensor], Tensor]
 
 

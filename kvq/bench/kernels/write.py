@@ -13,11 +13,7 @@ from kvq.kernels.write_kv.reference import write_kv as reference
 
 
 def bench_write(
-    workload: Workload,
-    formats: Sequence[str],
-    *,
-    repeats: int = 20,
-    progress: Progress = UNWATCHED.progress,
+    workload: Workload, formats: Sequence[str], *, repeats: int = 20, progress: Progress = UNWATCHED.progress
 ) -> list[dict[str, Any]]:
     """Time writing the last `new` tokens of every sequence, as in a decode step.
 

@@ -1,5 +1,6 @@
 """`kvq bench vllm`: kvq's formats in vLLM and vLLM's own KV cache, alternating in one process."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,21 +23,7 @@ from kvq.models import Model
 from kvq.models.loading.prepared import prepare
 from kvq.models.model import load_prepared
 
-RANDOM: dict[str, Any] = {  # a Llama with a few heads of 128 elements
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 16_384,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+_RANDOM = Path(__file__).with_name("random.json")  # a Llama with a few heads of 128 elements
 WARM_UP = 4  # steps
 CLOCKED = 8  # steps whose parts are timed, in a separate pass
 _VLLM_BLOCK = 128  # tokens, on CPUs
@@ -286,7 +273,8 @@ def require_context(loads: Sequence[_Load], most: int) -> None:
 
 def make_model(folder: Path, dtype: str) -> Model:
     """Return a model with random weights, written to `folder` for vLLM."""
-    random_model(RANDOM, folder, torch.device("cpu"), stored=True)
+    config = json.loads(_RANDOM.read_text(encoding="utf-8"))
+    random_model(config, folder, torch.device("cpu"), stored=True)
     return read_model(folder, dtype)
 
 

@@ -89,11 +89,7 @@ def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:  # 
 
 
 def _over_heads(
-    store: LayerStore,
-    q: Tensor,
-    batch: SequenceBatch,
-    options: AttentionOptions,
-    expansion: LatentExpansion,
+    store: LayerStore, q: Tensor, batch: SequenceBatch, options: AttentionOptions, expansion: LatentExpansion
 ) -> Tensor:
     """Attend over one sequence in chunks that fit the scratch memory: fp32 [new, q_heads, v_dim]."""
     [new], [context] = batch.query_lens, batch.context_lens

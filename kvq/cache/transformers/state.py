@@ -124,11 +124,7 @@ class CacheState:
             layout = self.plan()
             self.rows = None  # the old memory is freed before the new is allocated
             self.rows = BatchRows(
-                layout,
-                batch=batch,
-                max_tokens=self.max_tokens,
-                device=k.device,
-                backend=self.backend,
+                layout, batch=batch, max_tokens=self.max_tokens, device=k.device, backend=self.backend
             )
         elif rows.batch != batch:
             rows.start(batch)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,7 @@ from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import calibration_text
 from kvq.formats import KVRecipe, StaticScales
+from kvq.formats.checkpoints.fields import shown
 from kvq.formats.ggml import GGML_TYPES, GgmlType
 from kvq.formats.ggml_mixtures import DEFAULT, FILE_TYPES, file_type, fitting_type, wanted_type
 from kvq.kernels.codec.ggml import dequantize
@@ -24,8 +27,7 @@ from kvq.kernels.codec.ggml_round import round_rows
 from kvq.models import load
 from kvq.models.describe.checkpoint import content_digest
 from kvq.models.describe.kv_scales import is_kv_scale
-from kvq.models.describe.modules import config_of, load_config
-from kvq.models.describe.same_config import check_same_config
+from kvq.models.describe.modules import config_of, default_config, load_config
 from kvq.models.describe.text_part import ModelTensors, read_tensors
 from kvq.models.gguf.export.config import Target, config_metadata, find_targets, rope_factors
 from kvq.models.gguf.export.file import GgufWriter, check_gguf_target
@@ -36,6 +38,12 @@ from kvq.weights.manifest import verify_manifest
 
 _NO_DIGEST = "0" * 32
 _PIECE = 1 << 18  # values at a time: a few tensors of them stay in the second cache
+# Fields that change no logits, or that other fields repeat
+_IDLE = re.compile(
+    r"_.*|.*_token_id|.*dropout.*|dtype|architectures|model_type|transformers_version|initializer_.*|use_cache|"
+    r"pretraining_tp|router_(aux_loss_coef|jitter_noise)|output_router_logits|max_window_layers|"
+    r"use_sliding_window|cache_implementation|sliding_window_pattern"
+)
 
 
 def check_gguf(work: Quantizing, settings: QuantizeSettings) -> None:
@@ -81,7 +89,8 @@ def write_gguf(work: Quantizing, prepared: PreparedModel) -> tuple[list[ModuleRe
     stored, rows, progress = read_tensors(prepared.folder), list[ModuleReport](), work.progress("writing")
     with GgufWriter(work.out) as writer:
         writer.begin(metadata, tensors, factors.values())
-        check_same_config(config, config_of(read_gguf(writer.path).config), f"GGUF of {prepared.source.name}")
+        read = config_of(read_gguf(writer.path).config)
+        _check_same_config(config, read, f"GGUF of {prepared.source.name}")
         scales = _scales(work, prepared)
         writer.begin(metadata | _recipe(scales, prepared, _NO_DIGEST), tensors, factors.values())
         for at, target in enumerate(targets):
@@ -90,6 +99,34 @@ def write_gguf(work: Quantizing, prepared: PreparedModel) -> tuple[list[ModuleRe
         progress(len(targets), len(targets))
         writer.finish(metadata | _recipe(scales, prepared, content_digest([writer.path])))
     return sorted(rows, key=lambda row: row.layer < 0), notes
+
+
+def _check_same_config(wanted: Any, found: Any, where: str) -> None:  # D387
+    """Raise ModelError unless two of transformers' configs agree; `where`: what can't say the first."""
+    from transformers import PreTrainedConfig
+
+    before, after = wanted.to_dict(), found.to_dict()
+    before["head_dim"] = before.get("head_dim") or wanted.hidden_size // wanted.num_attention_heads
+    own = default_config(before).to_dict().keys() | after.keys()
+    own -= PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    for name in sorted(one for one in own if not _IDLE.fullmatch(one)):
+        if _plain(before.get(name)) != _plain(after.get(name)):
+            raise ModelError(
+                f"{where} can't say that {name} is {shown(before.get(name))}; kvq would read "
+                f"{shown(after.get(name))} from it"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without what is neutral, with numbers in fp32."""
+    if isinstance(value, dict):
+        parts = {name: _plain(one) for name, one in value.items()}
+        return {
+            name: one for name, one in parts.items() if one and (name, one) != ("partial_rotary_factor", 1)
+        }
+    if isinstance(value, float):
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    return value or None
 
 
 def _kinds(

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from kvq import fileio, strict_json
 from kvq.calib.quantize.layer import LayerResult, ModuleReport
-from kvq.errors import ConfigError, first_lines
+from kvq.errors import ConfigError, explained, first_lines
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels import QuantizedWeight
 
@@ -79,11 +79,9 @@ class Partial:
         Raises:
             ConfigError: the folder was created with other settings, is in use, or can't be created.
         """
-        try:
+        with explained(ConfigError, f"can't make {self.folder}"):
             self.folder.mkdir(exist_ok=True)
             lock = _locked(self.folder)
-        except OSError as error:
-            raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
         try:
             for path in self.folder.iterdir() if self._restart else ():
                 path.unlink()

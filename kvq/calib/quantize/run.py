@@ -122,11 +122,7 @@ def _draw_windows(settings: QuantizeSettings, prepared: PreparedModel, text: Eva
 
 
 def _write(
-    work: Quantizing,
-    prepared: PreparedModel,
-    partial: Partial,
-    targets: Targets,
-    seen: Observations | None,
+    work: Quantizing, prepared: PreparedModel, partial: Partial, targets: Targets, seen: Observations | None
 ) -> tuple[list[ModuleReport], dict[str, str]]:
     """Write the checkpoint and, if K and V were observed, a recipe with scales for K and V."""
     scales = None if seen is None else fp8_scale_tensors(seen)

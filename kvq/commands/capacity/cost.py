@@ -48,7 +48,6 @@ def command(options: _CostOptions, api: PriceOptions, gpu_file: Path | None, jso
 
 
 def _numbers(options: _CostOptions, api: gpus.Prices | None, gpu_file: Path | None) -> dict[str, Any]:
-
     own = _own(options, gpu_file)
     if not own and api is None:
         raise ConfigError(
@@ -66,7 +65,6 @@ def _numbers(options: _CostOptions, api: gpus.Prices | None, gpu_file: Path | No
 
 def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
     """Return the cost of running on one's own GPUs, or an empty dict if no GPU is specified."""
-
     if options.gpu is None and options.usd_per_hour is None:
         return {}
     if options.tokens_per_s is None:

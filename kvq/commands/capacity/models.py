@@ -34,14 +34,12 @@ def command(json_path: str | None) -> None:
     States is the memory of recurrent layers per sequence, regardless of its length. --json includes the
     source of each model's facts, and the reason if kvq doesn't run a model.
     """
-
     rows = [_row(model) for model in known_models().values()]
     print_columns(rows, _COLUMNS, width=_WIDTH)
     write_rows(rows, json_path)
 
 
 def _row(model: KnownModel) -> dict[str, Any]:
-
     geometry, counted = model.geometry, model.parameters
     return {
         "model": model.name,

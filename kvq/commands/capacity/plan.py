@@ -73,7 +73,6 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
 
 
 def _demand(sizing: SizingOptions, options: PlanOptions, target: Target) -> Demand:
-
     most = target.geometry.max_context
     lengths = _lengths(options, most)
     longest = max(length.total for length in lengths)
@@ -84,7 +83,6 @@ def _demand(sizing: SizingOptions, options: PlanOptions, target: Target) -> Dema
 
 
 def _lengths(options: PlanOptions, most: int) -> list[Length]:
-
     if [options.context, options.lognormal, options.trace].count(None) != 2:
         raise ConfigError(
             "the length of requests decides how many fit: give one of --context, --lognormal, --trace"
@@ -109,7 +107,6 @@ def _row(
     sizing: SizingOptions, options: PlanOptions, target: Target, demand: Demand, gpu: Gpu, kv: str
 ) -> dict[str, Any]:
     """Plan one KV format on one GPU, or raise ConfigError if the model and one request don't fit."""
-
     engine: Engine = sizing.engine(options.step_tokens)
     if options.engine == "vllm":
         engine = plan_serve.vllm_engine(sizing, options, gpu)
@@ -168,7 +165,6 @@ def _figures(plan: CapacityPlan, demand: Demand) -> dict[str, Any]:
 
 def _at_rate(plan: CapacityPlan, rate: float | None) -> dict[str, Any]:
     """Return figures for requests that arrive at `rate`, or an empty dict if it is None."""
-
     if rate is None:
         return {}
     if plan.serve is None or plan.serving is None:

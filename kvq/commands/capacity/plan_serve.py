@@ -85,7 +85,6 @@ def users_at_context(  # D273: by default, memory is divided for the model's ful
 
 def _path_of(model: str) -> str:
     """Return a folder or hub name unchanged, or DIR for the name of a model in the catalogue."""
-
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
 
@@ -100,7 +99,6 @@ def _rounded_to(weights: str) -> str | None:
 
 def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: Gpu) -> VllmEngine:
     """Return vLLM's settings on a GPU, with vLLM's own defaults for omitted options."""
-
     values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
     typed = {name: value for name, value in values.items() if name in given_options()}
     return replace(
@@ -114,7 +112,6 @@ def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: Gpu) -> Vllm
 
 def vllm_server(plan: CapacityPlan, sizing: SizingOptions, engine: VllmEngine, gpu: Gpu) -> dict[str, Any]:
     """Return the `vllm serve` command whose memory a plan predicts, and its default --max-num-seqs."""
-
     step_tokens, max_num_seqs = vllm.batch_defaults(gpu)
     plain = vllm.own_type(plan.kv)
     options = (
@@ -135,7 +132,6 @@ def vllm_server(plan: CapacityPlan, sizing: SizingOptions, engine: VllmEngine, g
 
 def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]:
     """Return notes about vLLM's command lines."""
-
     lines = []
     if (rounded := _rounded_to(sizing.weights)) is not None:
         lines.append(f"vLLM rounds no weights to {rounded}: DIR is a checkpoint that holds them so.")

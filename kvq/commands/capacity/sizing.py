@@ -78,7 +78,6 @@ class SizingOptions:
 
     def check_paths(self) -> None:
         """Raise ConfigError if --html is given but the packages that draw plots are missing."""
-
         if self.html_path is not None:
             require("--html", PLOTS)
 
@@ -89,13 +88,11 @@ class SizingOptions:
                 "a GPU is needed: give --gpu, one or several names of kvq gpus; on this machine, kvq plan "
                 "--verify counts without one"
             )
-
         known = gpus_of(self.gpu_file)
         return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
 
     def target(self, weights_gb: float | None = None) -> Target:
         """Return the model split over GPUs. `weights_gb`: size of the weights, or None to calculate it."""
-
         if weights_gb is not None and not weights_gb > 0:
             raise ConfigError(f"--weights-gb must be above 0, got {weights_gb}")
         model = _name_or_folder(self.model)
@@ -114,7 +111,6 @@ class SizingOptions:
 
         `sequences`: maximum number of concurrent sequences if --max-num-seqs is not given.
         """
-
         return Engine(
             step_tokens=step_tokens,
             sequences=self.sequences or sequences,
@@ -124,7 +120,6 @@ class SizingOptions:
 
     def efficiency(self, gpu: Gpu, kv: str) -> Efficiency | None:
         """Return the efficiency for a KV format from the --calibrate file, or None without --calibrate."""
-
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
 
 
@@ -150,7 +145,6 @@ class PriceOptions:
 
     def prices(self) -> Prices | None:
         """Return both prices, or None if neither is given."""
-
         if self.api_input is None and self.api_output is None:
             return None
         if self.api_input is None or self.api_output is None:
@@ -160,13 +154,11 @@ class PriceOptions:
 
 def gpus_of(file: Path | None) -> Mapping[str, Gpu]:
     """Return the GPU specifications in `file`, or the built-in ones if it is None."""
-
     return known_gpus() if file is None else read_gpus(file)
 
 
 def _name_or_folder(name: str) -> Path | str:
     """Return the name of a catalogue model, or a folder for any other: local, embedded or from the hub."""
-
     is_here = Path(name).exists()
     if name.lower() in known_models() or (is_known(name) and not is_here):
         return name

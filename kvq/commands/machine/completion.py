@@ -9,7 +9,7 @@ import click
 from click import shell_completion
 
 from kvq.commands.shared.terminal import echo
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 
 VARIABLE = "_KVQ_COMPLETE"
 MARK = "# Made by `kvq completion`"
@@ -150,11 +150,9 @@ def _write(shell: str, path: Path, script: str) -> bool:
     Raises:
         ConfigError: the file is not kvq's, or can't be read.
     """
-    try:
+    with explained(ConfigError, f"can't write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
     if there == script:
         return False
     if there is not None and not there.startswith(MARK):

@@ -137,7 +137,6 @@ def _check_options(
 
 def _is_grouped(recipe: KVRecipe) -> list[tuple[bool, bool]]:
     """Return, for K and V of every layer, whether the format supports centers."""
-
     return [(isinstance(one.k.scale, Grouped), isinstance(one.v.scale, Grouped)) for one in recipe.layers]
 
 

@@ -272,7 +272,6 @@ def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: Keep
 ) -> dict[str, Any]:
     """Run all tasks, and return their results as JSON by key, with time and memory under `tasks`."""
-
     found: dict[str, Any] = {"tasks": []}
     for one, given in prepared:
         names = ",".join(one.names)

@@ -81,10 +81,6 @@ def check_windows(plan: EvalPlan, _: object = None) -> None:
         plan.prepared.recipe(INSTRUMENT_FORMAT)
 
 
-def _exact_in_windows(plan: EvalPlan, _: object) -> list[str]:
-    return plan.tokens.check_exact(plan.prepared, plan.recipes)
-
-
 def _exact_in_generation(plan: EvalPlan, _: object) -> list[str]:
     options = plan.generation
     queries = range(options.prompt_tokens - 1, options.prompt_tokens + options.new_tokens - 1)
@@ -196,7 +192,10 @@ def _of_sessions(name: str) -> _Task:
     return _Task(key=name, prepare=prepare, run=run, modules=SERVER, **rows | {"figures": figures})
 
 
-_WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
+_WINDOWS: dict[str, Any] = {
+    "prepare": check_windows,
+    "check_exact": lambda plan, _: plan.tokens.check_exact(plan.prepared, plan.recipes),
+}
 _QUALITY = _Task(key="rows", run=_quality, **_WINDOWS, **_of_rows("rows", QualityRow))
 
 TASKS: dict[str, _Task] = {

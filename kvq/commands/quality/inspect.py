@@ -127,7 +127,6 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-
     out = console()
     out.print(
         f"{result['model']}: {result['model_type']}, {len(result['layers'])} layers with KV, "

@@ -187,7 +187,11 @@ def _quantize(
     say_model(model.source, model.digest)
     work = replace(work, model=model)
     with _goes_on(work), named_progress() as progress, measured(model.device) as used:
-        work = replace(work, progress=lambda what: partial(progress, what), on_resumed=_say_resumed)
+        work = replace(
+            work,
+            progress=lambda what: partial(progress, what),
+            on_resumed=lambda layers: echo(f"kvq: finished layers of an earlier run: {layers}", err=True),
+        )
         done = quantize_model(work, settings)
     quality = None
     if held_out is not None:
@@ -213,10 +217,6 @@ def _goes_on(work: "Quantizing") -> Iterator[None]:
             again = "the same command without --restart" if work.restart else "the same command"
             echo(f"kvq: finished layers in {folder}: {layers}; {again} continues from there", err=True)
         raise
-
-
-def _say_resumed(layers: int) -> None:
-    echo(f"kvq: finished layers of an earlier run: {layers}", err=True)
 
 
 def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -> dict[str, Any]:

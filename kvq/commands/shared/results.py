@@ -117,7 +117,6 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
 
     def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
         """Run `work(watch=...)` with a progress bar, and return the result with its rows."""
-
         with self:
             with progress_bar(what) as progress:
                 rows = work(watch=Watch(progress, self.keep))

@@ -120,7 +120,6 @@ def console() -> "PlainConsole":
 
 def print_columns(rows: Iterable[Mapping[str, Any]], columns: Columns, *, width: int = 130) -> None:
     """Print a table with these columns, untruncated even if the terminal is narrower than `width`."""
-
     out = console()
     out.width = max(out.width, width)
     out.print(text_table(*table(rows, columns), [head for head, style in columns.values() if not style]))

@@ -7,7 +7,7 @@ import click
 
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.terminal import echo, print_check
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 
 KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
 PROMPT = "The history of the city of"
@@ -47,10 +47,8 @@ def command(out: str, max_windows: int | None) -> None:
 
     folder = Path(out)
     check_plot_path(folder / "plot.svg")
-    try:
+    with explained(ConfigError, f"can't make folder {out}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"can't make folder {out}: {error.strerror}") from error
     with status("loading the embedded model"):
         model = load("tiny")
     plan = EvalPlan(

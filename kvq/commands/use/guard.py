@@ -29,15 +29,18 @@ def command(url: str, api_key: str | None, as_json: bool) -> None:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{url} is no server of kvq") from error
     found = picture.get("guard")
+    if not picture:
+        raise ConfigError(f"the engine of {url} is {state['state']}; ask again once it is ready")
     if found is None:
         raise ConfigError(f"the server at {url} has no guard; start it with --guard 0.01")
     formats, has_fallen_back = totals.get("formats") or {}, bool(totals.get("guard_fallback"))
     if as_json:
         echo(json.dumps(found | {"kv": state["kv"], "formats": formats, "has_fallen_back": has_fallen_back}))
     else:
+        found["earlier"] = state["guard_alerts"] - found["alerts"]
         for line in _lines(state["kv"], found, formats, has_fallen_back=has_fallen_back):
             echo(line)
-    if found["alerts"]:
+    if state["guard_alerts"]:
         raise click.exceptions.Exit(1)
 
 
@@ -58,9 +61,11 @@ def _lines(
             f"{name}: {counts['requests']:,} requests so far, {counts['running']:,} running, "
             f"{counts['waiting']:,} waiting; {counts['live']:,} of {counts['blocks']:,} blocks in use"
         )
-    if not found["alerts"]:
+    if found["earlier"]:
+        yield f"alerts before the engine was started again: {found['earlier']:,}; the log has them"
+    if found["alerts"]:
+        yield f"alerts: {found['alerts']:,}; the last one: {found['last_alert']}"
+    elif not found["earlier"]:
         yield "no alerts"
-        return
-    yield f"alerts: {found['alerts']:,}; the last one: {found['last_alert']}"
     if has_fallen_back:
         yield "new requests get the safer format of --guard-fallback"

@@ -32,7 +32,6 @@ _PARTS = {  # of a receipt
     "request": "the request differs; without a seed, several prompts of one request can't be replayed",
 }
 
-
 # An answer of a batch file: its receipts, and the rest without what changes from run to run
 _Answer = tuple[list["ExactReceipt"], list[Any]]
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvq.models.describe.resolve import ModelSource
     from kvq.server.batch.run import Summary
 
-
 _REASONS = 3  # maximum number of failure reasons shown
 
 

@@ -46,12 +46,7 @@ class GrammarCompiler:  # D250: tried first in a child process, with a deadline 
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        vocab_size: int,
-        *,
-        eos_ids: Sequence[int],
-        limits: GrammarLimits | None = None,
+        self, tokenizer: Any, vocab_size: int, *, eos_ids: Sequence[int], limits: GrammarLimits | None = None
     ):
         self.limits = limits or GrammarLimits()
         self._vocabulary = read_vocabulary(tokenizer, vocab_size, eos_ids)

@@ -24,7 +24,6 @@ MAX_SETUP_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is 33 MB of JSON
 MAX_REASON_CHARACTERS = 400
 STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the engine
 
-
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # the conversion loses the 0
 _WAY = " while processing "  # llguidance's text before a reference

@@ -242,7 +242,8 @@ class Job(Request):
         if self.beams is not None:
             outputs = outputs[: self.params.n]
         if self.params.best_of is not None:
-            outputs.sort(key=_mean_logprob, reverse=True)
+            # By their mean log-probabilities
+            outputs.sort(key=lambda x: (x.cumulative_logprob or 0.0) / max(1, len(x.token_ids)), reverse=True)
             outputs = outputs[: self.params.n]
             for index, output in enumerate(outputs):
                 output.index = index
@@ -286,10 +287,6 @@ class Job(Request):
             accepted_tokens=self.accepted_tokens,
             miss=self.miss,
         )
-
-
-def _mean_logprob(output: CompletionOutput) -> float:
-    return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
 def as_job(request: Request) -> Job:

@@ -19,7 +19,6 @@ from kvq.kernels.draw.reference import Settings
 _SHORT_TOP_K = 1024
 _LOWEST_TEMPERATURE = 2.0**-126  # smallest normal fp32; in effect, the most likely token is selected
 
-
 # Columns of the table, named as in SamplingParams.
 _FILTERS = tuple(field.name for field in fields(Settings) if field.name not in ("uniform", "temperature"))
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

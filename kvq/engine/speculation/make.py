@@ -27,7 +27,6 @@ from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")
 
-
 # Helper that drafts, loaded before the pools are sized: a model, this model rounded, a head, or None
 Helper = Model | LoadedWeights | MtpHead | None
 

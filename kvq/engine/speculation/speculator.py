@@ -21,11 +21,7 @@ class Speculator:  # D259: states wait, and are kept once all drafts are accepte
     """Speculative decoding of an engine. A proposer makes drafts as long as they pay off."""
 
     def __init__(
-        self,
-        config: Speculation,
-        proposer: Proposer,
-        scheduler: Scheduler,
-        clock: Callable[[], float],
+        self, config: Speculation, proposer: Proposer, scheduler: Scheduler, clock: Callable[[], float]
     ) -> None:
         self._k = config.k
         self.looked_at = 0  # checked drafts: only drafts that follow accepted ones

@@ -39,9 +39,7 @@ class PendingGrammars:
             from kvq.engine.grammar.compiler import GrammarCompiler
 
             self._compiler = GrammarCompiler(
-                self._model.tokenizer,
-                self._model.geometry.vocab_size,
-                eos_ids=sorted(self._model.end_ids),
+                self._model.tokenizer, self._model.geometry.vocab_size, eos_ids=sorted(self._model.end_ids)
             )
         self._futures[job] = self._compiler.submit(job.params.structured, tenant=job.tenant)
 

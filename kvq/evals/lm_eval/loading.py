@@ -48,7 +48,7 @@ def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) 
         raise RequestError(f"tasks must be a list of at least one task, got {tasks!r}")
     if include_path is not None and not Path(include_path).is_dir():
         raise RequestError(f"include_path must be a folder with task files, got {str(include_path)!r}")
-    alone = include_path is None and all(_is_file(task) and not _is_group(task) for task in tasks)
+    alone = include_path is None and all(task.endswith(_SUFFIXES) and not _is_group(task) for task in tasks)
     with _quiet_datasets(), quiet_bars():
         try:
             manager = TaskManager(
@@ -101,10 +101,6 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _is_file(task: str) -> bool:
-    return task.endswith(_SUFFIXES)
-
-
 def _is_group(path: str) -> bool:
     """Return True if a file may refer to lm-eval's own tasks, which take seconds to list."""
     try:
@@ -116,7 +112,7 @@ def _is_group(path: str) -> bool:
 
 def _names(manager: Any, task: str) -> list[str]:
     """Return the task names or the file that `task` refers to, or raise RequestError if there are none."""
-    if _is_file(task):
+    if task.endswith(_SUFFIXES):
         if not Path(task).expanduser().is_file():
             raise RequestError(f"there is no task file {task}")
         return [task]

@@ -76,11 +76,7 @@ def _row(kv: str, length: int, depth: float, answers: list[_Answer]) -> NeedleRo
 
 
 def measure_needle(
-    model: Model,
-    kv: str | Sequence[str | KVRecipe],
-    text: str,
-    plan: NeedlePlan,
-    watch: Watch = UNWATCHED,
+    model: Model, kv: str | Sequence[str | KVRecipe], text: str, plan: NeedlePlan, watch: Watch = UNWATCHED
 ) -> list[NeedleRow]:
     """Measure how often each format retrieves the needle; rows are ordered by format, length and depth.
 

@@ -72,7 +72,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise ConfigError(f"{path} is no result of kvq: it is no JSON object with rows")
     rows = result["rows"]
-    if not (_REQUIRED.keys() <= result.keys() and rows and all(_has_sizes(row) for row in rows)):
+    have_sizes = all(isinstance(row, dict) and set(SIZES) <= set(row) for row in rows)
+    if not (_REQUIRED.keys() <= result.keys() and rows and have_sizes):
         told = f" (its command: {result['command']!s:.200})" if result.get("command") else ""
         raise ConfigError(f"{path} is no result of kvq perplexity or kvq eval{told}; write one with --json")
     try:
@@ -84,10 +85,6 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 class _WrongField(Exception):
     """Error: a field has a value that kvq would not write."""
-
-
-def _has_sizes(row: object) -> bool:
-    return isinstance(row, dict) and set(SIZES) <= set(row)
 
 
 def _need(value: object, hint: Any, field: str) -> None:

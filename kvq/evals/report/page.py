@@ -1,6 +1,7 @@
 """Report tables as text cells, for the terminal and HTML, and the self-contained HTML page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvq.printable import printable
@@ -48,35 +49,15 @@ def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:
     return {"bits_per_element": SIZES["bits_per_element"], **held, **SIZES}
 
 
-_STYLE = """
-:root { color-scheme: light dark; --text: #1f2328; --back: #ffffff; --line: #d0d7de; --box: #f6f8fa;
-        --quiet: #57606a; --good: #1a7f37; --bad: #cf222e }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e6edf3; --back: #0d1117; --line: #30363d; --box: #161b22; --quiet: #9198a1;
-          --good: #3fb950; --bad: #ff7b72 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 62rem;
-       margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left }
-.scroll { overflow-x: auto } svg { max-width: 100%; height: auto; fill: currentColor }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
-pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radius: 6px; margin: 0 }
-.good { color: var(--good) } .bad { color: var(--bad) } .small { color: var(--quiet); font-size: .85rem }
-@media (max-width: 40rem) { .pair { grid-template-columns: 1fr } }
-"""
-
-
 def page(title: str, parts: Iterable[str]) -> str:
     """Return a complete page for `parts`, which are already HTML."""
     from html import escape  # not needed for the terminal
 
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n"
         f"<body>{''.join(parts)}</body></html>\n"
     )
     return printable(whole)  # HTML allows no control characters, and UTF-8 no lone surrogates

@@ -1,6 +1,6 @@
 """HTML report of `kvq eval` and `kvq perplexity`, as one self-contained page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> plot 
     "generation": plot.generation_plot,
     "needle": plot.needle_plot,
 }
-
 
 _HOW_TO_READ = (
     "<h2>How to read this</h2><p>Bits per element count codes and scales; bytes per token are what the pool "
@@ -50,6 +49,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     cautions = result.get("cautions", [])
     ended = [(ok, line) for ok, line in outcomes(result) if line not in cautions]
     first = rows[0]
+    advices = [facts["advice"] for facts in result.values() if isinstance(facts, dict) and "advice" in facts]
     measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
     documents = f", {first['documents']} documents" if "documents" in first else ""
     drawn = ""
@@ -58,7 +58,11 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     parts = [
         f"<h1>What KV formats save and cost: {escape(result['model'])}</h1>",
         *(f'<p class="bad"><b>Mind: {escape(line)}.</b></p>' for line in cautions),
-        "" if cautions else _verdicts(rows) if is_eval else f"<p>{_summary(rows, result['context'])}</p>",
+        ""
+        if cautions
+        else _verdicts(rows, advices)
+        if is_eval
+        else f"<p>{_summary(rows, result['context'])}</p>",
         f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
         f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
         f"every token went through kvq's own write-then-read path: quantized into "
@@ -89,13 +93,14 @@ def _sections(result: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _verdicts(rows: list[dict[str, Any]]) -> str:
+def _verdicts(rows: list[dict[str, Any]], advices: Sequence[str]) -> str:
     lines = [
         f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory: "
         f"{escape(row['verdict'])}</li>"
         for row in rows
         if row.get("verdict", "baseline") != "baseline"
     ]
+    lines += [f"<li><b>{escape(advice)}</b>, by sessions of agents</li>" for advice in advices]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""
 
 

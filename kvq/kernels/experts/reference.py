@@ -49,7 +49,9 @@ class ReferenceExperts:
             ConfigError: the weights or biases don't match.
         """
         check_experts(gate_up, down, gate_up_bias, down_bias)
-        self._gate_up, self._down = ([_linears(weight) for weight in own] for own in (gate_up, down))
+        self._gate_up, self._down = (
+            [[ReferenceLinear(x) for x in parts_of(weight)] for weight in own] for own in (gate_up, down)
+        )
         self._gating, self._gate_up_bias, self._down_bias = gating, gate_up_bias, down_bias
         self.hidden = parts_of(gate_up[0])[0].in_features
         self.bias_bytes = sum(bias.nbytes for bias in (gate_up_bias, down_bias) if bias is not None)
@@ -91,10 +93,6 @@ def gated_experts(both: Tensor, gating: Gating) -> Tensor:
 def parts_of(weight: Parts) -> tuple[Weight, ...]:
     """Return the weights that make up one."""
     return weight if isinstance(weight, tuple) else (weight,)
-
-
-def _linears(weight: Parts) -> list[ReferenceLinear]:
-    return [ReferenceLinear(part) for part in parts_of(weight)]
 
 
 def _shape(weight: Parts) -> tuple[int, int]:

@@ -65,7 +65,6 @@ KERNELS: dict[str, list[Any]] = {  # the types of their arguments
     for name, arguments in re.findall(r"KVQ_KERNEL\((\w+)\)\((.*?)\);", _TEXT, re.DOTALL)
 }
 
-
 Layer, Rows, Dense, Batch = (struct(f"Kvq{name}") for name in ("Layer", "Rows", "Dense", "Batch"))
 DTYPES = {
     torch.float32: NUMBERS["KVQ_FP32"],

@@ -10,13 +10,6 @@ from kvq.kernels.ops.blocks import attend, attend_latent, gather_dense, merge_pa
 from kvq.kernels.ops.linear import keep, linear, looked_up_rows, packed_linear
 
 __all__ = [
-    "attend",
-    "attend_latent",
-    "gather_dense",
-    "keep",
-    "linear",
-    "looked_up_rows",
-    "merge_partials",
-    "packed_linear",
-    "write_kv",
-]
+    "attend", "attend_latent", "gather_dense", "keep", "linear", "looked_up_rows", "merge_partials",
+    "packed_linear", "write_kv",
+]  # fmt: skip

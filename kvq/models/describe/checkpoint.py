@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import xxhash
 
 from kvq import strict_json
-from kvq.errors import ModelError, first_lines
+from kvq.errors import ModelError, explained, first_lines
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.models.gguf.files import read_gguf
 from kvq.models.gguf.header import MAGIC, read_gguf_header
@@ -112,18 +112,15 @@ def read_header(path: Path) -> list[TensorEntry]:
     Raises:
         ModelError: the file is truncated or too long, or its header is inconsistent.
     """
-    try:
+    with explained(ModelError, f"can't read {path}"), path.open("rb") as file:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            if prefix.startswith(MAGIC):  # as a safetensors header, this would be longer than any
-                return read_gguf_header(path)[1]
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
-            raw = file.read(length)
-    except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+        prefix = file.read(8)
+        if prefix.startswith(MAGIC):  # as a safetensors header, this would be longer than any
+            return read_gguf_header(path)[1]
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
+        raw = file.read(length)
     try:
         header = strict_json.loads(raw)
     except ValueError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
-from kvq.errors import ModelError
+from kvq.errors import ModelError, explained
 from kvq.formats.ggml import TYPES_BY_NUMBER, UNREAD_TYPES, GgmlType
 from kvq.formats.tensor_entry import TensorEntry
 
@@ -44,15 +44,13 @@ def read_gguf_header(path: Path) -> tuple[dict[str, Any], list[TensorEntry]]:
     Raises:
         ModelError: the file is unreadable or damaged, or kvq doesn't read its version or a type.
     """
-    try:  # D381: gguf's reader takes seconds
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 24:
-                raise _Reader(path, b"", size).damaged(0, f"it has {size} bytes, fewer than any GGUF file")
-            with mmap.mmap(file.fileno(), min(size, _MAX_HEADER_BYTES), access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data, size).header()
-    except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    # D381: gguf's reader takes seconds
+    with explained(ModelError, f"can't read {path}"), path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size < 24:
+            raise _Reader(path, b"", size).damaged(0, f"it has {size} bytes, fewer than any GGUF file")
+        with mmap.mmap(file.fileno(), min(size, _MAX_HEADER_BYTES), access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data, size).header()
 
 
 class _Reader:

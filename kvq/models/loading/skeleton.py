@@ -242,11 +242,7 @@ def keeps_blocks(kind: GgmlType, prepared: PreparedModel) -> bool:
 
 
 def _pack_embeddings(
-    model: nn.Module,
-    stored: GgufTensors,
-    names: Mapping[int, str],
-    packed: set[int],
-    prepared: PreparedModel,
+    model: nn.Module, stored: GgufTensors, names: Mapping[int, str], packed: set[int], prepared: PreparedModel
 ) -> list[dict[str, Any]]:
     """Replace embeddings whose rows lie in blocks and that share no head's weight; return their parameters.
 

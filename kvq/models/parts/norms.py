@@ -23,15 +23,12 @@ def norm_weight(norm: Any) -> NormWeight | None:
     if not runs_library_code(norm):
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, len(weight), generator=generator, dtype=torch.float32) * torch.tensor(
-        [[0.01], [30.0]], dtype=torch.float32
-    )
-    x = x.to(weight.device, weight.dtype)
+    x = torch.randn(1, 2, len(weight), generator=generator, dtype=torch.float32)
+    x = (x * torch.tensor([[0.01], [30.0]], dtype=torch.float32)).to(weight.device, weight.dtype)
     wanted = norm(x)
     for own in (weight, 1 + weight.float()):  # Gemma stores weight - 1
-        error = (reference.rms_norm(x, own, eps) - wanted).float().abs().amax(-1) / wanted.float().abs().amax(
-            -1
-        )
+        off = (reference.rms_norm(x, own, eps) - wanted).float()
+        error = off.abs().amax(-1) / wanted.float().abs().amax(-1)
         if wanted.dtype == x.dtype and bool((error <= _TOLERANCE.get(x.dtype, 0)).all()):
             return NormWeight(weight=own.detach(), eps=eps)
     return None

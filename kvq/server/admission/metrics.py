@@ -1,7 +1,7 @@
 """Prometheus metrics at `/metrics`; some are updated on events, others are read at every scrape.
 
 To add a total of the engine, add a field to `kvq.server.engine.messages.Gauges`, which the worker fills, and
-a name to `_ENGINE_TOTALS` and to `metric_names`.
+a name to `_ENGINE_TOTALS` and to metric_names.json.
 """
 
 import collections
@@ -147,6 +147,10 @@ class Metrics:  # D331: totals are kept here: the engine may restart
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
         """Add a gauge of the HTTP process, whose value is read at every scrape."""
         prometheus_client.Gauge(name, what, registry=self._registry).set_function(read)
+
+    def total(self, name: str) -> int:
+        """Return a total of the engine since the server's start."""
+        return self._source.total(name)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""

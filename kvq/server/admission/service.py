@@ -132,7 +132,7 @@ class Service:
             self.check_ready()
             self.admission.check(tenant)
 
-    def check_prompt(self, tokens: Sequence[int], params: SamplingParams, where: str) -> None:
+    def check_prompt(self, tokens: Sequence[int], options: RequestOptions, where: str) -> None:
         """Raise Problem if the engine would refuse a prompt; used before any prompt of a request starts."""
         info = self._info()
         with self._counting_refusals():
@@ -140,7 +140,7 @@ class Service:
                 check_known(tokens, info.vocab_size)
             except RequestError as error:
                 raise Problem(400, str(error), param=where) from error
-            blocks_wanted(params, len(tokens), info)
+            blocks_wanted(options.params, len(tokens), info.of(options.kv_format))
 
     def thinks(
         self, params: SamplingParams, tokens: Sequence[int], begun: str | None = None
@@ -198,7 +198,8 @@ class Service:
             options = replace(options, kv_format=self.kv_format_of(options.tenant))
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
-                entry = stack.enter_context(self.admission.queue(tokens, options.params, info, slots))
+                own = info.of(options.kv_format)
+                entry = stack.enter_context(self.admission.queue(tokens, options.params, own, slots))
             note = partial(self.admission.note, entry)  # even if the client reads slowly
             messages = self.remote.stream(tokens, options, timeout_s=self._timeout_s, on_message=note)
             status = "cancelled"  # unless it is replaced below

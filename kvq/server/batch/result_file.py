@@ -11,7 +11,7 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
 from kvq.server.batch.lines import BEGIN, ID, Line
 
@@ -112,11 +112,9 @@ class ResultFile:  # D334: results are the only record
             ConfigError: the file can no longer be written.
         """
         left = memoryview(result + b"\n")
-        try:
+        with explained(ConfigError, f"can't write {self._path}"):
             while left:
                 left = left[os.write(self._file.fileno(), left) :]
-        except OSError as error:
-            raise ConfigError(f"can't write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
         """Wait until everything is on disk, and unlock the file."""
@@ -198,10 +196,8 @@ def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
     Raises:
         ConfigError: the file can't be written, or another process holds its lock.
     """
-    try:
+    with explained(ConfigError, f"can't write {path}"):
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, permissions), "a+b")
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:  # otherwise, the file was just replaced

@@ -1,12 +1,16 @@
 """Engines of one process over the same weights: one for each KV format that requests may have."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.steps.core import EngineCore
+from kvq.errors import ConfigError
+from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
 from kvq.models.check.load_check import check_on_load
+from kvq.models.loading.prepared import PreparedModel
 from kvq.server.engine.messages import Start
 from kvq.sizing.needs import bytes_of
 
@@ -14,6 +18,26 @@ from kvq.sizing.needs import bytes_of
 _OWN = tuple(
     one for one in fields(EngineConfig) if one.name.startswith(("kv_", "hand_over_", "guard", "speculation"))
 )
+
+
+def other_recipes(
+    model: PreparedModel, recipe: KVRecipe, also: Sequence[str], scales: StaticScales | None
+) -> dict[str, KVRecipe]:
+    """Return the recipes of the other formats by name.
+
+    Raises:
+        ConfigError: a format doesn't fit the model, or two names mean the same.
+        UnsupportedKernel: no kernel on this machine runs a format.
+    """
+    found = {recipe.name: recipe}
+    for name in also:
+        other = model.recipe(name, scales)
+        model.check_scales(other)
+        model.check_kernels(other)
+        if same := [one for one, known in found.items() if known.layers == other.layers]:
+            raise ConfigError(f"--kv-also {name} is the same format as {same[0]}; leave it out")
+        found[name] = other
+    return {name: found[name] for name in also}
 
 
 def make_cores(model: Model, config: EngineConfig, start: Start) -> dict[str, EngineCore]:  # D413
@@ -35,9 +59,10 @@ def make_cores(model: Model, config: EngineConfig, start: Start) -> dict[str, En
         changed["kv_memory"] = round(pools / left)
     changed["kv_share"] = start.kv_also_share
     plain = replace(config, **changed)
-    for name in start.kv_also:
-        other = model.with_kv(name)
-        other.prepared.check_kernels(other.recipe)
+    for name, recipe in other_recipes(
+        model.prepared, model.recipe, start.kv_also, model.static_scales
+    ).items():
+        other = model.with_kv(recipe)
         check_on_load(other, accept_divergence=config.accept_divergence)
         cores[name] = EngineCore(other, plain)
     return cores

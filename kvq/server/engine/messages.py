@@ -35,6 +35,7 @@ class Start(Message, frozen=True):
     kv_also: tuple[str, ...] = ()  # formats that requests may ask for, besides `kv`
     kv_also_share: float = 0.0  # of the KV memory, for each of them
     guard_fallback: str | None = None  # of them, for new requests after an alert of the guard
+    has_fallen_back: bool = False  # an engine before this one has
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -86,6 +87,12 @@ class Ready(Message, frozen=True):
     shape: PoolShape
     scheduler: SchedulerConfig
     is_staging: list[bool] = []  # per layer group: True if its tokens are unquantized; empty: none
+    others: dict[str, PoolShape] = {}  # of the other formats that requests may have
+
+    def of(self, kv_format: str | None) -> "Ready":
+        """Return the description for requests of a format."""
+        shape = self.others.get(kv_format or "", self.shape)
+        return msgspec.structs.replace(self, shape=shape)
 
     @property
     def max_context(self) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
 
+import msgspec
+
 from kvq.engine import Piece
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
@@ -285,6 +287,10 @@ class Remote:
             if number in self._streams:  # otherwise no reader waits for the message
                 self._streams[number].put(item)
         self.gauges = message.gauges
+        if message.gauges.guard_fallback and not self._start.has_fallen_back:
+            self._start = msgspec.structs.replace(
+                self._start, has_fallen_back=True
+            )  # also of the next engine
         if self.on_stepped is not None:
             self.on_stepped(message)
 

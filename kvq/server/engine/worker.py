@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections import Counter
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,7 @@ class _Worker:
             return
         core, *others = cores.values()
         self._cores, self._safer = cores, start.guard_fallback
+        self._has_fallen_back = start.has_fallen_back
         loop = EngineLoop(core, lambda _: os._exit(STUCK), others)
         if core.handover is not None:
             core.handover.wake = loop.wake
@@ -116,6 +118,7 @@ class _Worker:
                 shape=core.scheduler.shape,
                 scheduler=core.scheduler.config,
                 is_staging=[group.is_staging for group in layout.groups],
+                others={name: one.scheduler.shape for name, one in cores.items() if one is not core},
             )
         )
         try:
@@ -175,14 +178,18 @@ class _Worker:
 
     def _submit(self, core: EngineCore, command: messages.Submit, came_s: float) -> None:
         number, kv = command.number, command.options.kv_format
-        if kv is None and self._has_fallen_back:
-            kv = self._safer
-        core = core if kv is None else self._cores[kv]
-        self._counts[kv or next(iter(self._cores), "")] += 1
         options = replace(command.options, request_id=str(number), kv_format=None)
+        names = [next(iter(self._cores), "")] if kv is None else [kv]
+        if kv is None and self._has_fallen_back:
+            names.insert(0, self._safer or "")  # what is too long for its pools stays in the default
         try:
             prompt = messages.unpack(command.prompt)
-            job = core.intake.new_job(prompt, options, listener=partial(self._take, number))
+            for name in names:
+                core = self._cores.get(name, core)
+                with nullcontext() if name == names[-1] else suppress(errors.RequestError):
+                    job = core.intake.new_job(prompt, options, listener=partial(self._take, number))
+                    break
+            self._counts[name] += 1
             self._jobs[number] = job
             self._introspection.meet(options.tenant)
             if self._events is not None:

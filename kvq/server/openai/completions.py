@@ -46,7 +46,7 @@ class Completions(Answer):
         ]
         for i, tokens in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt.{i}"
-            self._service.check_prompt(tokens, self._request.params, where)
+            self._service.check_prompt(tokens, self._request, where)
         if self._body.echo:
             self._echoed = [
                 given if isinstance(given, str) else await reader.detokenize(given, tenant=tenant)

@@ -39,7 +39,7 @@ def test_a_log_is_measured(kvq, log, tmp_path):
         "by depth",
         "by turn",
         "line 6",
-        "no format was shown",
+        "nothing could be judged",
     ):
         assert words in said.replace("\n", " ").lower(), words
     html = page.read_text()

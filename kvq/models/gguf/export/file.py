@@ -6,8 +6,8 @@ Source: the GGUF specification, version 3.
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvq import fileio
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 from kvq.formats.ggml import GgmlType, part_paths
 from kvq.models.gguf.header import MAGIC, has_magic
 from kvq.weights.manifest import manifest_path, write_manifest
@@ -85,12 +85,8 @@ class GgufWriter:
         """Remove what is not finished."""
         self.path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"can't write {self._out}: {error.strerror or error}") from error
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(ConfigError, f"can't write {self._out}")
 
 
 def check_gguf_target(out: Path, *, overwrite: bool) -> None:

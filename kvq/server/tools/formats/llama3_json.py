@@ -27,14 +27,10 @@ def _read(parser: Parser) -> Steps[bool]:
     return True
 
 
-def _is_template(template: str) -> bool:
-    return '"parameters": ' in template and any(word in template for word in (*_BEGINS, "ipython"))
-
-
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",
     read=_read,
-    is_template=_is_template,
+    is_template=lambda text: '"parameters": ' in text and any(x in text for x in (*_BEGINS, "ipython")),
     wraps=_BEGINS,
     opening="{",
     ends=("<|python_end|>",),
