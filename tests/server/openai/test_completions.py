@@ -193,7 +193,7 @@ def test_what_excludes_each_other_is_a_400_that_is_counted(path, body):
 def test_a_500_is_counted_as_an_error():
     client = asgi.Client(asgi.service())
 
-    def fails(model):
+    def fails(*_):
         raise ZeroDivisionError
 
     client.service.check_model = fails
