@@ -1,9 +1,9 @@
 """`kvq.LLM`: offline engine that runs as many prompts at a time as the pool can hold."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Self, Unpack
+from functools import cached_property, partial
+from typing import Any, Self, Unpack
 
 from kvq.engine.loop import LoopedEngine
 from kvq.engine.params import HintAction, Params, SamplingParams, as_params, each_params
@@ -18,7 +18,11 @@ from kvq.engine.requests.request_options import (
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
 from kvq.errors import RequestError
+from kvq.models.run.prompts import PromptEncoder
+from kvq.models.templates.forms import Turns
 from kvq.scheduler import Priority
+
+_MESSAGE = {"role": "user", "content": "Hello"}
 
 
 class LLM(LoopedEngine):
@@ -71,6 +75,41 @@ class LLM(LoopedEngine):
         self._run(jobs)
         return [outputs[i] for i in range(len(many))]
 
+    def chat(
+        self,
+        conversations: Turns | Sequence[Turns],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate answers to conversations in the model's chat format, in order.
+
+            llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
+
+        `conversations`: the messages of one, or several of these. `tools`: offered functions, as in OpenAI's
+        chats; calls are in the text, in the model's own form. `template_options`: for the chat template, such
+        as {"enable_thinking": False}. Texts of users and tools are plain, whatever they spell.
+        `params`, `progress`: as for `generate`.
+
+        Raises:
+            RequestError: the model has no chat template, its template rejects a conversation, or a request
+                can't be served; no request was run.
+        """
+        if not self.model.tokenizer.chat_template:
+            raise RequestError("the model has no chat template, so it is a base model; use generate")
+        options = {
+            "add_generation_prompt": True,
+            "tools": list(tools or ()) or None,
+            **(template_options or {}),
+        }
+        prompts = [
+            self._encoder.encode_chat(turns, options, max_tokens=self.core.max_context)
+            for turns in _each(conversations)
+        ]
+        return self.generate(prompts, params, progress=progress)
+
     def stream(
         self, prompt: Prompt, params: Params | None = None, **options: Unpack[RequestFields]
     ) -> Iterator[Piece]:
@@ -113,6 +152,10 @@ class LLM(LoopedEngine):
         ]
         outputs = self.generate([x + y for x, y in pairs], params, progress=progress)
         return [_scored(output, len(prompt)) for output, (prompt, _) in zip(outputs, pairs, strict=True)]
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self.model.tokenizer)
 
     def _tokens_of(self, index: int, prompt: Prompt, completion: Prompt) -> tuple[list[int], list[int]]:
         """Return the token ids of a prompt and of its completion, number `index`."""
@@ -180,6 +223,20 @@ class LLM(LoopedEngine):
         finally:
             if not self._is_ending():
                 self.core.cancel(job)
+
+
+def _each(given: Any) -> list[Turns]:
+    """Return one conversation or several as a list; raise RequestError for anything else."""
+    is_one = isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], Mapping)
+    many = [given] if is_one else given
+    if not isinstance(many, Sequence) or not many or not all(map(_is_conversation, many)):
+        raise RequestError(f"a conversation is a list of messages such as {_MESSAGE}, got {given!r:.100}")
+    return list(many)
+
+
+def _is_conversation(given: Any) -> bool:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+    return is_list and all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in given)
 
 
 def _scored(output: RequestOutput, length: int) -> RequestOutput:
