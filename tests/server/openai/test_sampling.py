@@ -28,6 +28,7 @@ _OF_THE_REQUEST = {
         "cache_salt",
         "session_id",
         "kv_retain",
+        "kv_format",
     ),
     *("prompt", "suffix", "echo"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls"),
