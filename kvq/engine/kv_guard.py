@@ -63,7 +63,7 @@ def check_guard(recipe: KVRecipe, config: EngineConfig) -> None:
     """Raise ConfigError if a guard can't tell damage of these blocks from what is meant."""
     if not recipe.is_quantized:
         raise ConfigError(
-            f"guard (--guard) compares quantized KV with other KV, and kv is {recipe.name}; leave one out"
+            f"guard (--guard) compares with unquantized KV, and kv is {recipe.name}; leave one out"
         )
     if config.kv_ladder or config.kv_tier_format:
         raise ConfigError(

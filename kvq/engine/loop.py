@@ -102,7 +102,7 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
         for core in self._cores:
             self.watchdog.began = monotonic()
             try:
-                ran |= core.has_work and core.step()
+                ran |= core.step()
             finally:
                 self.watchdog.began = None
         if not ran and self.has_work:
