@@ -99,6 +99,9 @@ class EngineConfig:
         for name in ("itl_slo_s", "ttft_slo_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+        _check_number("kv_share", self.kv_share)
+        if not 0 < self.kv_share <= 1:
+            raise ConfigError(f"kv_share must be above 0 and at most 1, got {self.kv_share}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
         _check_number("guard", self.guard)

@@ -11,11 +11,12 @@ import pytest
 
 from kvq import LLM, SamplingParams
 from kvq.engine.build import build
+from kvq.engine.config import EngineConfig
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import ConfigError, RequestError
 from kvq.server.admission.config import ServerConfig
 from kvq.server.check import check_config
-from kvq.server.engine.formats import make_cores
+from kvq.server.engine.formats import make_cores, other_recipes
 from kvq.server.engine.frames import from_engine, read
 from kvq.server.engine.memory import Memory
 from kvq.server.engine.messages import Gauges, Hint, Start, Stepped, Submit, pack
@@ -145,7 +146,7 @@ def test_kvq_guard_tells_what_was_found(served, kvq):  # noqa: F811
     wait_for(lambda: asked()["requests"] > 0, lambda: server.log, every_s=0.3)
     found = asked()
     assert found["kv"] == "int2"
-    assert found["alerts"] == 0
+    assert found["alerts"] == found["earlier"] == 0
     assert not found["has_fallen_back"]
     assert 0 < found["same"] <= found["tokens"]
     assert list(found["kl_by_tenant"]) == ["key 1"], "other keys' are not told"
@@ -236,6 +237,18 @@ def test_two_names_of_one_format_are_refused():
     *_, last = check_config(ServerConfig(kv="int8", kv_also=("int8/int8",), port=0))
     assert last.is_error
     assert "the same format as int8" in str(last)
+
+
+def test_tokens_kept_unquantized_make_another_format():
+    model, _ = build("tiny", "int4", {"num_blocks": 16})
+    given = model.prepared, model.recipe
+    assert list(other_recipes(*given, ("int4+sinks=4", "int8"), None)) == ["int4+sinks=4", "int8"]
+
+
+@pytest.mark.parametrize("share", [0, 1.5, float("nan"), "half"])
+def test_a_share_is_one(share):
+    with pytest.raises(ConfigError, match="kv_share"):
+        EngineConfig(kv_share=share)
 
 
 def test_check_sizes_the_pools_of_every_format():

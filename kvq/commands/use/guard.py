@@ -34,10 +34,10 @@ def command(url: str, api_key: str | None, as_json: bool) -> None:
     if found is None:
         raise ConfigError(f"the server at {url} has no guard; start it with --guard 0.01")
     formats, has_fallen_back = totals.get("formats") or {}, bool(totals.get("guard_fallback"))
+    found["earlier"] = state["guard_alerts"] - found["alerts"]
     if as_json:
         echo(json.dumps(found | {"kv": state["kv"], "formats": formats, "has_fallen_back": has_fallen_back}))
     else:
-        found["earlier"] = state["guard_alerts"] - found["alerts"]
         for line in _lines(state["kv"], found, formats, has_fallen_back=has_fallen_back):
             echo(line)
     if state["guard_alerts"]:

@@ -34,7 +34,8 @@ def other_recipes(
         other = model.recipe(name, scales)
         model.check_scales(other)
         model.check_kernels(other)
-        if same := [one for one, known in found.items() if known.layers == other.layers]:
+        key = other.layers, other.exact
+        if same := [one for one, known in found.items() if (known.layers, known.exact) == key]:
             raise ConfigError(f"--kv-also {name} is the same format as {same[0]}; leave it out")
         found[name] = other
     return {name: found[name] for name in also}
