@@ -51,6 +51,8 @@ def make_cores(model: Model, config: EngineConfig, start: Start) -> dict[str, En
         BrokenFormat: a format breaks the model, and `accept_divergence` is not set.
         OutOfMemory: the pools don't fit in memory.
     """
+    if not start.kv_also:
+        return {start.kv: EngineCore(model, config)}
     left = 1 - start.kv_also_share * len(start.kv_also)
     core = EngineCore(model, replace(config, kv_share=left))
     cores = {start.kv: core}
