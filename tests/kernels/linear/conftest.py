@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,3 +18,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(float("nan")) if out.dtype in (torch.float32, torch.bfloat16) else out
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def steady_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sums of the interpreter's dot products have one order; BLAS changes it at the edges of its tiles."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> Any:
+        product = np.einsum("...ik,...kj->...ij", a.data, b.data, dtype=d.data.dtype, optimize=False)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

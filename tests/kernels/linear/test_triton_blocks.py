@@ -68,6 +68,7 @@ def test_results_have_the_inputs_dtype(name: str, dtype: torch.dtype) -> None:
     assert error(got, exact(weight, x)) < (1e-2 if dtype is torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.usefixtures("steady_dot")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_row_is_the_same_in_every_step_of_its_class(name: str) -> None:
     layer = TritonLinear(random_blocks(name, 768, 63))
@@ -150,6 +151,7 @@ def test_types_without_a_kernel_and_rounded_inputs_are_left_to_the_reference() -
         select("linear_blocks", spec, H100, "triton")
 
 
+@pytest.mark.usefixtures("steady_dot")
 def test_weights_of_several_types_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("kvq.weights.install"), "Device", _Hopper)
     weights = [random_blocks(name, 256, n) for name, n in (("Q4_K", 48), ("Q4_K", 19), ("Q6_K", 5))]
