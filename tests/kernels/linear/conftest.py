@@ -22,7 +22,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def steady_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sums of the interpreter's dot products have one order; BLAS changes it at the edges of its tiles."""
+    """The interpreter sums each dot product in one order; BLAS changes it at the edges of its tiles."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
 
     def dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> Any:
