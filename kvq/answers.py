@@ -22,7 +22,7 @@ def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
         parts = urlsplit(url)
         if parts.scheme in schemes and parts.hostname and parts.port != 0:
             return parts
-    raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000, got {url!r}")
+    raise ConfigError(f"a server's URL must be an address such as http://127.0.0.1:8000, got {url!r}")
 
 
 def read_event(data: bytes) -> tuple[tuple[str, ...], dict[str, int] | None]:

@@ -69,5 +69,5 @@ def test_a_list_without_a_model_is_refused(models):
     "url", ["", "a", "ftp://a", "http://", "http://[::1", "http://a:b", "http://a:99999"]
 )
 def test_what_is_no_address_is_refused(url):
-    with pytest.raises(ConfigError, match="--url must be an address"):
+    with pytest.raises(ConfigError, match="URL must be an address"):
         read_address(url, ("http", "https"))

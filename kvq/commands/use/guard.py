@@ -22,12 +22,12 @@ def command(url: str, api_key: str | None, as_json: bool) -> None:
 
     Exits with 1 after an alert. URL: http://127.0.0.1:8000 unless given.
     """
-    with open_url(url.rstrip("/").removesuffix("/v1"), "/pool", api_key) as response:
-        try:
+    try:
+        with open_url(url.rstrip("/").removesuffix("/v1"), "/pool", api_key) as response:
             state = json.loads(response.read(_MAX_BYTES))
-            picture, totals = state["picture"] or {}, state["totals"] or {}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{url} is no server of kvq") from error
+        picture, totals = state["picture"] or {}, state["totals"] or {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{url} is no server of kvq") from error
     found = picture.get("guard")
     if not picture:
         raise ConfigError(f"the engine of {url} is {state['state']}; ask again once it is ready")

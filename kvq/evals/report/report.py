@@ -50,7 +50,9 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     ended = [(ok, line) for ok, line in outcomes(result) if line not in cautions]
     first = rows[0]
     advices = [facts["advice"] for facts in result.values() if isinstance(facts, dict) and "advice" in facts]
-    measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
+    measured = ""
+    if "tokens" in first:
+        measured = f", {first['tokens']:,} predicted tokens in windows of {result['context']}"
     documents = f", {first['documents']} documents" if "documents" in first else ""
     drawn = ""
     if "resamples" in result:
@@ -63,8 +65,8 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         else _verdicts(rows, advices)
         if is_eval
         else f"<p>{_summary(rows, result['context'])}</p>",
-        f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
-        f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
+        f'<p class="small">On {escape(result["text"])}{measured}{documents}. '
+        f"{escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
         f"every token went through kvq's own write-then-read path: quantized into "
         f"blocks first, attended from there.{drawn}</p>",
         *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in ended),

@@ -140,7 +140,7 @@ class Service:
                 check_known(tokens, info.vocab_size)
             except RequestError as error:
                 raise Problem(400, str(error), param=where) from error
-            blocks_wanted(options.params, len(tokens), info.of(options.kv_format))
+            blocks_wanted(options.params, len(tokens), info.of(self._format_of(options)))
 
     def thinks(
         self, params: SamplingParams, tokens: Sequence[int], begun: str | None = None
@@ -194,8 +194,7 @@ class Service:
             Problem: the prompt failed, or can't be served now or at all.
         """
         info = self._info()
-        if options.kv_format is None:
-            options = replace(options, kv_format=self.kv_format_of(options.tenant))
+        options = replace(options, kv_format=self._format_of(options))
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 own = info.of(options.kv_format)
@@ -222,6 +221,10 @@ class Service:
                 if status:
                     self.metrics.count(status)
                 await messages.aclose()
+
+    def _format_of(self, options: RequestOptions) -> str | None:
+        """Return the KV format of a request: its own, or that of its API key; None: the server's."""
+        return options.kv_format or self.kv_format_of(options.tenant)
 
     def _info(self) -> Ready:
         """Return the engine's description; raise Problem if no engine is running."""
@@ -273,6 +276,7 @@ class Service:
                 preemptions=used.preemptions or None,
                 **times,
                 tenant=tenant or None,
+                kv_format=ended.kv_format,
                 failed=None if ended.error is None else ended.kind,
             )
             computed = used.prompt_tokens - used.cached_tokens + used.generated_tokens

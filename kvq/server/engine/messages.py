@@ -115,6 +115,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Message: a request has ended. If there is no error, its results are complete."""
 
     number: int
+    kv_format: str | None = None  # None: there is only one, or it was refused
     receipt: Receipt | None = None  # None if it was refused
     timing: Timing | None = None  # None if it was refused; without `itl_s`, which the steps reported
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -187,7 +187,7 @@ class _Worker:
             for name in names:
                 core = self._cores.get(name, core)
                 with nullcontext() if name == names[-1] else suppress(errors.RequestError):
-                    job = core.intake.new_job(prompt, options, listener=partial(self._take, number))
+                    job = core.intake.new_job(prompt, options, listener=partial(self._take, number, name))
                     break
             self._counts[name] += 1
             self._jobs[number] = job
@@ -199,7 +199,7 @@ class _Worker:
             self._jobs.pop(number, None)
             self._ended.append(Ended(number=number).failed(error))
 
-    def _take(self, number: int, event: Event) -> None:
+    def _take(self, number: int, kv: str, event: Event) -> None:
         if isinstance(event, Piece):
             self._generated += len(event.token_ids)
             self._pieces.append(event)
@@ -208,6 +208,7 @@ class _Worker:
         self._introspection.ended(number, None if job is None else job.tenant, event)
         ended = Ended(
             number=number,
+            kv_format=kv if len(self._cores) > 1 else None,
             receipt=event.receipt,
             timing=replace(event.timing, itl_s=[]),
             prompt_logprobs=event.prompt_logprobs,

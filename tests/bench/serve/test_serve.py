@@ -42,7 +42,7 @@ def test_wrong_wishes_are_said_before_anything_starts(capsys):
         (("--rate", "fast"), "--rate takes"),
         (("--rate", "3", "--concurrency", "2"), "give one of them"),
         (("--concurrency", "1,2"), "got '1,2'; run the command once for each"),
-        (("--url", "ftp://a"), "--url must be an address"),
+        (("--url", "ftp://a"), "URL must be an address"),
         (("--url", "http://127.0.0.1:9"), "no server answers"),
         (("--url", "http://127.0.0.1:9", "--model", "tiny"), "leave it out with --url"),
     ):

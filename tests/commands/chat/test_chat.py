@@ -115,7 +115,7 @@ def test_the_address_that_the_server_prints_will_do(path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--url", "file:///etc/passwd"], "--url must be an address"),
+        (["--url", "file:///etc/passwd"], "URL must be an address"),
         (["--url", "http://127.0.0.1:9", "--kv", "int4"], "--kv"),
         (["--url", "http://127.0.0.1:9", "--api-key-env", "KVQ_NO_SUCH_KEY"], "KVQ_NO_SUCH_KEY"),
         (["--url", "http://127.0.0.1:9"], "can't be reached"),
