@@ -119,24 +119,25 @@ def judge(
 def advice(rows: Sequence[TraceRow]) -> str:
     """Return which format is safe up to which depth, in words."""
     baseline, *others = sorted(rows, key=lambda row: row.verdict != "baseline")
-    found: list[tuple[str, int]] = []  # (format, last depth), shallowest first
+    found: list[tuple[str | None, int]] = []  # (format, last depth), shallowest first; None: too few turns
     for bucket in baseline.by_depth:
         safe = [row for row in others if _at(row, bucket["first_depth"]).get("is_safe")]
         best = min(safe, key=lambda row: row.bits_per_element, default=baseline).kv
+        if not bucket["is_safe"]:  # not even against itself
+            best = None
         if found and found[-1][0] == best:
             found[-1] = best, bucket["last_depth"]
         else:
             found.append((best, bucket["last_depth"]))
     if all(row.verdict.startswith("no verdict") for row in others):
         return "nothing could be judged"
-    if all(name == baseline.kv for name, _ in found):
+    if all(name in (baseline.kv, None) for name, _ in found):
         return f"no format was shown to be as safe as {baseline.kv}"
-    words = [
-        f"{name} {'is measured to be as safe as ' + baseline.kv if name != baseline.kv else 'alone'} up to "
-        f"{last + 1:,} tokens"
-        for name, last in found
-    ]
-    return "; then ".join(words)
+    words = {None: "too few turns to tell", baseline.kv: f"{baseline.kv} alone"}
+    said = (words.get(name, f"{name} is measured to be as safe as {baseline.kv}") for name, _ in found)
+    return "; then ".join(
+        f"{one} up to {last + 1:,} tokens" for one, (_, last) in zip(said, found, strict=True)
+    )
 
 
 def _at(row: TraceRow, depth: int) -> dict[str, Any]:

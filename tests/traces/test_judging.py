@@ -80,3 +80,8 @@ def test_advice_by_depth():
         "bf16 up to 8,192 tokens"
     )
     assert advice([rows[0], row(deep[400:], "int4")]) == "no format was shown to be as safe as bf16"
+    few = [row(base[240:], "bf16", 16), row(base[240:], "int8", 8.4)]
+    assert advice(few) == (
+        "too few turns to tell up to 1,024 tokens; then int8 is measured to be as safe as bf16 up to 8,192 "
+        "tokens"
+    ), "60 turns leave bf16 itself an interval beyond 2 points"
