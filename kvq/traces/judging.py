@@ -122,9 +122,8 @@ def advice(rows: Sequence[TraceRow]) -> str:
     found: list[tuple[str | None, int]] = []  # (format, last depth), shallowest first; None: too few turns
     for bucket in baseline.by_depth:
         safe = [row for row in others if _at(row, bucket["first_depth"]).get("is_safe")]
-        best = min(safe, key=lambda row: row.bits_per_element, default=baseline).kv
-        if not bucket["is_safe"]:  # not even against itself
-            best = None
+        cheapest = min(safe, key=lambda row: row.bits_per_element, default=baseline)
+        best = cheapest.kv if bucket["is_safe"] else None  # not even the baseline is, against itself
         if found and found[-1][0] == best:
             found[-1] = best, bucket["last_depth"]
         else:
