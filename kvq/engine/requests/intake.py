@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from kvq.engine.params import MAX_PINS, SamplingParams, check_params
+from kvq.engine.params import MAX_PINS, check_params
+from kvq.engine.pooler import Pooler, check_pooling
 from kvq.engine.requests.beam import BeamSearch
 from kvq.engine.requests.marking import Marking, marked
 from kvq.engine.requests.outputs import Timing
@@ -38,6 +39,7 @@ class Intake:
     marking: Marking | None
     home: Home
     clock: Callable[[], float]
+    pooler: Pooler | None = None
     _ids: Iterator[int] = field(default_factory=itertools.count, init=False)
     _random: random.Random = field(default_factory=random.SystemRandom, init=False)
 
@@ -71,7 +73,9 @@ class Intake:
             shared_salt=options.shared_salt,
             cache_salt=options.cache_salt,
             texts=options.texts,
-            **self._prompt_logprob_limits(params, len(tokens)),
+            **self._limits(options, len(tokens)),
+            pools=options.pools,
+            dimensions=options.dimensions,
             params=params,
             prompt=prompt if isinstance(prompt, str) else None,
             seed=seed,
@@ -98,6 +102,7 @@ class Intake:
 
     def _check(self, options: RequestOptions, num_tokens: int) -> None:
         params, pins = options.params, options.pins
+        check_pooling(self.pooler, options)
         if options.kv_format is not None:
             raise RequestError("kv_format is for servers with several KV formats; leave it out")
         check_params(params, self.model.geometry.vocab_size)
@@ -118,8 +123,11 @@ class Intake:
     def _longest_token(self) -> int:
         return longest_token(self.model.tokenizer)
 
-    def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
-        """Return limits on prefix reuse and chunk size for a prompt whose log-probabilities are requested."""
+    def _limits(self, options: RequestOptions, num_tokens: int) -> dict[str, Any]:
+        """Return limits on prefix reuse and chunk size for a prompt of which more than the end is needed."""
+        if options.pools and self.pooler is not None and self.pooler.pooling.needs_all:
+            return {"max_reuse": 0}
+        params = options.params
         if params.prompt_logprobs is None:
             return {}
         reused = max(

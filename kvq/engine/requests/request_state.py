@@ -1,5 +1,6 @@
 """Request state: everything the engine stores for a request beyond the scheduler's fields."""
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,11 @@ class Job(Request):
     retain_s: float | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these
+    pools: bool = False
+    dimensions: int | None = None
+    pooled: Tensor | None = None  # fp32 [hidden_size], so far
+    num_pooled: int = 0  # prompt tokens in it
+    vector: "array[float] | None" = None
 
     def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
         """Return how many of a branch's next tokens to keep, up to and including the first that ends it."""
@@ -226,6 +232,7 @@ class Job(Request):
             receipt=self._receipt(outputs if self.beams is not None else [r.output for r in self.results]),
             timing=self.timing,
             error=error,
+            vector=self.vector,
         )
 
     def _outputs(self, reason: FinishReason | None) -> list[CompletionOutput]:

@@ -11,6 +11,7 @@ from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import keep_kv_digest, make_signer
+from kvq.engine.pooler import make_pooler
 from kvq.engine.requests.intake import Intake
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
@@ -76,7 +77,8 @@ class EngineCore(NotCopyable):
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
-        self.intake = Intake(model, self.scheduler, marking, self._home, clock)
+        self.pooler = make_pooler(model, config.pooling)
+        self.intake = Intake(model, self.scheduler, marking, self._home, clock, self.pooler)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)
         self.speculator = make_speculator(
@@ -167,6 +169,8 @@ class EngineCore(NotCopyable):
             self._run(flight)
             flight.watch.start("sampling")
             choices = self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
+            if self.pooler is not None:
+                self.pooler.observe(flight.plan, flight.result())
             self._launcher.launch_ahead(flight, choices)
             self._settle(flight, choices)
         except BaseException:  # also on an interrupt: the plan's tokens have slots, but were never committed

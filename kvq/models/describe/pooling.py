@@ -1,0 +1,153 @@
+"""What a model makes of a text other than more text: an embedding, or a score of a pair of texts.
+
+Its files say so, as sentence-transformers writes them; an operator may say it for a model whose files don't.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvq import strict_json
+from kvq.errors import ConfigError, ModelError, explained, first_lines, not_one_of
+from kvq.models.describe.checkpoint import is_gguf, read_config_json, read_header, read_json, weight_files
+
+CHOICES = ("auto", "last", "mean", "first", "yes-no")
+SCORE_HEAD = "score.weight"  # of classifiers, fp [labels, hidden_size]
+_MODES = {"lasttoken": "last", "mean": "mean", "cls": "first"}  # sentence-transformers' names
+_OLD_MODES = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls"}  # after pooling_mode_
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pooling:
+    """How the hidden states of a text's tokens, after the final norm, become one result.
+
+    An embedding is the hidden state of the last or first token, or the mean over all tokens. A score is the
+    classifier's of the last token if `has_head`, or else its logit of `yes`, minus that of `no` if there is
+    one: token ids, or the tokens' texts.
+    """
+
+    place: Literal["last", "mean", "first"] = "last"
+    is_normalized: bool = False  # embeddings have length 1
+    dimensions: tuple[int, ...] | None = ()  # shorter embeddings that the model allows; None: any
+    has_head: bool = False
+    yes: int | str | None = None
+    no: int | str | None = None
+    is_probability: bool = True  # scores pass through a sigmoid
+
+    @property
+    def scores(self) -> bool:
+        """True for scores of pairs, False for embeddings."""
+        return self.has_head or self.yes is not None
+
+    @property
+    def needs_all(self) -> bool:
+        """True if hidden states of more tokens than the last are needed, so that none may be cached."""
+        return self.place != "last"
+
+
+def read_pooling(folder: Path, choice: str = "auto") -> Pooling | None:
+    """Return a model's pooling, or None if it only generates. `choice`: one of CHOICES, of the operator.
+
+    Raises:
+        ConfigError: the choice is unknown.
+        ModelError: a file is damaged, or names a computation that kvq lacks.
+
+    Source: sentence-transformers 5 (modules.json, 1_Pooling/config.json, 1_LogitScore/config.json).
+    """
+    if choice not in CHOICES:
+        raise ConfigError(not_one_of("pooling (--pooling)", choice, CHOICES))
+    if choice == "yes-no":
+        return Pooling(yes="yes", no="no")
+    if choice != "auto":
+        return Pooling(place=choice, is_normalized=True, dimensions=None)  # type: ignore[arg-type]
+    if is_gguf(folder):
+        return None
+    config = read_config_json(folder)
+    modules = _read_modules(folder / "modules.json")
+    if "LogitScore" in modules:
+        own = read_json(folder / modules["LogitScore"] / "config.json")
+        ids = {"yes": own.get("true_token_id"), "no": own.get("false_token_id")}
+        if not isinstance(ids["yes"], int) or not isinstance(ids["no"], int | None):
+            raise ModelError(f"{folder}: LogitScore needs true_token_id, and may have false_token_id")
+        return Pooling(**ids, is_probability=_is_probability(folder, config))
+    if _is_classifier(config):
+        return Pooling(has_head=True, is_probability=_is_probability(folder, config))
+    if "Pooling" not in modules:
+        return None
+    given, any_ = config.get("matryoshka_dimensions"), config.get("is_matryoshka") is True
+    sizes = [size for size in given if isinstance(size, int)] if isinstance(given, list) else []
+    return Pooling(
+        place=_read_place(folder / modules["Pooling"] / "config.json"),
+        is_normalized="Normalize" in modules,
+        dimensions=None if any_ and not sizes else tuple(sorted(sizes)),
+    )
+
+
+def lacks_head(folder: Path) -> bool:
+    """Return True if a model has no layer for next tokens: only one for scores, or none."""
+    if is_gguf(folder):
+        return False
+    config = read_config_json(folder)
+    if _is_classifier(config):
+        return True
+    name = _architecture(config)
+    is_bare = name.endswith("Model") and not name.endswith("LMHeadModel")
+    if config.get("tie_word_embeddings") or not (is_bare or (folder / "modules.json").is_file()):
+        return False
+    entries = (entry for path in weight_files(folder) for entry in read_header(path))
+    return not any(entry.name.endswith("lm_head.weight") for entry in entries)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    given = config.get("architectures")
+    return str(given[0]) if isinstance(given, list) and given else ""
+
+
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    return _architecture(config).endswith("ForSequenceClassification")
+
+
+def _read_modules(path: Path) -> dict[str, str]:
+    """Return the folders of a sentence-transformers model's modules, by the last part of their types."""
+    if not path.is_file():
+        return {}
+    try:
+        with explained(ModelError, f"can't read {path}"):
+            given = strict_json.read(path)
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({first_lines(error)}); download it again") from error
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise ModelError(f"{path} must be a list of modules; download it again")
+    found = {str(one.get("type")).rpartition(".")[2]: str(one.get("path", "")) for one in given}
+    known = ("Transformer", "Pooling", "Normalize", "LogitScore")
+    if others := sorted(found.keys() - set(known)):
+        raise ModelError(
+            f"{path} has {', '.join(others)}, which kvq does not compute; it computes {', '.join(known)}"
+        )
+    if outside := next((name for name in found.values() if name.startswith("/") or ".." in name), None):
+        raise ModelError(f"{path} names {outside!r}, which is outside of the model's folder")
+    return found
+
+
+def _read_place(path: Path) -> Any:
+    """Return the place of the only mode in a Pooling module's config.json, of any version."""
+    config = read_json(path)
+    mode = config.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else list(mode or ())
+    modes += [
+        _OLD_MODES.get(key.removeprefix("pooling_mode_"), key)
+        for key, value in config.items()
+        if key.startswith("pooling_mode_") and value is True
+    ]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ModelError(f"{path} asks for pooling by {modes}; kvq computes one of {', '.join(_MODES)}")
+    return _MODES[modes[0]]
+
+
+def _is_probability(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return False if a cross-encoder's files say that its scores pass through no function."""
+    place = folder / "config_sentence_transformers.json"
+    both = (config.get("sentence_transformers"), read_json(place) if place.is_file() else None)
+    names = [str(one.get("activation_fn", "")) for one in both if isinstance(one, dict)]
+    return not any(name.endswith("Identity") for name in names)
