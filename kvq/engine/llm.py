@@ -108,7 +108,7 @@ class LLM(LoopedEngine):
         outputs = self._outputs(many, [options] * len(many), progress)
         if error := next((output.error for output in outputs if output.error is not None), None):
             raise error
-        return [list(output.vector or ()) for output in outputs]
+        return [output.vector or [] for output in outputs]
 
     def chat(
         self,

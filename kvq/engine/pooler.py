@@ -1,7 +1,6 @@
 """Pooler: computes embeddings of texts, and scores of pairs, from the hidden states of their tokens."""
 
 import math
-from array import array
 
 import torch
 from torch import Tensor
@@ -69,17 +68,17 @@ class Pooler:
             job.pooled = total if job.pooled is None else job.pooled + total
             job.num_pooled = end
 
-    def _result(self, job: Job, logits: Tensor) -> "array[float]":
+    def _result(self, job: Job, logits: Tensor) -> list[float]:
         pooling, pooled = self.pooling, job.pooled
         assert pooled is not None, "the prompt's last tokens were added"
         if pooling.scores:
-            return array("f", [self._score(pooled, logits)])
+            return [self._score(pooled, logits)]
         if pooling.place == "mean":
             pooled = pooled / job.num_pooled
         pooled = pooled[: job.dimensions]
         if pooling.is_normalized:
             pooled = functional.normalize(pooled, dim=0)
-        return array("f", pooled.tolist())
+        return [float(value) for value in pooled.tolist()]
 
     def _score(self, pooled: Tensor, logits: Tensor) -> float:
         if self._head is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvq.engine.requests.defaults import read_defaults
 from kvq.errors import KVQError
+from kvq.models.describe.pooling import read_pooling
 from kvq.models.describe.resolve import ModelSource, resolve_model
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.prompts import DEADLINE_S, Prompts
@@ -55,6 +56,7 @@ def make_service(
     if text := str(defaults):
         _log.info("%s", text)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
+    pooling = read_pooling(folder, config.engine.get("pooling", "auto"))
     setup = Setup(folder=str(folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats)
     prompts = Prompts(
         Readers(setup),
@@ -63,4 +65,12 @@ def make_service(
         deadline_s=deadline_s,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
-    return Service(config.served_model_name or name, remote, prompts, config, tools=tools, defaults=defaults)
+    return Service(
+        config.served_model_name or name,
+        remote,
+        prompts,
+        config,
+        tools=tools,
+        defaults=defaults,
+        pooling=pooling,
+    )

@@ -1,6 +1,5 @@
 """Request outputs: streamed pieces while a request is running, and results when it ends."""
 
-from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,7 +106,7 @@ class RequestOutput:
     receipt: Receipt
     timing: Timing
     error: KVQError | None = None
-    vector: "array[float] | None" = None  # an embedding or the score, if requested
+    vector: list[float] | None = None  # an embedding or the score, if requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

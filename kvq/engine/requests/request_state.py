@@ -1,6 +1,5 @@
 """Request state: everything the engine stores for a request beyond the scheduler's fields."""
 
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -73,7 +72,7 @@ class Job(Request):
     dimensions: int | None = None
     pooled: Tensor | None = None  # fp32 [hidden_size], so far
     num_pooled: int = 0  # prompt tokens in it
-    vector: "array[float] | None" = None
+    vector: list[float] | None = None
 
     def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
         """Return how many of a branch's next tokens to keep, up to and including the first that ends it."""
@@ -281,7 +280,7 @@ class Job(Request):
             disk_tokens=from_disk,
             cold_tokens=self.cold_tokens,
             pinned_tokens=self.pinned_tokens,
-            generated_tokens=sum(len(output.token_ids) for output in generated),
+            generated_tokens=0 if self.pools else sum(len(output.token_ids) for output in generated),
             recomputed_tokens=usage.recomputed,
             restored_tokens=usage.restored,
             blocks=usage.own,

@@ -67,10 +67,10 @@ def read_pooling(folder: Path, choice: str = "auto") -> Pooling | None:
     modules = _read_modules(folder / "modules.json")
     if "LogitScore" in modules:
         own = read_json(folder / modules["LogitScore"] / "config.json")
-        ids = {"yes": own.get("true_token_id"), "no": own.get("false_token_id")}
-        if not isinstance(ids["yes"], int) or not isinstance(ids["no"], int | None):
+        yes, no = own.get("true_token_id"), own.get("false_token_id")
+        if not isinstance(yes, int) or not isinstance(no, int | None):
             raise ModelError(f"{folder}: LogitScore needs true_token_id, and may have false_token_id")
-        return Pooling(**ids, is_probability=_is_probability(folder, config))
+        return Pooling(yes=yes, no=no, is_probability=_is_probability(folder, config))
     if _is_classifier(config):
         return Pooling(has_head=True, is_probability=_is_probability(folder, config))
     if "Pooling" not in modules:

@@ -31,7 +31,7 @@ _MAX_CALLS = 128  # limit per message
 _CallId = Annotated[str, Field(max_length=256)]
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # validated without a Python call per token
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
@@ -198,16 +198,17 @@ def _kind_of_prompt(given: Any) -> str | None:
     return "text" if isinstance(given, str) else None
 
 
+KIND_OF_PROMPT = Discriminator(
+    _kind_of_prompt,
+    custom_error_type="prompt_type",
+    custom_error_message="Input should be a text, token ids, or a list of these",
+)
 _Prompts = Annotated[
     Annotated[LongText, Tag("text")]
-    | Annotated[_TokenIds, Tag("ids")]
+    | Annotated[TokenIds, Tag("ids")]
     | Annotated[list[LongText], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
-    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
-    Discriminator(
-        _kind_of_prompt,
-        custom_error_type="prompt_type",
-        custom_error_message="Input should be a text, token ids, or a list of these",
-    ),
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
+    KIND_OF_PROMPT,
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
+from kvq.models.templates.pairs import YES_NO
 from kvq.server.admission.admission import AdmissionConfig
 from kvq.server.admission.rate_limits import TenantLimits
 from kvq.server.http.credentials import Access
@@ -69,6 +70,8 @@ class ServerConfig:
             raise ConfigError(
                 "--served-model-name is empty; leave it out for the last part of the model's path"
             )
+        if self.chat_template is None and self.engine.get("pooling") == "yes-no":
+            object.__setattr__(self, "chat_template", YES_NO)
         _check_formats(self)
         find_format(self.tool_call_parser, "")
         check_name(self.reasoning_parser)

@@ -13,6 +13,7 @@ from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.errors import EngineError, RequestError, not_one_of
+from kvq.models.describe.pooling import Pooling
 from kvq.server.admission.admission import Admission, blocks_wanted
 from kvq.server.admission.bodies import HintBody
 from kvq.server.admission.config import ServerConfig
@@ -48,9 +49,10 @@ class Service:
         *,
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """`names`: the model's names for clients; responses use the first. `tools`: the model's tool-call
-        format. `defaults`: values for fields that requests omit.
+        format. `defaults`: values for fields that requests omit. `pooling`: for embeddings or scores.
         """
         config = config or ServerConfig()
         self.names = (names,) if isinstance(names, str) else names
@@ -60,6 +62,7 @@ class Service:
         self.counting = prompts.for_counting()  # for requests that do not use the engine
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
+        self.pooling = pooling
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
         self.metrics = Metrics(remote, self.name, config.metrics_names)
         self.loop_budget = LoopBudget()
