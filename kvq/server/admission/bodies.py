@@ -38,7 +38,7 @@ Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE]
 _TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1, 0: no limit, as in other servers
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
-_Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
+Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 # Prefixes are shared only between requests with the same key and the same salt
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 # The conversation that a request belongs to, and how long its KV should be kept afterwards
@@ -218,7 +218,7 @@ class CompletionBody(Common):
     prompt: _Prompts
     max_tokens: CountOrZero | None = 16
     best_of: _Samples | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
     echo: Flag = False
     suffix: LongText | None = None
 
@@ -329,7 +329,7 @@ class ChatBody(Common):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: Flag = False
-    top_logprobs: _Logprobs | None = None
+    top_logprobs: Logprobs | None = None
     tools: Tools | None = None
     tool_choice: _ToolChoices | None = None
     parallel_tool_calls: Flag = True
