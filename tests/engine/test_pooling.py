@@ -34,10 +34,11 @@ def save(folder: Path, family: str, kind: str, *modules: dict, **changes) -> Pat
     model.save_pretrained(folder)
     one_character_tokenizer().save_pretrained(folder)
     if modules:
-        listed = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+        listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
         for i, (module, own) in enumerate([(m["type"], m.get("config", {})) for m in modules], 1):
             path = f"{i}_{module}"
-            listed.append({"path": path, "type": f"sentence_transformers.models.{module}"})
+            kind = f"sentence_transformers.models.{module}"
+            listed.append({"idx": i, "name": str(i), "path": path, "type": kind})
             (folder / path).mkdir()
             (folder / path / "config.json").write_text(json.dumps(own))
         (folder / "modules.json").write_text(json.dumps(listed))

@@ -27,7 +27,7 @@ from kvq.commands.shared.param_types import (
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
 from kvq.errors import ConfigError, not_one_of
-from kvq.extras import EVENTS, SERVER, require
+from kvq.extras import EVENTS, OTEL, SERVER, require
 from kvq.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ class _ServeOptions:
         type=click.Choice(["maps", "arrays"]),
     )
     kv_events_replay: str | None = option(None, "Address that replays missed block events, as --kv-events.")
+    otlp_traces: str | None = option(
+        None, "OpenTelemetry collector, such as http://127.0.0.1:4318, for spans of requests without texts."
+    )
     record: Path | None = option(None, "Record chats and their answers in this file.", type=TO_WRITE)
     record_limit: str = option("1GiB", "Largest size of that file; then recording ends.", type=SIZE)
     record_redact: tuple[str, ...] = option(
@@ -192,6 +195,7 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
         kv_also=also,
         **picked(options, "kv_also_share", "guard_fallback"),
         record=_record(options),
+        tracing=_tracing(options),
         stored_responses=options.stored_responses,
         stored_responses_bytes=parse_bytes(options.stored_responses_memory, "--stored-responses-memory"),
         metrics_names=parse_names(options.metrics_names),
@@ -238,6 +242,15 @@ def _events(options: _ServeOptions) -> Any:
         form=options.kv_events_form,
         replay=None if replay is None else listening(replay, "--kv-events-replay"),
     )
+
+
+def _tracing(options: _ServeOptions) -> Any:
+    if options.otlp_traces is None:
+        return None
+    require("--otlp-traces", OTEL)
+    from kvq.server.tracing import otlp_tracing
+
+    return partial(otlp_tracing, options.otlp_traces)
 
 
 def _record(options: _ServeOptions) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
@@ -18,6 +18,9 @@ from kvq.server.logs import LogConfig
 from kvq.server.recording import Recorder
 from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.thoughts import check_name
+
+if TYPE_CHECKING:  # opentelemetry is not needed without it
+    from kvq.server.tracing import Tracing
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -45,6 +48,7 @@ class ServerConfig:
     max_restarts: int = 5  # restarts of the engine within ten minutes
     kv_events: EventsConfig | None = None
     record: Callable[[], Recorder] | None = None  # opens the file of recorded chats
+    tracing: "Callable[[], Tracing] | None" = None  # makes the tracer of requests
     stored_responses: int = 1000  # of the Responses API, for later requests; 0: none
     stored_responses_bytes: int = 256 << 20  # most bytes of them
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them

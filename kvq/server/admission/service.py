@@ -70,6 +70,7 @@ class Service:
         self.is_strict = config.strict_requests
         self.kv_formats = (config.kv, *config.kv_also)
         self.kv_format_of: Callable[[str], str | None] = lambda tenant: None  # of its API key
+        self.tracing = None if config.tracing is None else config.tracing()
         self.recorder = None if config.record is None else config.record()
         self.most_stored = (config.stored_responses, config.stored_responses_bytes)  # responses and bytes
         self._watch()
@@ -211,8 +212,12 @@ class Service:
                     if isinstance(message, Ended):
                         status = ""  # counted by its own status
                         self._count(message, options.tenant)
+                        if self.tracing is not None:
+                            self.tracing.ended(message, options.params)
                         if message.error is not None:
                             raise _PROBLEMS[message.kind](message.error).counted()
+                    elif self.tracing is not None and message.finish_reason is not None:
+                        self.tracing.finished(message.finish_reason)
                     yield message
             except TimeoutError as error:
                 status = "timeout"
@@ -224,6 +229,8 @@ class Service:
             finally:
                 if status:
                     self.metrics.count(status)
+                    if self.tracing is not None:
+                        self.tracing.failed(status)
                 await messages.aclose()
 
     def _info(self) -> Ready:
@@ -252,8 +259,9 @@ class Service:
         await self.remote.close()
         self.counting.close()
         self.prompts.close()
-        if self.recorder is not None:
-            await asyncio.to_thread(self.recorder.close)
+        for one in (self.recorder, self.tracing):
+            if one is not None:
+                await asyncio.to_thread(one.close)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:

@@ -89,6 +89,9 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: the call failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
+        if (tracing := service.tracing) is not None:
+            where, headers = request.url.path, request.headers
+            stack.enter_context(tracing.request(where, headers, model=service.name, stream=stream))
         stack.enter_context(service.enter(tenant_of(request), call.slots))
         request.scope[ADMITTED] = True
         cut = service.metrics.cuts.inc

@@ -24,17 +24,8 @@ from kvq.server.responses.kept import Entry, Kept
 Event = dict[str, Any]
 _ECHOED = {
     *("instructions", "previous_response_id", "store", "tools", "tool_choice", "parallel_tool_calls"),
-    *(
-        "max_output_tokens",
-        "temperature",
-        "top_p",
-        "text",
-        "reasoning",
-        "truncation",
-        "metadata",
-        "user",
-        "top_logprobs",
-    ),
+    *("max_output_tokens", "temperature", "top_p", "top_logprobs", "text", "reasoning", "truncation"),
+    *("metadata", "user"),
 }
 _UNKNOWN = dict.fromkeys((*_ECHOED, "error", "incomplete_details", "usage"))  # null until there is a value
 _PARTS: dict[str, dict[str, Any]] = {  # the only part of an item with text
