@@ -99,7 +99,7 @@ def create_app(
 
 def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
-        service.check_arrival(tenant)
+        service.check_arrival(tenant, may_overflow=path in openai.GENERATING)
     elif path in _READING:
         service.admission.tenants[tenant].check_rates()
 

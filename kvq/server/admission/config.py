@@ -19,7 +19,10 @@ from kvq.server.recording import Recorder
 from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.thoughts import check_name
 
-if TYPE_CHECKING:  # opentelemetry is not needed without it
+if TYPE_CHECKING:  # their packages are not needed without them
+    from prometheus_client import CollectorRegistry
+
+    from kvq.server.overflow import Overflow
     from kvq.server.tracing import Tracing
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -49,6 +52,7 @@ class ServerConfig:
     kv_events: EventsConfig | None = None
     record: Callable[[], Recorder] | None = None  # opens the file of recorded chats
     tracing: "Callable[[], Tracing] | None" = None  # makes the tracer of requests
+    overflow: "Callable[[CollectorRegistry], Overflow] | None" = None  # where refused requests go
     stored_responses: int = 1000  # of the Responses API, for later requests; 0: none
     stored_responses_bytes: int = 256 << 20  # most bytes of them
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them
@@ -76,6 +80,10 @@ class ServerConfig:
             )
         if self.chat_template is None and self.engine.get("pooling") == "yes-no":
             object.__setattr__(self, "chat_template", YES_NO)
+        if self.overflow is not None and self.engine.get("watermark", "off") != "off":
+            raise ConfigError(
+                "--overflow-to sends requests to a server that marks no texts; leave --watermark off"
+            )
         _check_formats(self)
         find_format(self.tool_call_parser, "")
         check_name(self.reasoning_parser)

@@ -71,6 +71,7 @@ class Service:
         self.kv_formats = (config.kv, *config.kv_also)
         self.kv_format_of: Callable[[str], str | None] = lambda tenant: None  # of its API key
         self.tracing = None if config.tracing is None else config.tracing()
+        self.overflow = None if config.overflow is None else config.overflow(self.metrics.registry)
         self.recorder = None if config.record is None else config.record()
         self.most_stored = (config.stored_responses, config.stored_responses_bytes)  # responses and bytes
         self._watch()
@@ -130,11 +131,17 @@ class Service:
             Hint(tenant=tenant, session=body.session_id, action=body.action, seconds=body.seconds)
         )
 
-    def check_arrival(self, tenant: str) -> None:
-        """Raise Problem if a tenant's request can't be accepted, regardless of its body."""
+    def check_arrival(self, tenant: str, *, may_overflow: bool = False) -> None:
+        """Raise Problem if a tenant's request can't be accepted, regardless of its body.
+
+        `may_overflow`: the load of this server is no reason.
+        """
         with self._counting_refusals():
             self.check_ready()
-            self.admission.check(tenant)
+            if may_overflow and self.overflow is not None:
+                self.admission.tenants[tenant].check()
+            else:
+                self.admission.check(tenant)
 
     def check_prompt(self, tokens: Sequence[int], options: RequestOptions, where: str) -> None:
         """Raise Problem if the engine would refuse a prompt; used before any prompt of a request starts."""
@@ -259,6 +266,8 @@ class Service:
         await self.remote.close()
         self.counting.close()
         self.prompts.close()
+        if self.overflow is not None:
+            await self.overflow.close()
         for one in (self.recorder, self.tracing):
             if one is not None:
                 await asyncio.to_thread(one.close)
