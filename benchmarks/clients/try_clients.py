@@ -2,10 +2,10 @@
 
     python benchmarks/clients/try_clients.py [--parts openai-1,...] [--environments FOLDER] [--out FOLDER]
 
-openai-1, openai-2, openai: majors of the official client. anthropic-0, anthropic: likewise. langchain, litellm,
-open_webui (its calls, replayed), ai_sdk (Vercel's, for node): chats, embeddings and more. lm_eval: four
+openai-1, openai-2, openai: the official client's majors. anthropic-0, anthropic: likewise. langchain, litellm
+and ai_sdk (Vercel's, for node): chats, embeddings and more; open_webui: its calls, replayed. lm_eval: four
 tasks from local files as `local-completions`, whose scores have to be those that kvq finds without a server,
-with tokens and with texts as prompts. Environments are made with pip if they are not there, and kept
+with tokens and with texts as prompts. Environments are made with pip or npm if they are not there, and kept
 (lm_eval's has 1 GB). The server has the embedded model. Writes FOLDER/clients-cpu.json; ends with 1 if
 something fails.
 """
