@@ -21,7 +21,7 @@ _MADE_FOR = (
 )
 
 
-class Pooler:
+class Pooler:  # D430: requests for one token, which is dropped
     """Pooler of one model: follows the prompts of requests that pool, chunk by chunk."""
 
     def __init__(self, pooling: Pooling, model: Model, *, generates: bool) -> None:

@@ -54,7 +54,7 @@ class OverflowConfig:
             raise ConfigError(f"--overflow-to takes a URL such as https://host/v1, got {self.url!r}")
 
 
-class Overflow:
+class Overflow:  # D432: only for load
     """Client of the upstream. It counts what it sends, and sends nothing beyond the limits."""
 
     def __init__(

@@ -89,7 +89,7 @@ class Tracing:
         if (trace := _current.get()) is not None:
             trace.fail(kind)
 
-    def ended(self, ended: Ended, params: SamplingParams) -> None:
+    def ended(self, ended: Ended, params: SamplingParams) -> None:  # D433: from the receipt
         """Add a prompt that has ended to the trace of the current request."""
         if (trace := _current.get()) is None:
             return

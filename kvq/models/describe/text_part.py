@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelError: the file is missing, unreadable or not a JSON object.
     """
     config = with_modelopt_config(folder, read_config_json(folder))
-    if lacks_head(folder):  # the embedding serves as one, so that all models run alike
+    if lacks_head(folder):  # D431: the embedding serves as one
         config["tie_word_embeddings"] = True
     return text_config(config) or config
 

@@ -73,7 +73,7 @@ class Kept:
         self._of.setdefault(tenant, {})[id] = entry
         self._num_bytes[tenant] += entry.num_bytes
 
-    def resolved(self, tenant: str, item: Any) -> Any:
+    def resolved(self, tenant: str, item: Any) -> Any:  # D434: outputs only
         """Return an item, or the one that it refers to: of the output of a response that is kept.
 
         Raises:
