@@ -56,7 +56,6 @@ def make_service(
     if text := str(defaults):
         _log.info("%s", text)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
-    pooling = read_pooling(folder, config.engine.get("pooling", "auto"))
     setup = Setup(folder=str(folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats)
     prompts = Prompts(
         Readers(setup),
@@ -65,12 +64,7 @@ def make_service(
         deadline_s=deadline_s,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
-    return Service(
-        config.served_model_name or name,
-        remote,
-        prompts,
-        config,
-        tools=tools,
-        defaults=defaults,
-        pooling=pooling,
-    )
+    names = config.served_model_name or name
+    service = Service(names, remote, prompts, config, tools=tools, defaults=defaults)
+    service.pooling = read_pooling(folder, config.engine.get("pooling", "auto"))
+    return service

@@ -1,6 +1,6 @@
-"""What a model makes of a text other than more text: an embedding, or a score of a pair of texts.
+"""Pooling of a model that makes something else of a text than more text: an embedding, or a score of a pair.
 
-Its files say so, as sentence-transformers writes them; an operator may say it for a model whose files don't.
+The model's files describe it, as sentence-transformers writes them; an operator may name it for other models.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvq import strict_json
-from kvq.errors import ConfigError, ModelError, explained, first_lines, not_one_of
+from kvq.errors import ConfigError, ModelError, RequestError, explained, first_lines, not_one_of
 from kvq.models.describe.checkpoint import is_gguf, read_config_json, read_header, read_json, weight_files
 
 CHOICES = ("auto", "last", "mean", "first", "yes-no")
@@ -20,7 +20,7 @@ _OLD_MODES = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pooling:
-    """How the hidden states of a text's tokens, after the final norm, become one result.
+    """Way in which the hidden states of a text's tokens, after the final norm, become one result.
 
     An embedding is the hidden state of the last or first token, or the mean over all tokens. A score is the
     classifier's of the last token if `has_head`, or else its logit of `yes`, minus that of `no` if there is
@@ -34,11 +34,19 @@ class Pooling:
     yes: int | str | None = None
     no: int | str | None = None
     is_probability: bool = True  # scores pass through a sigmoid
+    generates: bool = False  # the model generates text, too
 
     @property
     def scores(self) -> bool:
         """True for scores of pairs, False for embeddings."""
         return self.has_head or self.yes is not None
+
+    def check_dimensions(self, wanted: int, width: int) -> None:
+        """Raise RequestError unless the first `wanted` of an embedding's `width` numbers are one, too."""
+        allowed = range(1, width) if self.dimensions is None else self.dimensions
+        if wanted != width and wanted not in allowed:
+            most = f"1 to {width}" if self.dimensions is None else ", ".join(map(str, (*allowed, width)))
+            raise RequestError(f"dimensions may be {most} for this model, got {wanted}")
 
     @property
     def needs_all(self) -> bool:
@@ -58,9 +66,10 @@ def read_pooling(folder: Path, choice: str = "auto") -> Pooling | None:
     if choice not in CHOICES:
         raise ConfigError(not_one_of("pooling (--pooling)", choice, CHOICES))
     if choice == "yes-no":
-        return Pooling(yes="yes", no="no")
+        return Pooling(yes="yes", no="no", generates=True)
     if choice != "auto":
-        return Pooling(place=choice, is_normalized=True, dimensions=None)  # type: ignore[arg-type]
+        place: Any = choice
+        return Pooling(place=place, is_normalized=True, dimensions=None, generates=True)
     if is_gguf(folder):
         return None
     config = read_config_json(folder)

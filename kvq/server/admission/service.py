@@ -49,10 +49,9 @@ class Service:
         *,
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
-        pooling: Pooling | None = None,
     ) -> None:
         """`names`: the model's names for clients; responses use the first. `tools`: the model's tool-call
-        format. `defaults`: values for fields that requests omit. `pooling`: for embeddings or scores.
+        format. `defaults`: values for fields that requests omit.
         """
         config = config or ServerConfig()
         self.names = (names,) if isinstance(names, str) else names
@@ -62,7 +61,7 @@ class Service:
         self.counting = prompts.for_counting()  # for requests that do not use the engine
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
-        self.pooling = pooling
+        self.pooling: Pooling | None = None  # of a model for embeddings or scores
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
         self.metrics = Metrics(remote, self.name, config.metrics_names)
         self.loop_budget = LoopBudget()

@@ -7,40 +7,33 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.engine.device.runner import StepOutput
-from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.requests.request_state import Job, as_job
-from kvq.errors import ConfigError, ModelError, RequestError
+from kvq.errors import ConfigError, ModelError
 from kvq.models import Model
 from kvq.models.describe.pooling import SCORE_HEAD, Pooling, read_pooling
 from kvq.models.describe.text_part import read_other_tensor
 from kvq.scheduler import StepPlan
 
-_MADE_FOR = (
-    "models with a modules.json of sentence-transformers, with one score per text "
-    "(...ForSequenceClassification), or any model with pooling (--pooling last, mean or yes-no)"
-)
-
 
 class Pooler:  # D430: requests for one token, which is dropped
     """Pooler of one model: follows the prompts of requests that pool, chunk by chunk."""
 
-    def __init__(self, pooling: Pooling, model: Model, *, generates: bool) -> None:
-        """`generates`: the model is one for text, too.
+    def __init__(self, pooling: Pooling, model: Model) -> None:
+        """Resolve tokens and read the classifier.
 
         Raises:
             ConfigError: the tokenizer has no token for "yes" or "no".
             ModelError: the classifier's tensor is missing, or has several scores.
         """
-        self.pooling, self.generates = pooling, generates
-        self.width = model.geometry.hidden_size
+        self.pooling, width = pooling, model.geometry.hidden_size
         self._answers = [_token_id(model, token) for token in (pooling.yes, pooling.no)]
         self._head: Tensor | None = None  # fp32 [hidden_size]
         if pooling.has_head:
             stored = read_other_tensor(model.prepared.folder, SCORE_HEAD)
-            if stored is None or tuple(stored.shape) != (1, self.width):
+            if stored is None or tuple(stored.shape) != (1, width):
                 has = "no" if stored is None else f"a {list(stored.shape)}"
                 raise ModelError(
-                    f"{model.prepared.folder} has {has} {SCORE_HEAD}; scores need one of [1, {self.width}]"
+                    f"{model.prepared.folder} has {has} {SCORE_HEAD}; scores need one of [1, {width}]"
                 )
             self._head = stored[0].to(model.weights.device, torch.float32)
 
@@ -107,27 +100,4 @@ def make_pooler(model: Model, choice: str) -> Pooler | None:
         ModelError: the files name something that kvq does not compute, or lack a tensor.
     """
     pooling = read_pooling(model.prepared.folder, choice)
-    return None if pooling is None else Pooler(pooling, model, generates=choice != "auto")
-
-
-def check_pooling(pooler: Pooler | None, options: RequestOptions) -> None:
-    """Raise RequestError unless a model can do what a request asks for: generate, or pool."""
-    if not options.pools:
-        if pooler is not None and not pooler.generates:
-            made = "scores pairs of texts" if pooler.pooling.scores else "makes embeddings"
-            raise RequestError(
-                f"this model {made}, and generates no text; ask for those, or take another model"
-            )
-        return
-    if pooler is None:
-        raise RequestError(f"this model generates text, and makes no embeddings or scores; take {_MADE_FOR}")
-    if (wanted := options.dimensions) is None:
-        return
-    allowed = pooler.pooling.dimensions
-    if not (
-        wanted == pooler.width
-        or (allowed is None and 1 <= wanted < pooler.width)
-        or wanted in (allowed or ())
-    ):
-        most = f"1 to {pooler.width}" if allowed is None else ", ".join(map(str, (*allowed, pooler.width)))
-        raise RequestError(f"dimensions may be {most} for this model, got {wanted}")
+    return None if pooling is None else Pooler(pooling, model)
