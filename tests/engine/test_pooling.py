@@ -230,6 +230,17 @@ def test_what_kvq_does_not_compute_is_refused_in_words(tmp_path):
     ):
         with pytest.raises(ModelError, match=words):
             kvq.LLM(folder, **_OPTIONS)
+    bare = save(tmp_path / "bare", "llama", "bare")
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):  # nothing says that it needs none
+        kvq.LLM(bare, **_OPTIONS)
+    (bare / "modules.json").write_text('[{"path": "", "type": "a.Transformer"}]')
+    with pytest.raises(ModelError, match="names no Pooling"):
+        kvq.LLM(bare, **_OPTIONS)
+    with (
+        kvq.LLM(bare, pooling="last", **_OPTIONS) as llm,
+        pytest.raises(RequestError, match="generates no text"),
+    ):
+        llm.generate([[5]])
     plain = save(tmp_path / "plain", "llama", "causal")
     with pytest.raises(ConfigError, match="no token 'yes'"):
         kvq.LLM(plain, pooling="yes-no", **_OPTIONS)

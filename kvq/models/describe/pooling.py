@@ -65,11 +65,12 @@ def read_pooling(folder: Path, choice: str = "auto") -> Pooling | None:
     """
     if choice not in CHOICES:
         raise ConfigError(not_one_of("pooling (--pooling)", choice, CHOICES))
-    if choice == "yes-no":
-        return Pooling(yes="yes", no="no", generates=True)
     if choice != "auto":
+        generates = not lacks_head(folder)
+        if choice == "yes-no":
+            return Pooling(yes="yes", no="no", generates=generates)
         place: Any = choice
-        return Pooling(place=place, is_normalized=True, dimensions=None, generates=True)
+        return Pooling(place=place, is_normalized=True, dimensions=None, generates=generates)
     if is_gguf(folder):
         return None
     config = read_config_json(folder)
@@ -83,6 +84,8 @@ def read_pooling(folder: Path, choice: str = "auto") -> Pooling | None:
     if _is_classifier(config):
         return Pooling(has_head=True, is_probability=_is_probability(folder, config))
     if "Pooling" not in modules:
+        if lacks_head(folder):
+            raise ModelError(f"{folder} has no head for next tokens, and its modules.json names no Pooling")
         return None
     given, any_ = config.get("matryoshka_dimensions"), config.get("is_matryoshka") is True
     sizes = [size for size in given if isinstance(size, int)] if isinstance(given, list) else []
@@ -94,27 +97,21 @@ def read_pooling(folder: Path, choice: str = "auto") -> Pooling | None:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Return True if a model has no layer for next tokens: only one for scores, or none."""
+    """Return True if a model for embeddings or scores has no layer for next tokens."""
     if is_gguf(folder):
         return False
     config = read_config_json(folder)
     if _is_classifier(config):
         return True
-    name = _architecture(config)
-    is_bare = name.endswith("Model") and not name.endswith("LMHeadModel")
-    if config.get("tie_word_embeddings") or not (is_bare or (folder / "modules.json").is_file()):
+    if config.get("tie_word_embeddings") or not (folder / "modules.json").is_file():
         return False
     entries = (entry for path in weight_files(folder) for entry in read_header(path))
     return not any(entry.name.endswith("lm_head.weight") for entry in entries)
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    given = config.get("architectures")
-    return str(given[0]) if isinstance(given, list) and given else ""
-
-
 def _is_classifier(config: Mapping[str, Any]) -> bool:
-    return _architecture(config).endswith("ForSequenceClassification")
+    given = config.get("architectures")
+    return isinstance(given, list) and any(str(name).endswith("ForSequenceClassification") for name in given)
 
 
 def _read_modules(path: Path) -> dict[str, str]:

@@ -128,9 +128,8 @@ class Prompts:
             "plain": self._plain_texts,
             "max_tokens": self._max_tokens(),
         }
-        job = Job(
-            task="encode", given=given if second is None else given | {"second": second}, **self._bounds
-        )
+        given |= {} if second is None else {"second": second}
+        job = Job(task="encode", given=given, **self._bounds)
         return (await self._do(self._for_texts, job, tenant, len(text) + len(second or ""))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> Sequence[int]:

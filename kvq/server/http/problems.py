@@ -59,9 +59,7 @@ def failed(message: str) -> Problem:
     return Problem(500, message, type="server_error", code="engine_error")
 
 
-OVERFLOWN = (
-    "x-kvq-overflow"  # header of requests sent on, which are not sent on again, and of their responses
-)
+OVERFLOWN = "x-kvq-overflow"  # header of requests sent on, to be answered or refused there, and of responses
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _ANTHROPICS_TYPES = {
