@@ -102,15 +102,33 @@ def test_only_last_tokens_are_pooled_over_cached_prefixes(tmp_path, mode, cached
     assert list(again.vector) == pytest.approx(list(first.vector), abs=1e-5)
 
 
-def test_means_survive_preemptions(tmp_path):
-    folder = save(tmp_path, "llama", "causal", pooling("mean_tokens"))
-    prompts = [random_tokens(90, seed=i) for i in range(7)]
-    with kvq.LLM(folder, max_num_batched_tokens=16, **_OPTIONS | {"num_blocks": 9}) as llm:
-        vectors = [
-            output.vector for output in sorted(outputs_of(llm, prompts), key=lambda one: one.request_id)
-        ]
-    for tokens, vector in zip(prompts, vectors, strict=True):
-        assert torch.allclose(torch.tensor(vector), hidden_states(folder, tokens).mean(0), atol=1e-4)
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens", "cls_token"])
+def test_embeddings_survive_preemptions(tmp_path, mode, drops):
+    """In the middle of their prompts, whether or not their blocks are still there afterwards."""
+    folder = save(tmp_path, "llama", "causal", pooling(mode))
+    prompts = [random_tokens(90, seed=i) for i in range(3)]
+    with kvq.LLM(folder, max_num_batched_tokens=24, async_scheduling=False, **_OPTIONS) as llm:
+        wanted = llm.embed(prompts)
+        llm.core.scheduler.manager.drop_cached()
+        events: list = []
+        given = RequestOptions(pools=True)
+        jobs = [llm.core.intake.new_job(prompt, given, listener=events.append) for prompt in prompts]
+        for job in jobs:
+            llm.core.submit(job)
+        for step in range(200):
+            if not llm.core.has_work:
+                break
+            llm.step()
+            running = [*llm.core.scheduler.running.requests]
+            if running and step in (1, 2, 4, 7):
+                llm.core.scheduler.preempt(running[0], 0.0)
+                if drops:
+                    llm.core.scheduler.manager.drop_cached()
+    outputs = {tuple(event.prompt_token_ids): event for event in events if isinstance(event, RequestOutput)}
+    assert sum(output.receipt.preemptions for output in outputs.values()) == 4
+    for prompt, vector in zip(prompts, wanted, strict=True):
+        assert outputs[tuple(prompt)].vector == pytest.approx(vector, abs=1e-4)
 
 
 def test_scores_are_the_classifiers(tmp_path):

@@ -10,7 +10,7 @@ YES_NO = (
     "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
     '{% for message in messages %}{% if message.role == "query" %}<Query>: {{ message.content }}\n'
     '{% elif message.role == "document" %}<Document>: {{ message.content }}{% endif %}{% endfor %}'
-    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n{{ '' }}"  # Jinja drops a last newline
 )
 
 
