@@ -14,6 +14,8 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that inst
     "prometheus_client": ("prometheus-client", "serve"),
     "yaml": ("pyyaml", "serve"),
     "zmq": ("pyzmq", "events"),
+    "opentelemetry.sdk.trace": ("opentelemetry-sdk", "otel"),
+    "opentelemetry.exporter.otlp.proto.http": ("opentelemetry-exporter-otlp-proto-http", "otel"),
     "lmcache": ("lmcache", "lmcache"),
     "vllm": ("vllm", "vllm"),
     "lm_eval": ("lm-eval", "eval"),
@@ -29,6 +31,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that inst
 INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that run kvq inside them; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
+OTEL = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 RAY = ("ray",)
@@ -40,7 +43,10 @@ BITSANDBYTES = ("bitsandbytes", "accelerate")  # D187: no auto-gptq, autoawq, gp
 
 def is_installed(module: str) -> bool:
     """Return True if a module can be found, without importing it. A folder with its name doesn't count."""
-    spec = find_spec(module)
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
     return spec is not None and spec.origin is not None
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/clients/try_clients.py [--parts openai-1,...] [--environments FOLDER] [--out FOLDER]
 
-openai-1, openai-2, openai: the official client's majors. anthropic-0, anthropic: likewise. lm_eval: four
+openai-1, openai-2, openai: the official client's majors. anthropic-0, anthropic: likewise. langchain, litellm
+and ai_sdk (Vercel's, for node): chats, embeddings and more; open_webui: its calls, replayed. lm_eval: four
 tasks from local files as `local-completions`, whose scores have to be those that kvq finds without a server,
-with tokens and with texts as prompts. Environments are made with pip if they are not there, and kept
+with tokens and with texts as prompts. Environments are made with pip or npm if they are not there, and kept
 (lm_eval's has 1 GB). The server has the embedded model. Writes FOLDER/clients-cpu.json; ends with 1 if
 something fails.
 """
@@ -31,23 +32,36 @@ from kvq.models.describe.resolve import resolve_model
 
 HERE = Path(__file__).resolve().parent
 KV = "fp32"
-OPTIONS = ("--model", "tiny", "--kv", KV, "--num-blocks", "256", "--log-level", "warning")
+OPTIONS = (
+    *("--model", "tiny", "--kv", KV, "--num-blocks", "256", "--log-level", "warning"),
+    *("--pooling", "mean", "--tool-call-parser", "hermes"),
+)
 PACKAGES = {
     "openai-1": ["openai<2"],
     "openai-2": ["openai<3"],
     "openai": ["openai"],
     "anthropic-0": ["anthropic<1"],
     "anthropic": ["anthropic"],
+    "langchain": ["langchain-openai"],
+    "litellm": ["litellm"],
+    "open_webui": ["httpx"],
     "lm_eval": ["lm-eval[api]==0.4.13", "transformers==5.23.0"],  # no torch, which it needs for no API
 }
+NODE_PACKAGES = {"ai_sdk": ["ai", "@ai-sdk/openai-compatible"]}
 _CLOSE = 1e-3  # relative, of perplexities: the engine adds up in another order
 Rows = list[dict[str, Any]]
 
 
 def environment(name: str, folder: Path) -> Path:
-    """The Python of an environment with a client's packages, made if it is not there."""
-    python = folder / name / "bin" / "python"
+    """The Python of an environment with a client's packages, or node's folder; made if it is not there."""
     done = folder / name / "complete"
+    if name in NODE_PACKAGES:
+        if not done.exists():
+            words = ["npm", "install", "--silent", "--prefix", folder / name, *NODE_PACKAGES[name]]
+            subprocess.run(words, check=True)
+            done.touch()
+        return folder / name
+    python = folder / name / "bin" / "python"
     if not done.exists():
         print(f"installing {' '.join(PACKAGES[name])}", file=sys.stderr)
         venv.create(folder / name, with_pip=True)
@@ -56,7 +70,7 @@ def environment(name: str, folder: Path) -> Path:
     return python
 
 
-def run(python: Path, *words: str, **variables: str) -> str:
+def run(python: Path | str, *words: str, cwd: Path | None = None, **variables: str) -> str:
     """Run a command without a proxy, a key or a network; returns its output.
 
     Raises:
@@ -64,7 +78,8 @@ def run(python: Path, *words: str, **variables: str) -> str:
     """
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1"} | variables
     env.pop("PYTHONPATH", None)
-    ended = subprocess.run([str(python), *words], capture_output=True, text=True, env=env, timeout=900)
+    command = [str(python), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900, cwd=cwd)
     if ended.returncode:
         raise RuntimeError(ended.stderr[-2000:])
     return ended.stdout
@@ -74,7 +89,11 @@ def calls(script: str) -> Callable[[Path, str], Rows]:
     """A script of this folder, whose last line is what it ran with."""
 
     def part(python: Path, url: str) -> Rows:
-        client = run(python, str(HERE / script), url, "tiny").splitlines()[-1]
+        if script.endswith(".mjs"):
+            told = run("node", str(HERE / script), url, "tiny", cwd=python)
+        else:
+            told = run(python, str(HERE / script), url, "tiny")
+        client = told.splitlines()[-1]
         return [{"client": client, "what": "calls", "found": "as they should", "holds": True}]
 
     return part
@@ -135,6 +154,10 @@ def _evaluate(python: Path, url: str, folder: Path, tokens: str) -> dict[str, fl
 PARTS: dict[str, Callable[[Path, str], Rows]] = {
     **dict.fromkeys(("openai-1", "openai-2", "openai"), calls("openai_calls.py")),
     **dict.fromkeys(("anthropic-0", "anthropic"), calls("anthropic_calls.py")),
+    "langchain": calls("langchain_calls.py"),
+    "litellm": calls("litellm_calls.py"),
+    "open_webui": calls("open_webui_calls.py"),
+    "ai_sdk": calls("ai_sdk_calls.mjs"),
     "lm_eval": lm_eval,
 }
 

@@ -52,6 +52,7 @@ _LOOK_S = 2.0
 _STALL_S = 0.05
 _KEPT = 20  # findings that are written down
 _SMALL = ("--model", "tiny", "--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8")
+_POOLS = ("--pooling", "mean")  # embeddings, too
 _SHORT = ("--max-model-len", "256")  # so that "as long as the context" is not long
 _KEY = "fuzzed"
 _TROUBLE = ("Traceback", "level=error", "Exception")
@@ -89,7 +90,7 @@ class Run:
 
 async def main_server(run: Run, doors: list[str]) -> None:
     """One server for all of the run: `http` and `wire`, and what is left after them."""
-    async with ServerProcess([*_SMALL, *_SHORT, "--log-level", "warning", *NO_BOUNDS]) as server:
+    async with ServerProcess([*_SMALL, *_SHORT, *_POOLS, "--log-level", "warning", *NO_BOUNDS]) as server:
         engine = server.engine_pid
         jobs: list[Callable[[], object]] = []
         if "http" in doors:

@@ -74,7 +74,7 @@ def _tame(case: Case, model: str, odds: random.Random) -> Case:
             body[name] = odds.randrange(1, most + 1)
     if body.get("suffix", 0) != 0 and odds.random() < 0.8:
         del body["suffix"]
-    for name in ("prompt", "tokens", "stop_token_ids"):
+    for name in ("prompt", "input", "tokens", "stop_token_ids"):
         if name in body:
             body[name] = _known_tokens(body[name], odds)
     return case

@@ -9,7 +9,8 @@ from typing import Any
 from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.engine.requests.marking import check_marking
 from kvq.engine.speculation_config import Speculation, parse_speculation
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, not_one_of
+from kvq.models.describe.pooling import CHOICES
 from kvq.sizes import parse_bytes
 from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 
@@ -36,6 +37,8 @@ class EngineConfig:
     `guard_tokens` tokens, and compared with what was served.
     `speculation`: how tokens are drafted, as a `kvq.engine.speculation_config.Speculation` or a mapping of
     its fields, such as {"method": "ngram", "k": 4}.
+    `pooling`: what embeddings and scores are computed from: "auto" (as the model's files say), the hidden
+    state of the "last" or "first" token, their "mean", or the logits of "yes-no".
     `watermark`: which texts are marked, with `watermark_scheme` and the secret in `watermark_key_file`: none
     ("off"), those requested ("asked"), all except declined ones ("unless-declined"), or all ("always").
     """
@@ -73,6 +76,7 @@ class EngineConfig:
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
     speculation: Speculation | Mapping[str, Any] | str | None = None  # None: no drafts
     accept_divergence: bool = False  # use a KV format although the load check finds that it breaks the model
+    pooling: str = "auto"  # one of kvq.models.describe.pooling.CHOICES
     watermark: str = "off"
     watermark_key_file: str | Path | None = None
     watermark_scheme: str = "green"  # as accepted by `parse_scheme`: "green,delta=3"
@@ -111,6 +115,8 @@ class EngineConfig:
             raise ConfigError(f"reserve_fraction must be 0 to below 1, got {self.reserve_fraction}")
         if not self.step_deadline_s > 0:
             raise ConfigError(f"step_deadline_s must be above 0 seconds, got {self.step_deadline_s}")
+        if self.pooling not in CHOICES:
+            raise ConfigError(not_one_of("pooling (--pooling)", self.pooling, CHOICES))
         _check_tiers(self)
         check_marking(self.watermark, self.watermark_scheme, self.watermark_key_file)
 

@@ -60,6 +60,15 @@ class LLM(LoopedEngine):
             RequestOptions(params=one, priority=priority, tenant=tenant, cache_salt=cache_salt)
             for one in each_params(params, len(many))
         ]
+        return self._outputs(many, given, progress)
+
+    def _outputs(
+        self,
+        many: Sequence[Prompt],
+        given: Sequence[RequestOptions],
+        progress: Callable[[int, int], object] | None,
+    ) -> list[RequestOutput]:
+        """Run requests to their ends, and return their outputs in order."""
         outputs: dict[int, RequestOutput] = {}  # by index
 
         def keep(index: int, event: Event) -> None:
@@ -74,6 +83,32 @@ class LLM(LoopedEngine):
         ]
         self._run(jobs)
         return [outputs[i] for i in range(len(many))]
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        priority: str | Priority = Priority.BATCH,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[list[float]]:
+        """Return the embeddings of texts or token ids, in order, of a model made for them.
+
+            llm = kvq.LLM("Qwen/Qwen3-Embedding-0.6B")
+            vectors = llm.embed(["a text", "another one"])
+
+        The model's files say how tokens' hidden states become one vector (docs/server.md); `LLM(pooling=...)`
+        says it for other models. `dimensions`: the first so many, if the model allows it.
+
+        Raises:
+            RequestError: the model makes no embeddings, a text can't be served, or one failed while running.
+        """
+        many = as_prompts(texts)
+        options = RequestOptions(pools=True, dimensions=dimensions, priority=priority)
+        outputs = self._outputs(many, [options] * len(many), progress)
+        if error := next((output.error for output in outputs if output.error is not None), None):
+            raise error
+        return [output.vector or [] for output in outputs]
 
     def chat(
         self,

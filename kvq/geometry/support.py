@@ -14,8 +14,11 @@ from kvq.geometry.families import FAMILIES
 BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
 # RoPE types of the families in FAMILIES.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
+_ENCODER = "it is an encoder, whose tokens attend to later ones; kvq runs decoders, also as embedders"
 # Well-known families that kvq refuses, and why.
 _REFUSED = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"), _ENCODER),
+    **dict.fromkeys(("albert", "mpnet", "modernbert", "nomic_bert", "deberta", "deberta-v2"), _ENCODER),
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
     "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
     "falcon": "its attention is its own code and may add ALiBi biases",

@@ -26,12 +26,13 @@ from kvq.server.http.strict_json import JsonRoute
 from kvq.server.ollama import routes as ollama
 from kvq.server.openai import routes as openai
 from kvq.server.openai.openapi import describe_routes
+from kvq.server.pooling import routes as pooling
 from kvq.server.responses import response as responses
 from kvq.version import __version__
 
 _SHOWN = 100  # maximum length of an unknown path in an error, in characters
 _ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/sessions does not match /v1/messages
-_GENERATING = (*openai.GENERATING, RESPONSES_PATH, MESSAGES_PATH, *ollama.GENERATING)
+_GENERATING = (*openai.GENERATING, RESPONSES_PATH, MESSAGES_PATH, *ollama.GENERATING, *pooling.POOLING)
 _READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH, *ollama.READING)
 _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
     Problem: lambda problem: problem,
@@ -66,6 +67,7 @@ def create_app(
     responses.add_routes(app, service)
     anthropic.add_routes(app, service)
     ollama.add_routes(app, service)
+    pooling.add_routes(app, service)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -97,7 +99,7 @@ def create_app(
 
 def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
-        service.check_arrival(tenant)
+        service.check_arrival(tenant, may_overflow=path in openai.GENERATING)
     elif path in _READING:
         service.admission.tenants[tenant].check_rates()
 

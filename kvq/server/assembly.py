@@ -7,6 +7,7 @@ from typing import Any
 
 from kvq.engine.requests.defaults import read_defaults
 from kvq.errors import KVQError
+from kvq.models.describe.pooling import read_pooling
 from kvq.models.describe.resolve import ModelSource, resolve_model
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.prompts import DEADLINE_S, Prompts
@@ -63,4 +64,7 @@ def make_service(
         deadline_s=deadline_s,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
-    return Service(config.served_model_name or name, remote, prompts, config, tools=tools, defaults=defaults)
+    names = config.served_model_name or name
+    service = Service(names, remote, prompts, config, tools=tools, defaults=defaults)
+    service.pooling = read_pooling(folder, config.engine.get("pooling", "auto"))
+    return service

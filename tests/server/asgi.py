@@ -37,14 +37,14 @@ class Client:
 
     def __init__(self, service, access=None):
         self.service = service
-        service.check_arrival = lambda tenant: None  # an engine that is not there refuses nothing
+        service.check_arrival = lambda tenant, **_: None  # an engine that is not there refuses nothing
         self.app = create_app(service, access or Access())
 
     def post(self, path, body, **headers):
         """(status, headers, body) of an answer; a body may be bytes."""
         return asyncio.run(self._post(path, body, headers))
 
-    async def exchange(self, path, body, headers, method="POST"):
+    async def exchange(self, path, body, headers, method="POST", query=""):
         """(status, headers, bytes) of an answer to a client that stays until its end."""
         sent, given = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         is_over = asyncio.Event()
@@ -59,7 +59,8 @@ class Client:
             sent.append(message)
 
         named = {"host": "127.0.0.1", "content-type": "application/json", **headers}
-        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": ""}
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
+        scope["root_path"] = ""
         scope["headers"] = [(name.encode(), value.encode()) for name, value in named.items()]
         await self.app(scope, receive, send)
         is_over.set()

@@ -31,6 +31,7 @@ from kvq.commands.shared.param_types import (
 )
 from kvq.errors import ConfigError
 from kvq.formats.spec import Own
+from kvq.models.describe.pooling import CHOICES
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.watermark.schemes import MODES
 
@@ -114,6 +115,12 @@ class _EngineOptions:
         None, "Goal in seconds to the first token.", names="--ttft-slo", type=POSITIVE
     )
     accept_divergence: bool = option(False, ACCEPT)
+    pooling: str = option(
+        "auto",
+        "What embeddings and scores are made from: auto (as the model's files say), the last or first hidden "
+        "state, their mean, or yes-no (the logits of these answers).",
+        type=click.Choice([*CHOICES]),
+    )
     watermark: str = option(
         "off",
         "Texts to mark: off (none), asked (if the request asks for it), unless-declined, or always; see "

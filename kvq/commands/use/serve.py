@@ -27,7 +27,7 @@ from kvq.commands.shared.param_types import (
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
 from kvq.errors import ConfigError, not_one_of
-from kvq.extras import EVENTS, SERVER, require
+from kvq.extras import EVENTS, OTEL, SERVER, require
 from kvq.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -92,6 +92,21 @@ class _ServeOptions:
         type=click.Choice(["maps", "arrays"]),
     )
     kv_events_replay: str | None = option(None, "Address that replays missed block events, as --kv-events.")
+    overflow_to: str | None = option(
+        None,
+        "OpenAI-compatible API, such as https://host/v1, for completions and chats that this server refuses "
+        "for its load. Their texts go there.",
+    )
+    overflow_key_file: Path | None = option(None, "Its API key, readable by its owner only.", type=FILE)
+    overflow_model: str | None = option(None, "The model's name there; default: the request's.")
+    overflow: Literal["batch", "all"] = option(
+        "batch", "Requests that may go there: of batch priority, or all.", type=click.Choice(["batch", "all"])
+    )
+    overflow_concurrency: int = option(16, "Most requests there at a time.", type=AT_LEAST_1)
+    overflow_tokens_per_day: int = option(1_000_000, "Most tokens there in a UTC day.", type=TOKENS)
+    otlp_traces: str | None = option(
+        None, "OpenTelemetry collector, such as http://127.0.0.1:4318, for spans of requests without texts."
+    )
     record: Path | None = option(None, "Record chats and their answers in this file.", type=TO_WRITE)
     record_limit: str = option("1GiB", "Largest size of that file; then recording ends.", type=SIZE)
     record_redact: tuple[str, ...] = option(
@@ -192,6 +207,8 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
         kv_also=also,
         **picked(options, "kv_also_share", "guard_fallback"),
         record=_record(options),
+        tracing=_tracing(options),
+        overflow=_overflow(options),
         stored_responses=options.stored_responses,
         stored_responses_bytes=parse_bytes(options.stored_responses_memory, "--stored-responses-memory"),
         metrics_names=parse_names(options.metrics_names),
@@ -238,6 +255,36 @@ def _events(options: _ServeOptions) -> Any:
         form=options.kv_events_form,
         replay=None if replay is None else listening(replay, "--kv-events-replay"),
     )
+
+
+def _overflow(options: _ServeOptions) -> Any:
+    if options.overflow_to is None:
+        if options.overflow_key_file is not None or options.overflow_model is not None:
+            raise ConfigError("--overflow-key-file and --overflow-model need --overflow-to and a URL")
+        return None
+    from kvq.server.admission.config import read_keys
+    from kvq.server.overflow import Overflow, OverflowConfig
+
+    keys = [*read_keys(options.overflow_key_file)] if options.overflow_key_file is not None else [None]
+    config = OverflowConfig(
+        url=options.overflow_to,
+        key=keys[0],
+        model=options.overflow_model,
+        takes=options.overflow,
+        max_concurrency=options.overflow_concurrency,
+        tokens_per_day=options.overflow_tokens_per_day,
+        timeout_s=options.request_timeout or 600.0,
+    )
+    return partial(Overflow, config)
+
+
+def _tracing(options: _ServeOptions) -> Any:
+    if options.otlp_traces is None:
+        return None
+    require("--otlp-traces", OTEL)
+    from kvq.server.tracing import otlp_tracing
+
+    return partial(otlp_tracing, options.otlp_traces)
 
 
 def _record(options: _ServeOptions) -> Any:

@@ -144,18 +144,22 @@ class Runner:
         last_rows: Mapping[int, int] = _NONE,
         tokens: Tensor | None = None,
         weights: LoadedWeights | None = None,
+        keeps_hidden: bool = False,
     ) -> StepOutput:
         """Run the layers, which write K and V before attending, and compute the requested logits.
 
         Logits are computed for the last row of each branch that samples and for the last `last_rows[i]` rows
         of branch i.
         `tokens`: int64 [new tokens] on the device, to use instead of the plan's tokens.
-        `weights`: the same model in another form, for drafting.
+        `weights`: the same model in another form, for drafting. `keeps_hidden`: the output contains hidden
+        states even if the runner does not always keep them.
         Nothing is committed: if a plan raises an error, it may be run again, in full or branch by branch.
         """
         if not plan.branches:
             return self.nothing(plan)
+        keeps_hidden |= self.keeps_hidden
         plainly = self.observer is None and not last_rows and weights is None
+        plainly &= self.keeps_hidden or not keeps_hidden
         if self._graphs is not None and plainly and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
             hidden = self._graphs.hidden
@@ -169,7 +173,7 @@ class Runner:
         starts, wanted = _wanted(plan, last_rows)
         find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
         ids, positions, rows, batches = find(plan, wanted, tokens)
-        step = self._packed(plan, batches)
+        step = self._packed(plan, batches, keeps_hidden)
         logits = run_packed(weights or self.model.weights, step, ids, positions, rows)
         return StepOutput(
             logits=logits,
@@ -199,7 +203,7 @@ class Runner:
             return None
         starts, wanted = _wanted(plan, _NONE)
         ids, positions, _, batches = self._inputs_on_cpu(plan, wanted, None)
-        step = self._packed(plan, batches)
+        step = self._packed(plan, batches, self.keeps_hidden)
         ready = ready_pass(self.model.weights, step, ids, positions, wanted)
         if ready is None:
             return None
@@ -211,7 +215,7 @@ class Runner:
             concurrent=ready,
         )
 
-    def _packed(self, plan: StepPlan, batches: tuple[SequenceBatch, ...]) -> PackedStep:
+    def _packed(self, plan: StepPlan, batches: tuple[SequenceBatch, ...], keeps_hidden: bool) -> PackedStep:
         slots = self.cache.states
         return PackedStep(
             cache=self.cache,
@@ -220,7 +224,7 @@ class Runner:
             bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
             observer=self.observer,
             states=None if slots is None else StepStates(slots, plan.moves, self._device, plan.drafts),
-            keeps_hidden=self.keeps_hidden,
+            keeps_hidden=keeps_hidden,
         )
 
     def nothing(self, plan: StepPlan) -> StepOutput:

@@ -278,11 +278,12 @@ class HandOver:  # D403: a request keeps its listener
     # Between two steps
 
     def _move_some(self) -> None:
-        """Begin to send requests with one result, except beams and prompts that need log-probabilities."""
+        """Begin to send requests with one text, except beams and prompts that need log-probabilities."""
         for job in list(self._core.jobs):
             is_due = self.moves_all or job.branches[0].num_generated > 0
             has_all = job.prompt_logprobs is None or len(job.prompt_logprobs) >= job.prompt_length
-            if is_due and has_all and job.num_branches == 1 and job.streams and job not in self._tried:
+            can_move = has_all and job.num_branches == 1 and job.streams and not job.pools
+            if is_due and can_move and job not in self._tried:
                 self._tried.add(job)
                 self._start(self._send_request, job)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from kvq.engine.params import MAX_PINS, SamplingParams, check_params
+from kvq.engine.params import MAX_PINS, check_params
 from kvq.engine.requests.beam import BeamSearch
 from kvq.engine.requests.marking import Marking, marked
 from kvq.engine.requests.outputs import Timing
@@ -22,10 +22,15 @@ from kvq.engine.requests.request_state import Job, Listener
 from kvq.errors import RequestError
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
+from kvq.models.describe.pooling import Pooling
 from kvq.models.parts.fork_guard import Home
 from kvq.models.run.prompts import check_length, longest_token
 from kvq.scheduler import Scheduler
 
+_MADE_FOR = (
+    "models with a modules.json of sentence-transformers, with one score per text "
+    "(...ForSequenceClassification), or any model with pooling (--pooling last, mean or yes-no)"
+)
 _PROMPT_LOGPROB_BYTES = 64 << 20  # maximum bytes of logits per step for prompt log-probabilities
 
 
@@ -38,6 +43,7 @@ class Intake:
     marking: Marking | None
     home: Home
     clock: Callable[[], float]
+    pooling: Pooling | None = None
     _ids: Iterator[int] = field(default_factory=itertools.count, init=False)
     _random: random.Random = field(default_factory=random.SystemRandom, init=False)
 
@@ -71,7 +77,9 @@ class Intake:
             shared_salt=options.shared_salt,
             cache_salt=options.cache_salt,
             texts=options.texts,
-            **self._prompt_logprob_limits(params, len(tokens)),
+            **self._limits(options, len(tokens)),
+            pools=options.pools,
+            dimensions=options.dimensions,
             params=params,
             prompt=prompt if isinstance(prompt, str) else None,
             seed=seed,
@@ -98,6 +106,7 @@ class Intake:
 
     def _check(self, options: RequestOptions, num_tokens: int) -> None:
         params, pins = options.params, options.pins
+        self._check_pooling(options)
         if options.kv_format is not None:
             raise RequestError("kv_format is for servers with several KV formats; leave it out")
         check_params(params, self.model.geometry.vocab_size)
@@ -114,12 +123,27 @@ class Intake:
         if params.structured is not None and not self.model.end_ids:
             raise RequestError(f"structured output ends by the end token, but {NO_END}")
 
+    def _check_pooling(self, options: RequestOptions) -> None:
+        """Raise RequestError unless the model can do what a request asks for: generate, or pool."""
+        if (pooling := self.pooling) is None and options.pools:
+            raise RequestError(
+                f"this model generates text, and makes no embeddings or scores; take {_MADE_FOR}"
+            )
+        if pooling is not None and not options.pools and not pooling.generates:
+            made = "scores pairs of texts" if pooling.scores else "makes embeddings"
+            raise RequestError(f"this model {made}, and generates no text; take another model for that")
+        if pooling is not None and options.dimensions is not None:
+            pooling.check_dimensions(options.dimensions, self.model.geometry.hidden_size)
+
     @cached_property
     def _longest_token(self) -> int:
         return longest_token(self.model.tokenizer)
 
-    def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
-        """Return limits on prefix reuse and chunk size for a prompt whose log-probabilities are requested."""
+    def _limits(self, options: RequestOptions, num_tokens: int) -> dict[str, Any]:
+        """Return limits on prefix reuse and chunk size for a prompt of which more than the end is needed."""
+        if options.pools and self.pooling is not None and self.pooling.needs_all:
+            return {"max_reuse": 0}
+        params = options.params
         if params.prompt_logprobs is None:
             return {}
         reused = max(

@@ -106,6 +106,7 @@ class RequestOutput:
     receipt: Receipt
     timing: Timing
     error: KVQError | None = None
+    vector: list[float] | None = None  # an embedding or the score, if requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,6 +77,9 @@ def as_priority(priority: str | Priority) -> Priority:
     return names[priority]
 
 
+POOLING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)  # the token is dropped
+
+
 class RequestFields(TypedDict, total=False):
     """Fields of `RequestOptions` that callers may leave out."""
 
@@ -115,6 +118,8 @@ class RequestOptions:
     retain_s: float | None = None
     kv_format: str | None = None  # in servers with several; None: the default
     texts: tuple[tuple[int, int], ...] = ()  # of a chat's messages, as token ranges, to tell where it missed
+    pools: bool = False  # the result is an embedding or a score; `params` are then POOLING_PARAMS
+    dimensions: int | None = None  # of an embedding; None: all
 
     def __post_init__(self) -> None:
         for name in ("tenant", "shared_salt", "request_id"):
@@ -134,6 +139,8 @@ class RequestOptions:
         if retain is not None and session is None:
             raise RequestError("retain_s needs the name of a session; give session too, or leave it out")
         object.__setattr__(self, "priority", as_priority(self.priority))
+        if self.pools:
+            object.__setattr__(self, "params", POOLING_PARAMS)
 
 
 DEFAULT_OPTIONS = RequestOptions()

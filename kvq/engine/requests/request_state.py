@@ -68,6 +68,11 @@ class Job(Request):
     retain_s: float | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these
+    pools: bool = False
+    dimensions: int | None = None
+    pooled: Tensor | None = None  # fp32 [hidden_size], so far
+    num_pooled: int = 0  # prompt tokens in it
+    vector: list[float] | None = None
 
     def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
         """Return how many of a branch's next tokens to keep, up to and including the first that ends it."""
@@ -226,6 +231,7 @@ class Job(Request):
             receipt=self._receipt(outputs if self.beams is not None else [r.output for r in self.results]),
             timing=self.timing,
             error=error,
+            vector=self.vector,
         )
 
     def _outputs(self, reason: FinishReason | None) -> list[CompletionOutput]:
@@ -274,7 +280,7 @@ class Job(Request):
             disk_tokens=from_disk,
             cold_tokens=self.cold_tokens,
             pinned_tokens=self.pinned_tokens,
-            generated_tokens=sum(len(output.token_ids) for output in generated),
+            generated_tokens=0 if self.pools else sum(len(output.token_ids) for output in generated),
             recomputed_tokens=usage.recomputed,
             restored_tokens=usage.restored,
             blocks=usage.own,

@@ -13,6 +13,7 @@ from kvq.engine.grammar.walk import Walk
 from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.sampling.logprobs import beam_candidates, prompt_logprobs
+from kvq.engine.sampling.pooler import Pooler
 from kvq.engine.sampling.sampler import AfterDrafts, Drafted, PendingSamples, Sampler
 from kvq.engine.sampling.seeds import mix_seed
 from kvq.errors import EngineError, KVQError, NumericalError, first_lines
@@ -100,8 +101,9 @@ class Choices:
 class Chooser:
     """Selector of tokens for all branches of a step at once. It binds the sampler's rows to branches."""
 
-    def __init__(self, sampler: Sampler, max_num_seqs: int) -> None:
+    def __init__(self, sampler: Sampler, max_num_seqs: int, pooler: Pooler | None = None) -> None:
         self.sampler = sampler
+        self._pooler, self.pooling = pooler, None if pooler is None else pooler.pooling
         self._bound: list[Branch | None] = [None] * max_num_seqs
 
     def prepare(
@@ -146,6 +148,8 @@ class Chooser:
         bad_tokens = self.sampler.read_back(output.bad_tokens)
         for job, row, num_rows, end in wanted.prompts:
             _read_prompt(job, output.logits[row : row + num_rows], end)
+        if self._pooler is not None:
+            self._pooler.observe(wanted.plan, output)
         samples = self._draw(wanted, output.logits) if wanted.draws else None
         choices = Choices(wanted.plan, wanted.errors, bad_tokens, wanted.draws, samples)
         if wanted.beams:

@@ -18,6 +18,7 @@ from kvq.engine.requests.pinning import Pinning
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.requests.sessions import Sessions
 from kvq.engine.sampling.choose import Choices, Chooser, Token, Wanted, as_known
+from kvq.engine.sampling.pooler import make_pooler
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.engine.speculation_config import parse_speculation
@@ -59,8 +60,7 @@ class EngineCore(NotCopyable):
             _log.warning("%s: %s", model.prepared.folder, NO_END)
         marking = read_marking(config.watermark, config.watermark_scheme, config.watermark_key_file)
         before = held_bytes(model.weights.device)
-        self.model = model
-        self.config, self._clock = config, clock
+        self.model, self.config, self._clock = model, config, clock
         weights = model.weights
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
         speculation = parse_speculation(config.speculation)
@@ -73,10 +73,10 @@ class EngineCore(NotCopyable):
             watermark=None if marking is None else (marking.scheme, marking.key),
         )
         sampler.compile(model.prepared.dtype)
-        self._chooser = Chooser(sampler, config.max_num_seqs)
+        self._chooser = Chooser(sampler, config.max_num_seqs, make_pooler(model, config.pooling))
         self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
-        self.intake = Intake(model, self.scheduler, marking, self._home, clock)
+        self.intake = Intake(model, self.scheduler, marking, self._home, clock, self._chooser.pooling)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)
         self.speculator = make_speculator(

@@ -142,28 +142,30 @@ class Launcher:
         """Run the forward pass of a step whose tokens are known. If the pass fails, run each branch alone."""
         plan, rows = flight.plan, {}
         flight.errors = {}
+        pools = any(as_job(branch.request).pools for branch in plan.branches)
         for i, (branch, count, end) in enumerate(zip(plan.branches, plan.counts, plan.ends, strict=True)):
             if plan.drafts[i]:
                 rows[i] = 1 + plan.drafts[i]
             elif wanted := as_job(branch.request).prompt_rows(end - count, end):
                 rows[i] = wanted
         try:
-            flight.output = self.runner.forward(plan, last_rows=rows)
+            flight.output = self.runner.forward(plan, last_rows=rows, keeps_hidden=pools)
         except Exception as error:  # noqa: BLE001 - any error from a model, a kernel or a hook
             _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
             if len(plan.branches) > 1:
-                self._forward_apart(flight, rows)
+                self._forward_apart(flight, rows, pools)
             else:
                 flight.output = self.runner.nothing(plan)
                 flight.errors[as_job(plan.branches[0].request)] = _step_failed(error)
 
-    def _forward_apart(self, flight: Flight, rows: dict[int, int]) -> None:
+    def _forward_apart(self, flight: Flight, rows: dict[int, int], pools: bool) -> None:
         """Run the forward pass of each branch alone. A request ends if its branch fails again."""
         parts: list[StepOutput] = []
         for i, branch in enumerate(flight.plan.branches):
             part = flight.plan.part(i)
             try:
-                parts.append(self.runner.forward(part, last_rows={0: rows[i]} if i in rows else {}))
+                last = {0: rows[i]} if i in rows else {}
+                parts.append(self.runner.forward(part, last_rows=last, keeps_hidden=pools))
             except Exception as error:  # noqa: BLE001 - as above
                 flight.errors[as_job(branch.request)] = _step_failed(error)
                 parts.append(self.runner.nothing(part))

@@ -23,7 +23,7 @@ from kvq.models.describe.checkpoint import config_place, is_gguf
 from kvq.models.describe.config_values import with_floats
 from kvq.models.describe.kv_scales import is_kv_scale
 from kvq.models.describe.text_models import know_text_model
-from kvq.models.describe.text_part import is_whole, read_config, read_tensors, read_unread
+from kvq.models.describe.text_part import is_read_apart, read_config, read_tensors, read_unread
 
 _loading = threading.Lock()  # two concurrent loads break transformers permanently
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
@@ -59,7 +59,7 @@ def load_config(folder: Path) -> Any:
 
     try:
         with uncollected(), quiet_logs("transformers"):
-            if is_whole(folder) or is_gguf(folder):
+            if is_read_apart(folder):
                 return config_of(read_config(folder))
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything for a damaged file
@@ -158,7 +158,7 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
     """
     from transformers import AutoModelForCausalLM
 
-    if is_whole(folder) or is_gguf(folder) or read_unread(folder):
+    if is_read_apart(folder) or read_unread(folder):
         config, stored = load_config(folder), read_tensors(folder)
         stated = torch.float32 if is_gguf(folder) else config.dtype or torch.float32
         chosen = dtype if isinstance(dtype, torch.dtype) else stated

@@ -13,6 +13,7 @@ from kvq.formats.checkpoints import with_modelopt_config
 from kvq.formats.tensor_entry import TensorEntry
 from kvq.geometry.support import KINDS, text_config, text_name
 from kvq.models.describe.checkpoint import UNREAD, is_gguf, read_config_json, read_header, weight_files
+from kvq.models.describe.pooling import SCORE_HEAD, lacks_head
 from kvq.models.gguf.files import read_gguf
 from kvq.models.gguf.tensors import GgufTensors
 
@@ -22,9 +23,16 @@ def is_whole(folder: Path) -> bool:
     return str(read_config_json(folder).get("model_type")) in KINDS
 
 
+def is_read_apart(folder: Path) -> bool:
+    """Return True if transformers can't load a causal language model from the files as they are."""
+    return is_whole(folder) or is_gguf(folder) or lacks_head(folder)
+
+
 def namer(folder: Path) -> Callable[[str], str | None]:
     """Return a function that maps a folder's tensor names to kvq's, or to None outside the text part."""
-    return text_name if is_whole(folder) else str
+    if is_whole(folder):
+        return text_name
+    return (lambda name: None if name == SCORE_HEAD else name) if lacks_head(folder) else str
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -34,6 +42,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelError: the file is missing, unreadable or not a JSON object.
     """
     config = with_modelopt_config(folder, read_config_json(folder))
+    if lacks_head(folder):  # D431: the embedding serves as one
+        config["tie_word_embeddings"] = True
     return text_config(config) or config
 
 
@@ -115,3 +125,8 @@ def read_tensors(folder: Path) -> ModelTensors:
         return GgufTensors(read_gguf(folder).sources)
     named, unread = namer(folder), read_unread(folder)
     return _StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)
+
+
+def read_other_tensor(folder: Path, name: str) -> Tensor | None:
+    """Return a tensor that is not a part of the causal language model, or None if there is none."""
+    return _StoredTensors(weight_files(folder)).get(name)

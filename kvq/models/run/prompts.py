@@ -43,15 +43,30 @@ class PromptEncoder:
         self._trusts_chats = trusts_chats
 
     def encode(
-        self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        plain: bool = False,
+        max_tokens: int | None = None,
+        second: str | None = None,
     ) -> list[int]:
         """Return a text's token ids. `plain`: encode no control tokens, whatever the text spells.
+        `second`: the text that forms a pair with it, as classifiers of pairs read them.
 
         Raises:
             RequestError: the text is not valid Unicode.
             UnfitPrompt: there are more than `max_tokens` tokens, however the text is tokenized.
         """
         self._check(text, max_tokens)
+        if second is not None:
+            if plain:
+                return self.encode(text, special=special, plain=True) + self.encode(
+                    second, special=False, plain=True
+                )
+            self._check(second, max_tokens)
+            pair: list[int] = self._tokenizer(text, second, add_special_tokens=special)["input_ids"]
+            return pair
         if plain:
             return self._control.encode_plain(text, special=special)
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]

@@ -18,7 +18,7 @@ from kvq.server.admission.rate_limits import Tenant, TenantLimits
 from kvq.server.admission.slots import EngineSlots, SequenceSlots
 from kvq.server.engine.messages import Ended, Ready
 from kvq.server.engine.remote import Remote
-from kvq.server.http.problems import Problem, unavailable
+from kvq.server.http.problems import Overload, Problem
 
 _MAX_RETRY_S = 60
 _WINDOW_S = 10.0
@@ -231,7 +231,8 @@ class Admission:
 
     def _overloaded(self, message: str) -> Problem:
         wait_s = min(max(1, ceil(self.expected_wait_s)), _MAX_RETRY_S)
-        return unavailable(f"the server is overloaded: {message}; try again later", retry_after_s=wait_s)
+        words = f"the server is overloaded: {message}; try again later"
+        return Overload(503, words, type="service_unavailable", code="unavailable", retry_after_s=wait_s)
 
 
 def blocks_wanted(params: SamplingParams, num_tokens: int, info: Ready) -> list[int]:

@@ -31,14 +31,14 @@ _MAX_CALLS = 128  # limit per message
 _CallId = Annotated[str, Field(max_length=256)]
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # validated without a Python call per token
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE]
 _TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1, 0: no limit, as in other servers
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
-_Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
+Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 # Prefixes are shared only between requests with the same key and the same salt
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 # The conversation that a request belongs to, and how long its KV should be kept afterwards
@@ -198,16 +198,17 @@ def _kind_of_prompt(given: Any) -> str | None:
     return "text" if isinstance(given, str) else None
 
 
+KIND_OF_PROMPT = Discriminator(
+    _kind_of_prompt,
+    custom_error_type="prompt_type",
+    custom_error_message="Input should be a text, token ids, or a list of these",
+)
 _Prompts = Annotated[
     Annotated[LongText, Tag("text")]
-    | Annotated[_TokenIds, Tag("ids")]
+    | Annotated[TokenIds, Tag("ids")]
     | Annotated[list[LongText], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
-    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
-    Discriminator(
-        _kind_of_prompt,
-        custom_error_type="prompt_type",
-        custom_error_message="Input should be a text, token ids, or a list of these",
-    ),
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
+    KIND_OF_PROMPT,
 ]
 
 
@@ -217,7 +218,7 @@ class CompletionBody(Common):
     prompt: _Prompts
     max_tokens: CountOrZero | None = 16
     best_of: _Samples | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
     echo: Flag = False
     suffix: LongText | None = None
 
@@ -328,7 +329,7 @@ class ChatBody(Common):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: Flag = False
-    top_logprobs: _Logprobs | None = None
+    top_logprobs: Logprobs | None = None
     tools: Tools | None = None
     tool_choice: _ToolChoices | None = None
     parallel_tool_calls: Flag = True

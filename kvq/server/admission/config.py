@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
+from kvq.models.templates.pairs import YES_NO
 from kvq.server.admission.admission import AdmissionConfig
 from kvq.server.admission.rate_limits import TenantLimits
 from kvq.server.http.credentials import Access
@@ -17,6 +18,12 @@ from kvq.server.logs import LogConfig
 from kvq.server.recording import Recorder
 from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.thoughts import check_name
+
+if TYPE_CHECKING:  # their packages are not needed without them
+    from prometheus_client import CollectorRegistry
+
+    from kvq.server.overflow import Overflow
+    from kvq.server.tracing import Tracing
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -44,6 +51,8 @@ class ServerConfig:
     max_restarts: int = 5  # restarts of the engine within ten minutes
     kv_events: EventsConfig | None = None
     record: Callable[[], Recorder] | None = None  # opens the file of recorded chats
+    tracing: "Callable[[], Tracing] | None" = None  # makes the tracer of requests
+    overflow: "Callable[[CollectorRegistry], Overflow] | None" = None  # where refused requests go
     stored_responses: int = 1000  # of the Responses API, for later requests; 0: none
     stored_responses_bytes: int = 256 << 20  # most bytes of them
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` returns them
@@ -68,6 +77,12 @@ class ServerConfig:
         if self.served_model_name == "" or "" in tuple(self.served_model_name or ()):
             raise ConfigError(
                 "--served-model-name is empty; leave it out for the last part of the model's path"
+            )
+        if self.chat_template is None and self.engine.get("pooling") == "yes-no":
+            object.__setattr__(self, "chat_template", YES_NO)
+        if self.overflow is not None and self.engine.get("watermark", "off") != "off":
+            raise ConfigError(
+                "--overflow-to sends requests to a server that marks no texts; leave --watermark off"
             )
         _check_formats(self)
         find_format(self.tool_call_parser, "")

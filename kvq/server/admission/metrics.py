@@ -116,17 +116,17 @@ class Metrics:  # D331: totals are kept here: the engine may restart
     def __init__(self, remote: Remote, model: str, kinds: Iterable[str] = ("kvq",)) -> None:
         """`model`: the model's name for clients; `kinds`: naming schemes, as `parse_names` returns them."""
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, useless series for each metric
-        self._registry = prometheus_client.CollectorRegistry()
+        self.registry = prometheus_client.CollectorRegistry()
         self._source = _Source(model, remote)
-        self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
+        self._named = [_Named(ALL_NAMES[kind], self._source, self.registry) for kind in kinds]
         self.cuts = prometheus_client.Counter(
-            "kvq_slow_readers_cut", "Streams whose clients fell too far behind.", registry=self._registry
+            "kvq_slow_readers_cut", "Streams whose clients fell too far behind.", registry=self.registry
         )
         self.ignored = prometheus_client.Counter(
             "kvq_requests_with_ignored_fields",
             "Requests with unknown fields: refused, answered without them, or with mere labels.",
             ["kind"],
-            registry=self._registry,
+            registry=self.registry,
         )
         for kind in _IGNORED:
             self.ignored.labels(kind)
@@ -146,7 +146,7 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
         """Add a gauge of the HTTP process, whose value is read at every scrape."""
-        prometheus_client.Gauge(name, what, registry=self._registry).set_function(read)
+        prometheus_client.Gauge(name, what, registry=self.registry).set_function(read)
 
     def total(self, name: str) -> int:
         """Return a total of the engine since the server's start."""
@@ -154,7 +154,7 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
-        return prometheus_client.generate_latest(self._registry)
+        return prometheus_client.generate_latest(self.registry)
 
     def _observe(self, key: str, value: float) -> None:
         for named in self._named:

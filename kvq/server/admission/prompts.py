@@ -9,7 +9,9 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import KVQError
+from kvq.models.loading.tokenizer import template_source
 from kvq.models.templates.forms import Forms
+from kvq.models.templates.pairs import knows_pairs
 from kvq.server.admission.bodies import ChatMessage
 from kvq.server.engine.messages import pack
 from kvq.server.engine.token_texts import TokenTexts
@@ -58,6 +60,7 @@ class Prompts:
         self.texts = TokenTexts(tokenizer)
         self.why_broken: str | None = None  # why no conversation can be read, or None
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.knows_pairs = knows_pairs(template_source(tokenizer))  # queries and documents as messages
         self._readers = readers
         self._plain_texts = plain_texts
         self._deadline_s = deadline_s
@@ -111,8 +114,10 @@ class Prompts:
         other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_COUNTING)
         return other
 
-    async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> Sequence[int]:
-        """Return the token ids of a text.
+    async def tokenize(
+        self, text: str, *, special: bool = True, second: str | None = None, tenant: str = ""
+    ) -> Sequence[int]:
+        """Return the token ids of a text, or of a pair with a second one.
 
         Raises:
             Problem: the text is not valid Unicode, or tokenizing it takes too long.
@@ -123,8 +128,9 @@ class Prompts:
             "plain": self._plain_texts,
             "max_tokens": self._max_tokens(),
         }
+        given |= {} if second is None else {"second": second}
         job = Job(task="encode", given=given, **self._bounds)
-        return (await self._do(self._for_texts, job, tenant, len(text))).numbers
+        return (await self._do(self._for_texts, job, tenant, len(text) + len(second or ""))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> Sequence[int]:
         """Return the token ids of a conversation; see `read_chat`."""

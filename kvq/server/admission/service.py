@@ -13,6 +13,7 @@ from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.errors import EngineError, RequestError, not_one_of
+from kvq.models.describe.pooling import Pooling
 from kvq.server.admission.admission import Admission, blocks_wanted
 from kvq.server.admission.bodies import HintBody
 from kvq.server.admission.config import ServerConfig
@@ -60,6 +61,7 @@ class Service:
         self.counting = prompts.for_counting()  # for requests that do not use the engine
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
+        self.pooling: Pooling | None = None  # of a model for embeddings or scores
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
         self.metrics = Metrics(remote, self.name, config.metrics_names)
         self.loop_budget = LoopBudget()
@@ -67,6 +69,8 @@ class Service:
         self.is_strict = config.strict_requests
         self.kv_formats = (config.kv, *config.kv_also)
         self.kv_format_of: Callable[[str], str | None] = lambda tenant: None  # of its API key
+        self.tracing = None if config.tracing is None else config.tracing()
+        self.overflow = None if config.overflow is None else config.overflow(self.metrics.registry)
         self.recorder = None if config.record is None else config.record()
         self.most_stored = (config.stored_responses, config.stored_responses_bytes)  # responses and bytes
         self._watch()
@@ -126,11 +130,17 @@ class Service:
             Hint(tenant=tenant, session=body.session_id, action=body.action, seconds=body.seconds)
         )
 
-    def check_arrival(self, tenant: str) -> None:
-        """Raise Problem if a tenant's request can't be accepted, regardless of its body."""
+    def check_arrival(self, tenant: str, *, may_overflow: bool = False) -> None:
+        """Raise Problem if a tenant's request can't be accepted, regardless of its body.
+
+        `may_overflow`: the load of this server is no reason.
+        """
         with self._counting_refusals():
             self.check_ready()
-            self.admission.check(tenant)
+            if may_overflow and self.overflow is not None:
+                self.admission.tenants[tenant].check()
+            else:
+                self.admission.check(tenant)
 
     def check_prompt(self, tokens: Sequence[int], options: RequestOptions, where: str) -> None:
         """Raise Problem if the engine would refuse a prompt; used before any prompt of a request starts."""
@@ -207,8 +217,12 @@ class Service:
                     if isinstance(message, Ended):
                         status = ""  # counted by its own status
                         self._count(message, options.tenant)
+                        if self.tracing is not None:
+                            self.tracing.ended(message, options.params)
                         if message.error is not None:
                             raise _PROBLEMS[message.kind](message.error).counted()
+                    elif self.tracing is not None and message.finish_reason is not None:
+                        self.tracing.finished(message.finish_reason)
                     yield message
             except TimeoutError as error:
                 status = "timeout"
@@ -220,6 +234,8 @@ class Service:
             finally:
                 if status:
                     self.metrics.count(status)
+                    if self.tracing is not None:
+                        self.tracing.failed(status)
                 await messages.aclose()
 
     def _format_of(self, options: RequestOptions) -> str | None:
@@ -252,8 +268,11 @@ class Service:
         await self.remote.close()
         self.counting.close()
         self.prompts.close()
-        if self.recorder is not None:
-            await asyncio.to_thread(self.recorder.close)
+        if self.overflow is not None:
+            await self.overflow.close()
+        for one in (self.recorder, self.tracing):
+            if one is not None:
+                await asyncio.to_thread(one.close)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:

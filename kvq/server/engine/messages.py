@@ -119,6 +119,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     receipt: Receipt | None = None  # None if it was refused
     timing: Timing | None = None  # None if it was refused; without `itl_s`, which the steps reported
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    vector: bytes = b""  # fp32, of an embedding or a score
     error: str | None = None
     kind: ErrorKind | None = None  # kind of the error
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+from array import array
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
@@ -212,6 +213,7 @@ class _Worker:
             receipt=event.receipt,
             timing=replace(event.timing, itl_s=[]),
             prompt_logprobs=event.prompt_logprobs,
+            vector=array("f", event.vector or ()).tobytes(),
         )
         self._ended.append(ended if event.error is None else ended.failed(event.error))
 

@@ -17,7 +17,7 @@ from kvq.server.http.loop_budget import Again
 
 MAX_VALUES = 1 << 15  # per body, including field names
 MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which are not counted as values
-IDS_IN = (b"prompt", b"tokens")
+IDS_IN = (b"prompt", b"tokens", b"input")
 MAX_KEYS = 4096  # per object
 MAX_NAME = 1 << 20  # bytes
 MAX_NESTING = 72  # strict_json.MAX_DEPTH for an arbitrary value, plus the levels around it

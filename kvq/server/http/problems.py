@@ -42,6 +42,10 @@ class Problem(Exception):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
+class Overload(Problem):
+    """Problem of a request that would be served if there were less to do."""
+
+
 def unavailable(message: str, *, retry_after_s: int = 1) -> Problem:
     return Problem(503, message, type="service_unavailable", code="unavailable", retry_after_s=retry_after_s)
 
@@ -55,6 +59,7 @@ def failed(message: str) -> Problem:
     return Problem(500, message, type="server_error", code="engine_error")
 
 
+OVERFLOWN = "x-kvq-overflow"  # header of requests sent on, to be answered or refused there, and of responses
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _ANTHROPICS_TYPES = {

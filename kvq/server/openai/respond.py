@@ -18,7 +18,16 @@ from kvq.server.admission.service import Service
 from kvq.server.admission.slots import SequenceSlots
 from kvq.server.http.guard import ADMITTED
 from kvq.server.http.ignored import IGNORED, Body
-from kvq.server.http.problems import Problem, error_object, event_of, failed, is_ollama_path, last_event
+from kvq.server.http.problems import (
+    OVERFLOWN,
+    Overload,
+    Problem,
+    error_object,
+    event_of,
+    failed,
+    is_ollama_path,
+    last_event,
+)
 from kvq.server.http.strict_json import DECODED
 
 T = TypeVar("T")
@@ -88,7 +97,45 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
     Raises:
         Problem: the call failed before anything was sent.
     """
+    try:
+        return await _admitted(request, service, call, stream=stream)
+    except Overload:
+        if (response := await _overflowed(request, service)) is None:
+            raise
+        return response
+
+
+async def _overflowed(request: Request, service: Service) -> Response | None:
+    """Return the upstream's response to a refused request, or None if it does not take it."""
+    if (overflow := service.overflow) is None or OVERFLOWN in request.headers:
+        return None
+    tenant, path = service.admission.tenants[tenant_of(request)], request.url.path
+    raw, answer = await request.body(), None
+
+    async def take() -> dict[str, Any] | AsyncGenerator[dict[str, Any]] | None:
+        taken = await overflow.take(path, raw, tenant.charge)
+        return taken if taken is None or isinstance(taken, dict) else await _first_of(taken)
+
+    with contextlib.suppress(Problem):  # it broke off before anything was sent
+        answer = await _while_connected(request, take())
+    if answer is None:
+        return None
+    tenant.charge_request()
+    end = dict[str, Any](on_cut=service.metrics.cuts.inc, on_end=lambda: None)
+    response: Response
+    if isinstance(answer, dict):
+        response = _WholeAnswer(msgspec.json.encode(answer), **end)
+    else:
+        response = _EventStream(answer, path, **end)
+    response.headers[OVERFLOWN] = "1"
+    return response
+
+
+async def _admitted(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
     with contextlib.ExitStack() as stack:
+        if (tracing := service.tracing) is not None:
+            where, headers = request.url.path, request.headers
+            stack.enter_context(tracing.request(where, headers, model=service.name, stream=stream))
         stack.enter_context(service.enter(tenant_of(request), call.slots))
         request.scope[ADMITTED] = True
         cut = service.metrics.cuts.inc

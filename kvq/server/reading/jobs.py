@@ -75,7 +75,7 @@ def in_pieces(job: Job) -> tuple[list[str], Job]:
     Encoding megabytes in one call would block the event loop.
     """
     pieces: list[str] = []
-    given = _short(job.given, "text", pieces)
+    given = _short(_short(job.given, "text", pieces), "second", pieces)
     if "turns" in given:
         given["turns"] = [_short(turn, "content", pieces) for turn in given["turns"]]
     return pieces, msgspec.structs.replace(job, given=given)
@@ -84,7 +84,7 @@ def in_pieces(job: Job) -> tuple[list[str], Job]:
 def put_together(job: Job, pieces: Sequence[str]) -> Job:
     """Return the complete job, with its long texts joined from the previously sent pieces."""
     left = iter(pieces)
-    given = _long(job.given, "text", left)
+    given = _long(_long(job.given, "text", left), "second", left)
     if "turns" in given:
         given["turns"] = [_long(turn, "content", left) for turn in given["turns"]]
     return msgspec.structs.replace(job, given=given)

@@ -6,13 +6,21 @@ A conversation is a list of items: messages, thoughts, calls of functions and th
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
-from pydantic_core import PydanticCustomError
 
-from kvq.server.admission.bodies import MAX_MESSAGES, MAX_TOOLS, Common, Count, FunctionBody, Name
+from kvq.server.admission.bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Common,
+    Count,
+    FunctionBody,
+    Logprobs,
+    Name,
+)
 from kvq.server.http.body_errors import content_of, refuse_tool
 from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText
 
+LOGPROBS = "message.output_text.logprobs"  # in `include`; other names there have no effect
 _UNSUPPORTED = {
     "conversation": "send the whole conversation as input, or previous_response_id",
     "prompt": "send its text as instructions and input",
@@ -74,12 +82,22 @@ class _Reasoning(Body):
     content: _Parts | None = None
 
 
+class ItemReference(Body):
+    """Reference to an output item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: _Id
+
+
 _Item = Annotated[
-    _InputMessage | _FunctionCall | _FunctionCallOutput | _Reasoning, Field(discriminator="type")
+    _InputMessage | _FunctionCall | _FunctionCallOutput | _Reasoning | ItemReference,
+    Field(discriminator="type"),
 ]
 _Items = Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 ITEM: TypeAdapter[Any] = TypeAdapter(_Item)
-_check_kinds = content_of("item", ("message", "function_call", "function_call_output", "reasoning"))
+_check_kinds = content_of(
+    "item", ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+)
 
 
 def _typed(given: Any) -> Any:
@@ -89,10 +107,6 @@ def _typed(given: Any) -> Any:
     items = [
         {"type": "message"} | item if isinstance(item, dict) and "role" in item else item for item in given
     ]
-    for at, item in enumerate(items):
-        if isinstance(item, dict) and item.get("type") == "item_reference":
-            words = "items can't be looked up by their ids; send the item itself, or previous_response_id"
-            raise PydanticCustomError("content", words, {"at": at})
     return _check_kinds(items)
 
 
@@ -108,6 +122,14 @@ class _NamedFunction(Body):
 
     type: Literal["function"]
     name: _Id
+
+
+class AllowedTools(Body):
+    """Some of the tools, of which the model may or must call one; it does not see the others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class _Format(Body):
@@ -144,18 +166,20 @@ class _ReasoningOptions(Body):
 class ResponsesBody(Common):
     """`POST /v1/responses`, with the extensions of completions and chats."""
 
-    LABELS: ClassVar = Common.LABELS - {"user", "metadata", "store"} | {"include", "max_tool_calls"}
+    LABELS: ClassVar = Common.LABELS - {"user", "metadata", "store"} | {"max_tool_calls"}
     USUAL: ClassVar = {"background": False}
     input: Annotated[LongText | _Items, BeforeValidator(_typed)]
     instructions: LongText | None = None
     previous_response_id: _Id | None = None
     store: Flag = True
     tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS)] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | _NamedFunction = "auto"
+    tool_choice: Literal["none", "auto", "required"] | _NamedFunction | AllowedTools = "auto"
     parallel_tool_calls: Flag = True
     max_output_tokens: Count | None = None
     text: _TextOptions = _TextOptions()
     reasoning: _ReasoningOptions = _ReasoningOptions()
+    include: Annotated[list[Name], Field(max_length=16)] = Field([])
+    top_logprobs: Logprobs | None = None
     truncation: Literal["disabled"] = "disabled"
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

@@ -1,15 +1,14 @@
-"""`/v1/responses`: output items of a response, the events that stream them, what is kept, and the routes."""
+"""`/v1/responses`: output items of a response, the events that stream them, and the routes."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from time import time
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from kvq.server.admission.service import Service
@@ -20,12 +19,13 @@ from kvq.server.openai.recorded import recorded
 from kvq.server.openai.respond import Call, note_fields, respond, tenant_of
 from kvq.server.responses.bodies import ITEM, ResponsesBody
 from kvq.server.responses.conversation import chat_body
+from kvq.server.responses.kept import Entry, Kept
 
-_OVERHEAD = 64  # bytes of a Python object, and of references to it
 Event = dict[str, Any]
 _ECHOED = {
     *("instructions", "previous_response_id", "store", "tools", "tool_choice", "parallel_tool_calls"),
-    *("max_output_tokens", "temperature", "top_p", "text", "reasoning", "truncation", "metadata", "user"),
+    *("max_output_tokens", "temperature", "top_p", "top_logprobs", "text", "reasoning", "truncation"),
+    *("metadata", "user"),
 }
 _UNKNOWN = dict.fromkeys((*_ECHOED, "error", "incomplete_details", "usage"))  # null until there is a value
 _PARTS: dict[str, dict[str, Any]] = {  # the only part of an item with text
@@ -41,14 +41,15 @@ _HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # prefixes of ids, and fields
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes that create, return and delete responses."""
-    kept = _Kept(*service.most_stored)
+    kept = Kept(*service.most_stored)
 
     @app.post(RESPONSES_PATH, responses=stream_or("ResponseAnswer"))
     async def create(request: Request, body: ResponsesBody) -> Response:
         await note_fields(request, service, body)
         tenant, before, new = tenant_of(request), list[bytes](), body.input
         if isinstance(new, str):
-            body.input = new = [ITEM.validate_python({"type": "message", "role": "user", "content": new})]
+            new = [ITEM.validate_python({"type": "message", "role": "user", "content": new})]
+        body.input = new = [kept.resolved(tenant, item) for item in new]
         if (previous := body.previous_response_id) is not None:
             before = kept.find(tenant, previous, "previous_response_id").items
             earlier = await asyncio.to_thread(lambda: [*map(ITEM.validate_json, before)])
@@ -57,16 +58,40 @@ def add_routes(app: FastAPI, service: Service) -> None:
         def keep(response: dict[str, Any]) -> None:
             if body.store:
                 items = before + [item.model_dump_json(exclude_none=True).encode() for item in new]
-                items += map(msgspec.json.encode, response["output"])
-                kept.put(tenant, response["id"], _Entry(items, msgspec.json.encode(response)))
+                output = {item["id"]: msgspec.json.encode(item) for item in response["output"]}
+                items += output.values()
+                kept.put(tenant, response["id"], Entry(items, msgspec.json.encode(response), output))
 
         call = _ResponseCall(service, body, Chat(service, chat_body(body), tenant), keep)
         return await respond(request, service, recorded(call, body, service.recorder), stream=body.stream)
 
     @app.get(f"{RESPONSES_PATH}/{{response_id}}", responses=answer("ResponseAnswer"))
-    async def find(request: Request, response_id: str) -> Response:
+    async def find(request: Request, response_id: str, stream: bool = False) -> Response:
+        if stream:
+            words = "a stored response is complete, so it is not streamed again; leave stream out"
+            raise Problem(400, words, param="stream")
         entry = kept.find(tenant_of(request), response_id)
         return Response(entry.response, media_type="application/json")
+
+    @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", responses=answer("InputItems"))
+    async def input_items(
+        request: Request,
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        items = kept.find(tenant_of(request), response_id).input_items(response_id)
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise Problem(400, f"the response has no input item {after!r:.100}", param="after")
+        start = 0 if after is None else ids.index(after) + 1
+        end = min(start + limit, len(ids))
+        first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
+        page = {"first_id": first, "last_id": last, "has_more": end < len(ids)}
+        return {"object": "list", "data": items[start:end]} | page
 
     @app.delete(f"{RESPONSES_PATH}/{{response_id}}", responses={200: {"model": dict[str, Any]}})
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
@@ -87,7 +112,7 @@ class _ResponseCall(Call):
         self._response: Event = head | _UNKNOWN | given | {k: service.defaults.fields[k] for k in own}
         self._output = _Output()
         self._chat, self._keep = chat, keep
-        self.slots = chat.slots
+        self.slots, self.is_heavy = chat.slots, chat.is_heavy
 
     async def answer(self) -> dict[str, Any]:
         async for _ in self._events():
@@ -118,7 +143,7 @@ class _ResponseCall(Call):
                     yield {"type": "response.in_progress", "response": self._response}
                 for choice in chunk["choices"]:
                     reason = choice["finish_reason"] or ""
-                    for event in output.feed(choice["delta"]):
+                    for event in output.feed(choice["delta"], choice["logprobs"]):
                         yield event
         is_cut = reason == "length"
         status, why = ("incomplete", {"reason": "max_output_tokens"}) if is_cut else ("completed", None)
@@ -147,13 +172,19 @@ class _Output:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._texts: list[str] | None = None  # of the last item while it is open
+        self._waiting: list[Any] = []  # log-probabilities of tokens whose text is yet to come
+        self._logprobs: list[Any] = []  # of the last item
 
-    def feed(self, delta: dict[str, Any]) -> Iterator[Event]:
-        """Add a chat's delta, and yield the resulting events.
+    def feed(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> Iterator[Event]:
+        """Add a chat's delta and the log-probabilities of its tokens, and yield the resulting events.
 
-        Arguments without an id continue the last item, so they come before text that follows the call.
+        Arguments without an id continue the last item, so they come before text that follows the call. Only
+        messages have log-probabilities.
         """
         calls = delta.get("tool_calls", ())
+        self._waiting += [] if logprobs is None else logprobs["content"]
+        if (calls or delta.get("reasoning_content")) and not delta.get("content"):
+            self._waiting.clear()
         yield from self._write("reasoning", delta.get("reasoning_content"))
         for call in calls:
             if "id" not in call:
@@ -177,8 +208,11 @@ class _Output:
             yield self._event("function_call_arguments.done", {"name": item["name"], "arguments": text})
         else:
             part = empty | {"text": text}
+            if kind == "message":
+                self._logprobs += self._waiting
+                part["logprobs"], self._waiting = self._logprobs, []
             item["content"] = [part]
-            yield self._event(f"{part['type']}.done", {"text": text})
+            yield self._event(f"{part['type']}.done", {"text": text}, self._logprobs)
             yield self._event("content_part.done", {"part": part})
         item["status"] = status
         yield self._event("output_item.done", {"item": dict(item)})
@@ -196,69 +230,23 @@ class _Output:
         prefix, fields = _HEADS[kind]
         head = {"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress"}
         self.items.append(head | fields | own)
-        self._texts = []
+        self._texts, self._logprobs = [], []
         yield self._event("output_item.added", {"item": dict(self.items[-1])})
 
     def _grow(self, text: str) -> Event:
         assert self._texts is not None, "arguments follow the start of their call"
         self._texts.append(text)
-        part = _PARTS.get(self.items[-1]["type"], {"type": "function_call_arguments"})
-        return self._event(f"{part['type']}.delta", {"delta": text})
+        part, new = _PARTS.get(self.items[-1]["type"], {"type": "function_call_arguments"}), list[Any]()
+        if self.items[-1]["type"] == "message":
+            new, self._waiting = self._waiting, new
+            self._logprobs += new
+        return self._event(f"{part['type']}.delta", {"delta": text}, new)
 
-    def _event(self, what: str, fields: Event) -> Event:
-        """Return an event of the last item."""
+    def _event(self, what: str, fields: Event, logprobs: Sequence[Any] = ()) -> Event:
+        """Return an event of the last item. `logprobs`: of the tokens of its text."""
         if "item" not in fields:
             fields["item_id"] = self.items[-1]["id"]
             fields |= {"content_index": 0} if self.items[-1]["type"] in _PARTS else {}
         if what.startswith("output_text"):
-            fields["logprobs"] = []
+            fields["logprobs"] = list(logprobs)
         return {"type": f"response.{what}", "output_index": len(self.items) - 1} | fields
-
-
-class _Entry(NamedTuple):
-    """Response with its conversation, as JSON."""
-
-    items: list[bytes]  # the whole conversation, with the response's output; shared with later responses
-    response: bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Size, as if no item was shared."""
-        return len(self.response) + sum(len(item) + _OVERHEAD for item in self.items)
-
-
-class _Kept:
-    """Responses of each tenant, least recently used first; the tenant with the most bytes makes room."""
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._of: dict[str, dict[str, _Entry]] = {}  # by tenant and id
-        self._num_bytes = Counter[str]()  # by tenant
-
-    def find(self, tenant: str, id: str, param: str = "response_id") -> _Entry:
-        """Return a response, which becomes the most recently used; raise Problem if it is not there."""
-        entry = self.drop(tenant, id, param)
-        self._add(tenant, id, entry)
-        return entry
-
-    def put(self, tenant: str, id: str, entry: _Entry) -> None:
-        """Keep a response, unless it is too large, and drop others until all are within the limits."""
-        if self._most and entry.num_bytes <= self._most_bytes:
-            self._add(tenant, id, entry)
-        while self._num_bytes.total() > self._most_bytes or sum(map(len, self._of.values())) > self._most:
-            fullest = max(self._num_bytes, key=self._num_bytes.__getitem__)
-            self.drop(fullest, next(iter(self._of[fullest])))
-
-    def drop(self, tenant: str, id: str, param: str = "response_id") -> _Entry:
-        """Remove and return a response; raise Problem if it is not there."""
-        if (entry := self._of.get(tenant, {}).pop(id, None)) is None:
-            words = "was never stored, was deleted, or made room for others"
-            remedy = "send the whole conversation as input, without previous_response_id"
-            message = f"no response {id!r:.100} here: it {words}; {remedy}"
-            raise Problem(404, message, code="response_not_found", param=param)
-        self._num_bytes[tenant] -= entry.num_bytes
-        return entry
-
-    def _add(self, tenant: str, id: str, entry: _Entry) -> None:
-        self._of.setdefault(tenant, {})[id] = entry
-        self._num_bytes[tenant] += entry.num_bytes

@@ -107,7 +107,7 @@ def test_without_effort_the_template_is_told_not_to_think():
 @pytest.mark.parametrize(
     ("given", "expected", "is_label"),
     [
-        ({"input": "a", "include": ["x"], "background": False}, ["include", "background"], True),
+        ({"input": "a", "max_tool_calls": 1, "background": False}, ["max_tool_calls", "background"], True),
         ({"input": [ANSWER | {"id": "1", "status": "completed"}]}, ["id", "status"], True),
         ({"input": [ANSWER | {"x": 1}]}, ["x"], False),
         ({"input": [CALL | {"parsed_arguments": {}}]}, ["parsed_arguments"], True),

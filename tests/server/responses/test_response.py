@@ -18,7 +18,7 @@ from kvq.server.http.guard import Access
 from kvq.server.http.ignored import HEADER
 from kvq.server.http.problems import failed
 from kvq.server.recording import Recorder
-from kvq.server.responses.response import _Entry, _Kept
+from kvq.server.responses.kept import Entry, Kept
 from kvq.server.tools.calling import ToolCalling
 from kvq.server.tools.formats.registry import find_format
 from kvq.traces.reading import read_log
@@ -29,6 +29,8 @@ from tests.server.responses.test_conversation import ANSWER, CALL, RESULT, THOUG
 
 ASK = {"model": "tiny", "input": "Tell me of the sea."}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+OTHER = {"type": "function", "name": "g"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
 HERMES = find_format("hermes", "")
 THINKS_AND_CALLS = ToolCalling(format=HERMES, thinking=THINKS.thinking)
 CALLED = ["<tool_call>", '{"name": "f", ', '"arguments": {"a"', ": 1}}", "</tool_call>"]
@@ -44,9 +46,9 @@ class Responses(asgi.Client):
         service.check_ready = lambda: None
         super().__init__(service, Access(api_keys=KEYS))
 
-    def ask(self, path="", body=None, *, method="POST", key=KEYS[0]):
+    def ask(self, path="", body=None, *, method="POST", key=KEYS[0], query=""):
         head = {"authorization": f"Bearer {key}"}
-        status, headers, text = asyncio.run(self.exchange(f"/v1/responses{path}", body, head, method))
+        status, headers, text = asyncio.run(self.exchange(f"/v1/responses{path}", body, head, method, query))
         return status, headers, text
 
     def create(self, key=KEYS[0], **fields):
@@ -210,6 +212,73 @@ def test_a_streamed_response_is_kept_too():
     assert [message["content"] for message in seen[-1][0]] == [ASK["input"], "The sea", "Go on."]
 
 
+def test_items_are_referred_to_by_their_ids():
+    client, seen = over(["The", " sea"])
+    first = client.create()[1]
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    status, second = client.create(input=[USER, reference, USER])
+    assert status == 200
+    assert [message["role"] for message in seen[-1][0]] == ["user", "assistant", "user"]
+    assert seen[-1][0][1]["content"] == "The sea"
+    client.create(previous_response_id=second["id"], input="Go on.")
+    assert [message["role"] for message in seen[-1][0]] == ["user", "assistant", "user", "assistant", "user"]
+    for other in ({"key": KEYS[1]}, {"input": [reference | {"id": "msg_1"}]}):
+        status, body = client.create(**{"input": [USER, reference]} | other)
+        assert (status, body["error"]["code"]) == (404, "item_not_found")
+    client.ask(f"/{first['id']}", method="DELETE")
+    assert client.create(input=[USER, reference])[0] == 404
+
+
+def test_input_items_are_listed_in_pages():
+    client, _ = over(["a"])
+    first = client.create(input=[USER, ANSWER, USER])[1]
+    second = client.create(previous_response_id=first["id"], input="Go on.")[1]
+    path = f"/{second['id']}/input_items"
+
+    def listed(query=""):
+        status, _, text = client.ask(path, method="GET", query=query)
+        assert status == 200, text
+        return json.loads(text)
+
+    whole = listed("order=asc")
+    assert [item.get("role") for item in whole["data"]] == ["user", "assistant", "user", "assistant", "user"]
+    assert whole["data"][-1]["content"] == [{"type": "input_text", "text": "Go on."}]
+    assert (whole["first_id"], whole["last_id"]) == (whole["data"][0]["id"], whole["data"][-1]["id"])
+    assert whole["has_more"] is False
+    ids = [item["id"] for item in whole["data"]]
+    assert len(set(ids)) == 5
+    assert [item["id"] for item in listed()["data"]] == ids[::-1]
+    found, after = [], ""
+    while True:
+        page = listed(f"order=asc&limit=2{after}")
+        found += [item["id"] for item in page["data"]]
+        if not page["has_more"]:
+            break
+        after = f"&after={page['last_id']}"
+    assert found == ids
+    for query, status in (("after=msg_1", 400), ("limit=0", 400), ("limit=101", 400), ("order=up", 400)):
+        assert client.ask(path, method="GET", query=query)[0] == status
+    assert client.ask(path, method="GET", key=KEYS[1])[0] == 404
+
+
+def test_a_stored_response_is_not_streamed_again():
+    client, _ = over(["a"])
+    id = client.create()[1]["id"]
+    status, _, text = client.ask(f"/{id}", method="GET", query="stream=true")
+    assert (status, json.loads(text)["error"]["param"]) == (400, "stream")
+    assert client.ask(f"/{id}", method="GET", query="stream=false")[0] == 200
+
+
+def test_only_allowed_tools_are_offered():
+    client, seen = over([*CALLED], tools=ToolCalling(format=HERMES))
+    tools = [TOOL, TOOL | {"name": "g"}]
+    response = client.create(tools=tools, tool_choice=ALLOWED)[1]
+    assert [tool["function"]["name"] for tool in seen[-1][1]["tools"]] == ["f"]
+    assert response["tool_choice"] == ALLOWED
+    assert [tool["name"] for tool in response["tools"]] == ["f", "g"]
+    assert client.create(tools=tools, tool_choice=ALLOWED | {"mode": "required"})[0] == 200
+
+
 def test_responses_of_another_key_do_not_exist():
     client, _ = over(["a"])
     id = client.create()[1]["id"]
@@ -228,7 +297,7 @@ def test_responses_of_another_key_do_not_exist():
 
 def entry(num_bytes):
     """Of this size."""
-    return _Entry([], b"a" * num_bytes)
+    return Entry([], b"a" * num_bytes, {})
 
 
 def is_kept(kept, tenant, id):
@@ -236,7 +305,7 @@ def is_kept(kept, tenant, id):
 
 
 def test_the_least_recently_used_response_makes_room():
-    kept = _Kept(3, 1000)
+    kept = Kept(3, 1000)
     for id in "abc":
         kept.put("", id, entry(1))
     kept.find("", "a")
@@ -247,13 +316,13 @@ def test_the_least_recently_used_response_makes_room():
     kept.put("", "f", entry(1001))
     assert not is_kept(kept, "", "f")
     assert kept._num_bytes.total() == 1000
-    none = _Kept(0, 1000)
+    none = Kept(0, 1000)
     none.put("", "a", entry(1))
     assert not is_kept(none, "", "a")
 
 
 def test_a_key_makes_room_for_its_own_responses():
-    kept = _Kept(1000, 1000)
+    kept = Kept(1000, 1000)
     kept.put("quiet", "q", entry(100))
     for i in range(50):
         kept.put("loud", str(i), entry(100))
@@ -263,7 +332,7 @@ def test_a_key_makes_room_for_its_own_responses():
 
 def test_random_uses_keep_the_limits():
     rng = random.Random(3)
-    kept = _Kept(20, 2000)
+    kept = Kept(20, 2000)
     for i in range(3000):
         tenant, id = rng.choice("abc"), str(rng.randrange(40))
         if is_kept(kept, tenant, id):
@@ -310,7 +379,19 @@ REFUSED = [
     ({"input": [USER, {"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input.1.content.0"),
     ({"input": [RESULT | {"output": [{"type": "input_image"}]}]}, 400, "input.0.output.0: this server"),
     ({"input": [USER, {"type": "web_search_call", "id": "1"}]}, 400, "input.1: this server reads text only"),
-    ({"input": [{"type": "item_reference", "id": "1"}]}, 400, "input.0: items can't be looked up"),
+    (
+        {"input": [USER, {"type": "item_reference", "id": "1"}]},
+        404,
+        "no stored response has an output item '1'",
+    ),
+    ({"include": ["message.output_text.logprobs"], "top_logprobs": -1}, 400, "top_logprobs"),
+    ({"tools": [TOOL], "tool_choice": ALLOWED | {"tools": []}}, 400, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": ALLOWED | {"mode": "none"}}, 400, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": ALLOWED | {"tools": [OTHER]}},
+        400,
+        "allows no tool of this request: g",
+    ),
     ({"tools": [{"type": "web_search"}]}, 400, "tools.0: tools of type 'web_search' are not supported"),
     ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, 400, "tools.1: tools of type 'mcp'"),
     ({"tools": [{"type": "code_interpreter"}]}, 400, "leave it out, or run it yourself"),
@@ -344,8 +425,8 @@ def test_what_cannot_be_served_is_refused(change, status, message, stream):
 
 def test_unknown_fields_are_named_and_refused_by_a_strict_server():
     client, _ = over(["a"])
-    names = client.ask(body=ASK | {"max_tokens": 5, "include": ["x"], "store": True})[1][HEADER]
-    assert names == "max_tokens, include"
+    names = client.ask(body=ASK | {"max_tokens": 5, "max_tool_calls": 1, "store": True})[1][HEADER]
+    assert names == "max_tokens, max_tool_calls"
     client.service.is_strict = True
     status, body = client.create(max_tokens=5)
     assert (status, body["error"]["code"]) == (400, "unknown_field")

@@ -138,3 +138,26 @@ def test_refusals_are_the_clients_exceptions(client):
 def test_no_text_is_logged(client, server):
     client.responses.create(**ASK | {"input": "Zyxxy sails.", "instructions": "Quuxly.", "user": "frobnik"})
     assert not {"Zyxxy", "Quuxly", "frobnik"} & set(server.log.replace(".", " ").split())
+
+
+def test_log_probabilities_are_the_engines(client):
+    given = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    whole = client.responses.create(**ASK | given)
+    with kvq.LLM("tiny", "int4", num_blocks=64) as llm:
+        [expected] = llm.generate([PROMPT], kvq.SamplingParams(temperature=0, max_tokens=20, logprobs=3))
+    wanted = expected.outputs[0].logprobs
+    found = whole.output[0].content[0].logprobs
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in wanted], abs=1e-3)
+    assert [len(one.top_logprobs) for one in found] == [3] * 20
+    assert "".join(one.token for one in found) == whole.output_text
+    seen, streamed = stream(client, **given)
+    deltas = [one for event in seen if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert [one.logprob for one in deltas] == [one.logprob for one in streamed.output[0].content[0].logprobs]
+    assert [one.logprob for one in deltas] == pytest.approx([one.logprob for one in found], abs=1e-3)
+    assert client.responses.create(**ASK).output[0].content[0].logprobs == []
+
+
+def test_input_items_as_the_client_lists_them(client):
+    response = client.responses.create(**ASK)
+    [item] = client.responses.input_items.list(response.id).data
+    assert (item.role, item.content[0].text) == ("user", ASK["input"])

@@ -1,0 +1,1 @@
+"""Embeddings, scores of pairs and ranked documents, of models made for them."""
