@@ -1,7 +1,7 @@
 """Engine configuration: limits and goals, fixed when an engine is built."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ class EngineConfig:
 
     The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
     the device's free memory after activations; of all that, it takes `kv_share`. `max_context`: context limit
-    in tokens, if below the model's own. `async_scheduling`: plan and launch a step while the previous one
+    in tokens, if below the model's own. `adapters`: PEFT folders of LoRA adapters by the names that requests
+    give; at most `max_adapters` of them are in memory. `async_scheduling`: plan and launch a step while the previous one
     runs or is processed; by default, enabled on GPUs, where launching takes time, and on CPUs if steps are
     short.
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
@@ -43,6 +44,8 @@ class EngineConfig:
     max_num_seqs: int = MAX_NUM_SEQS  # sequences that run at the same time
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # new tokens of a step; at least max_num_seqs
     max_context: int | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    max_adapters: int = 8
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
@@ -79,7 +82,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", parse_speculation(self.speculation))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every", "guard_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_adapters", "snapshot_every", "guard_tokens"):
             _check(name, getattr(self, name), 1, 1 << 24)
         for name in ("num_blocks", "max_context"):
             if getattr(self, name) is not None:

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvq.cache.memory import held_bytes
+from kvq.engine.adapters import Adapters
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import keep_kv_digest, make_signer
@@ -65,6 +66,7 @@ class EngineCore(NotCopyable):
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
         speculation = parse_speculation(config.speculation)
         helper = load_helper(speculation, model)
+        self.adapters = Adapters.of(model, config)
         self.scheduler, self.runner = build_parts(model, config, self.max_context, helper)
         sampler = Sampler(
             max_rows=config.max_num_seqs,
@@ -77,6 +79,7 @@ class EngineCore(NotCopyable):
         self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
         self.intake = Intake(model, self.scheduler, marking, self._home, clock)
+        self.adapters.serve(self)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)
         self.speculator = make_speculator(
@@ -110,6 +113,7 @@ class EngineCore(NotCopyable):
         if self._closed:
             raise EngineError("the engine was closed; make a new one")
         job.timing.arrival_s = self._clock() if arrival_s is None else arrival_s
+        self.adapters.enter(job)
         if job.params.structured is None:
             self._begin(job, None)
         else:
@@ -386,10 +390,10 @@ class EngineCore(NotCopyable):
         """Deliver the result. An error raised by a listener is logged; the request has ended anyway."""
         self._finished += 1
         self.jobs.pop(job, None)  # a job that never started is not included
-        if self.speculator is not None:
-            self.speculator.forget(job)
-        if self.handover is not None:
-            self.handover.forget(job)
+        self.adapters.leave(job)
+        for other in (self.speculator, self.handover):
+            if other is not None:
+                other.forget(job)
         output = job.complete(self._clock(), error, reason)
         self.sessions.end(job, self._clock(), error)
         if self._sign is not None and error is None and reason is None:

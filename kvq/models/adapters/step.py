@@ -1,0 +1,77 @@
+"""LoRA adapters in memory and in a step: in compiled layers, or around a model's own Linear layers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvq.errors import ModelError
+from kvq.kernels.adapters.cpu import CpuAdapter, CpuFactors, CpuStepAdapters
+from kvq.kernels.adapters.cpu import adapters as add_on_cpu
+from kvq.kernels.adapters.reference import Factors
+from kvq.kernels.adapters.reference import adapters as add
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Adapter:
+    """An adapter in memory, as the kernels of its model's device read it."""
+
+    updates: Mapping[str, CpuFactors | Factors]  # of each Linear layer that it changes, by name
+    compiled: CpuAdapter | None = None  # of the decoder layers, if they run in C++
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(update.nbytes for update in self.updates.values())
+
+
+class StepAdapters:
+    """Adapters of a step. `chosen`: int32 [tokens], indices of `adapters`, or -1 for the base model."""
+
+    def __init__(self, adapters: Sequence[Adapter | None], chosen: Tensor) -> None:
+        self._adapters, self._chosen = adapters, chosen
+
+    def compiled(self, rows: int, wanted: Tensor | None) -> CpuStepAdapters:
+        """Return them for layers that run in C++. `rows`: with padding; `wanted`: those whose logits are."""
+        own = [None if adapter is None else adapter.compiled for adapter in self._adapters]
+        return CpuStepAdapters(own, self._padded(rows), wanted)
+
+    @contextmanager
+    def applied(self, model: Any, rows: int) -> Iterator[None]:
+        """Let the model's own Linear layers add the updates to their results. `rows`: with padding.
+
+        Raises:
+            ModelError: the model did not call a layer that an adapter changes.
+        """
+        chosen, thread = self._padded(rows), get_ident()
+        names = {name for adapter in self._adapters if adapter is not None for name in adapter.updates}
+        left, handles = set(names), []
+
+        def update(name: str, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if get_ident() != thread:  # another engine's step
+                return
+            updates = [None if own is None else own.updates.get(name) for own in self._adapters]
+            compiled = any(isinstance(own, CpuFactors) for own in updates)
+            x, out = args[0].flatten(0, -2), output.flatten(0, -2)
+            (add_on_cpu if compiled else add)(out, x.to(out.dtype), updates, chosen)
+            if out.data_ptr() != output.data_ptr():
+                output.copy_(out.view(output.shape))
+            left.discard(name)
+
+        try:
+            for name in names:
+                handles.append(model.get_submodule(name).register_forward_hook(partial(update, name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if left:
+            raise ModelError(f"this model does not run {min(left)} as a layer, so adapters can't change it")
+
+    def _padded(self, rows: int) -> Tensor:
+        return functional.pad(self._chosen, (0, rows - len(self._chosen)), value=-1)
