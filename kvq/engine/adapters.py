@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Adapters:
     room: int  # adapters in memory
     _named: dict[str, NamedAdapter] = field(default_factory=dict)
     _held: OrderedDict[bytes, Adapter] = field(default_factory=OrderedDict)  # by digest, latest use last
+    _last: tuple[Any, ...] = ((), (), (), None)  # adapters and choices of the last step, and what was made of them
     _jobs: dict[Job, NamedAdapter] = field(default_factory=dict)  # that run or wait
 
     @classmethod
@@ -118,15 +120,17 @@ class Adapters:
         used = {job.adapter.digest: job.adapter for job in jobs if job.adapter is not None}
         if not used:
             return None
-        held = [self._take(named) for named in used.values()]
-        index = {digest: i for i, digest in enumerate(used)}
-        chosen, at = np.full(plan.num_tokens, -1, np.int32), 0
-        for job, count, end in zip(jobs, plan.counts, plan.ends, strict=True):
-            if job.adapter is not None:
-                base = min(count, max(0, job.adapted_from - (end - count)))  # tokens before it acts
-                chosen[at + base : at + count] = index[job.adapter.digest]
-            at += count
-        return StepAdapters(held, torch.from_numpy(chosen).to(self.model.weights.device))
+        held, index = [self._take(named) for named in used.values()], dict(zip(used, count(), strict=False))
+        choices, counts = [], []
+        for job, new, end in zip(jobs, plan.counts, plan.ends, strict=True):
+            base = new if job.adapter is None else min(new, max(0, job.adapted_from - (end - new)))
+            choices += (-1, -1 if job.adapter is None else index[job.adapter.digest])
+            counts += (base, new - base)
+        if (held, choices, counts) != self._last[:3]:  # D424: usually those of the last step
+            chosen = torch.from_numpy(np.repeat(np.array(choices, np.int32), counts))
+            step = StepAdapters(held, chosen.to(self.model.weights.device))
+            self._last = held, choices, counts, step
+        return self._last[3]
 
     def _read(self, name: str, folder: Path) -> StoredAdapter:
         return read_adapter(name, folder, adaptable(self.model.weights.model))

@@ -17,7 +17,8 @@ struct Part {
     const KvqFactors* factors;
     int64_t row, begin, end;
     int rows;
-    float* h;  // [rows, h_row]
+    float* h;             // [rows, h_row]
+    const uint8_t* next;  // what the part after it reads: fetched while the last of its own is multiplied
 };
 
 struct Tiles {
@@ -35,9 +36,12 @@ void shrink(const Part& part, const Tiles& t) {
     const KvqFactors& f = *part.factors;
     const float* x = t.x + part.row * t.k;
     for (int64_t first = part.begin; first < part.end; first += RANKS) {
+        bool is_last = first + RANKS >= part.end;
+        const uint8_t* soon = is_last ? part.next : f.a + (first + RANKS) * t.k * bytes_of(f.code);
         vf sums[RANKS][ROWS] = {};
         for (int64_t i = 0; i < t.k; i += OUTPUTS)
             for (int a = 0; a < RANKS; a++) {
+                __builtin_prefetch(soon + (a * t.k + i) * bytes_of(f.code));
                 Floats own = numbers_at(f.a, (first + a) * t.k + i, f.code);
                 for (int r = 0; r < ROWS; r++)
                     for (int p = 0; p < PARTS; p++)
@@ -61,13 +65,19 @@ template <int ROWS, int COUNT>
 void expand_panels(const Part& part, const Tiles& t, int64_t panel, uint8_t* out, int64_t out_row, int code) {
     const KvqFactors& f = *part.factors;
     Floats sums[ROWS][COUNT] = {};
-    for (int i = 0; i < f.rank; i++)
+    int64_t bytes = f.rank * OUTPUTS * bytes_of(f.code);
+    const uint8_t *b = f.b + panel * bytes, *soon = panel + COUNT < part.end ? b + COUNT * bytes : part.next;
+    for (int i = 0; i < f.rank; i++) {
+        vf h[ROWS];
+        for (int r = 0; r < ROWS; r++) h[r] = all(part.h[r * t.h_row + i]);
         for (int j = 0; j < COUNT; j++) {
-            Floats own = numbers_at(f.b, ((panel + j) * f.rank + i) * OUTPUTS, f.code);
+            int64_t at = j * bytes + i * OUTPUTS * bytes_of(f.code);
+            __builtin_prefetch(soon + at);
+            Floats own = load_floats(b + at, f.code);
             for (int r = 0; r < ROWS; r++)
-                for (int p = 0; p < PARTS; p++)
-                    sums[r][j].part[p] = multiply_add(own.part[p], all(part.h[r * t.h_row + i]), sums[r][j].part[p]);
+                for (int p = 0; p < PARTS; p++) sums[r][j].part[p] = multiply_add(own.part[p], h[r], sums[r][j].part[p]);
         }
+    }
     int64_t first = panel * OUTPUTS, left = f.out_features - first;
     int n = (int)(left < COUNT * OUTPUTS ? left : COUNT * OUTPUTS);
     for (int r = 0; r < ROWS; r++)
@@ -114,7 +124,7 @@ inline void divide(Tiles& t, const KvqChosen* chosen, int64_t rows) {
         for (n = 1; own && n < TILE && row + n < rows && chosen[row + n].factors == own;) n++;
         int64_t ranks = 0;
         for (const KvqFactors* f = own; f; ranks += f->rank, f = f->next) {
-            Part part = {f, row, 0, 0, (int)n, t.h ? t.h + row * t.h_row + ranks : nullptr};
+            Part part = {f, row, 0, 0, (int)n, t.h ? t.h + row * t.h_row + ranks : nullptr, nullptr};
             int64_t panels = (f->out_features + OUTPUTS - 1) / OUTPUTS;
             t.num_shrunk += split(t.shrunk ? t.shrunk + t.num_shrunk : nullptr, part, f->rank, FEW_RANKS);
             t.num_expanded += split(t.expanded ? t.expanded + t.num_expanded : nullptr, part, panels, FEW_PANELS);
@@ -122,6 +132,19 @@ inline void divide(Tiles& t, const KvqChosen* chosen, int64_t rows) {
         }
         if (ranks > t.h_row) t.h_row = ranks;
     }
+}
+
+// Address of what a part reads first.
+inline const uint8_t* begin_of(const Part& part, int64_t k, bool expands) {
+    const KvqFactors& f = *part.factors;
+    return (expands ? f.b + part.begin * f.rank * OUTPUTS * bytes_of(f.code) : f.a + part.begin * k * bytes_of(f.code));
+}
+
+inline void chain_up(const Tiles& t) {
+    for (int64_t i = 0; i < t.num_shrunk; i++)
+        t.shrunk[i].next = i + 1 < t.num_shrunk ? begin_of(t.shrunk[i + 1], t.k, false) : begin_of(t.expanded[0], t.k, true);
+    for (int64_t i = 0; i < t.num_expanded; i++)
+        t.expanded[i].next = begin_of(t.expanded[i + 1 < t.num_expanded ? i + 1 : i], t.k, true);
 }
 
 int update(const KvqChosen* chosen, const KvqAround& around, const uint8_t* x, int64_t x_row, uint8_t* out,
@@ -139,7 +162,7 @@ int update(const KvqChosen* chosen, const KvqAround& around, const uint8_t* x, i
         t.h = memory.take<float>(rows * t.h_row);
         t.shrunk = memory.take<Part>(t.num_shrunk);
         t.expanded = memory.take<Part>(t.num_expanded);
-        return memory.take<uint8_t>(makes_rows(around) ? rows * inputs * bytes_of(code) : 0);
+        return memory.take<uint8_t>(makes_rows(around) && code != KVQ_FP32 ? rows * inputs * bytes_of(code) : 0);
     };
     take(sizes);
     Kept* kept = take_memory(sizes.used);
@@ -147,13 +170,15 @@ int update(const KvqChosen* chosen, const KvqAround& around, const uint8_t* x, i
     Memory memory = {(uint8_t*)kept + 64, 0};
     uint8_t* made = take(memory);
     divide(t, chosen, rows);
+    chain_up(t);
     if (t.products < WORTH_SHARING) threads = 1;
     run_even(threads, rows, [&](int64_t row) {
         if (!chosen[row].factors) return;
         int64_t stride = x_row;
-        const uint8_t* from = inputs_of(around, made + row * inputs * bytes_of(code), x + row * x_row, stride, inputs, code, 1);
         float* to = t.x + row * t.k;
-        read_floats(to, from, (int)inputs, code);
+        uint8_t* room = code == KVQ_FP32 ? (uint8_t*)to : made + row * inputs * bytes_of(code);
+        const uint8_t* from = inputs_of(around, room, x + row * x_row, stride, inputs, code, 1);
+        if (from != (uint8_t*)to) read_floats(to, from, (int)inputs, code);
         memset(to + inputs, 0, (size_t)(t.k - inputs) * sizeof(float));
     });
     run_tasks(threads, t.num_shrunk, 1, [&](int, int64_t i) {

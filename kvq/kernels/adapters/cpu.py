@@ -1,6 +1,6 @@
 """`adapters` in C++ for CPUs, for the rows of one product and inside compiled decoder layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvq.errors import ConfigError
 from kvq.kernels.adapters.reference import Factors, check_rows
 from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run
+from kvq.kernels.native.pages import own_pages
 
 PRODUCTS = ("qkv", "output", "gate_up", "down")  # of a decoder layer
 _OUTPUTS, _RANKS = 16, 4  # to which shapes are padded
@@ -21,8 +22,8 @@ _CHOSEN, _LAYER, _ADAPTER = (struct(f"Kvq{name}") for name in ("Chosen", "LayerF
 class CpuFactors:
     """Factors of one weight as the kernel reads them: A's rows, and B in panels of 16 outputs."""
 
-    def __init__(self, factors: Factors) -> None:
-        """Pack the factors.
+    def __init__(self, factors: Factors, take: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        """Pack the factors. `take`: allocates memory for so many numbers; see `own_pages`.
 
         Raises:
             ConfigError: the dtype is not supported.
@@ -31,18 +32,22 @@ class CpuFactors:
         if factors.a.dtype is not factors.b.dtype or factors.a.dtype not in DTYPES:
             raise ConfigError(f"factors must be fp32, bf16 or fp16, got {factors.a.dtype}, {factors.b.dtype}")
         ranks, more = -rank % _RANKS, -outputs % _OUTPUTS
-        self._a = functional.pad(factors.a, (0, -inputs % _OUTPUTS, 0, ranks)).contiguous()
-        b = functional.pad(factors.b, (0, ranks, 0, more))
-        self._b = b.view(-1, _OUTPUTS, rank + ranks).transpose(1, 2).contiguous()  # [panels, rank, 16]
-        self.in_features, self.out_features, self.nbytes = inputs, outputs, self._a.nbytes + self._b.nbytes
+        a = functional.pad(factors.a, (0, -inputs % _OUTPUTS, 0, ranks))
+        b = functional.pad(factors.b, (0, ranks, 0, more)).view(-1, _OUTPUTS, rank + ranks)
+        self._memory = (take or own_pages())(a.numel() + b.numel(), a.dtype)  # together, so that A's end prefetches B
+        self._memory[: a.numel()] = a.flatten()
+        panels = self._memory[a.numel() :]
+        panels.view(len(b), rank + ranks, _OUTPUTS).copy_(b.transpose(1, 2))
+        self._panels = panels.data_ptr()
+        self.in_features, self.out_features, self.nbytes = inputs, outputs, self._memory.nbytes
         self.struct = self._struct()
         self.struct.rank, self.struct.code = rank + ranks, DTYPES[factors.a.dtype]
         self.struct.scale = factors.scale
 
     def _struct(self) -> Any:
         return struct("KvqFactors")(
-            a=self._a.data_ptr(),
-            b=self._b.data_ptr(),
+            a=self._memory.data_ptr(),
+            b=self._panels,
             in_features=self.in_features,
             out_features=self.out_features,
         )
@@ -80,12 +85,19 @@ class CpuStepAdapters:
         None if all rows pass through all layers.
         """
         self._kept = adapters, chosen, chosen if wanted is None else chosen[wanted]
+        self._rows, self._wanted = len(chosen), wanted
         self._array = (_ADAPTER * len(adapters))(
             *(_ADAPTER(None if own is None else addressof(own.struct)) for own in adapters)
         )
         self.struct = struct("KvqAdapters")(
             addressof(self._array), self._kept[1].data_ptr(), self._kept[2].data_ptr()
         )
+
+    def is_for(self, rows: int, wanted: Tensor | None) -> bool:
+        """Return True if they were made for so many rows, and for these wanted ones."""
+        if rows != self._rows or wanted is None or self._wanted is None:
+            return rows == self._rows and wanted is self._wanted
+        return torch.equal(wanted, self._wanted)
 
 
 def adapters(out: Tensor, x: Tensor, factors: Sequence[CpuFactors | None], chosen: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from kvq.kernels.adapters.cpu import PRODUCTS, CpuAdapter, CpuFactors
 from kvq.kernels.native.library import load
+from kvq.kernels.native.pages import own_pages
 from kvq.models.adapters.folder import Shapes, StoredAdapter
 from kvq.models.adapters.step import Adapter
 from kvq.models.loading.fused_layers import is_fused
@@ -36,7 +37,8 @@ def adaptable(model: Any) -> Shapes:
 def place(stored: StoredAdapter, weights: LoadedWeights) -> Adapter:
     """Return an adapter on the device of its model."""
     if weights.device.type == "cpu" and not isinstance(load(), str):
-        own = {layer: CpuFactors(factors) for layer, factors in stored.factors.items()}
+        take = own_pages()
+        own = {layer: CpuFactors(factors, take) for layer, factors in stored.factors.items()}
         compiled = _compiled(own, weights.model) if is_fused(weights.model) else None
         return Adapter(updates=own, compiled=compiled)
     device = weights.device

@@ -35,11 +35,14 @@ class StepAdapters:
 
     def __init__(self, adapters: Sequence[Adapter | None], chosen: Tensor) -> None:
         self._adapters, self._chosen = adapters, chosen
+        self._made: CpuStepAdapters | None = None
 
     def compiled(self, rows: int, wanted: Tensor | None) -> CpuStepAdapters:
         """Return them for layers that run in C++. `rows`: with padding; `wanted`: those whose logits are."""
-        own = [None if adapter is None else adapter.compiled for adapter in self._adapters]
-        return CpuStepAdapters(own, self._padded(rows), wanted)
+        if self._made is None or not self._made.is_for(rows, wanted):
+            own = [None if adapter is None else adapter.compiled for adapter in self._adapters]
+            self._made = CpuStepAdapters(own, self._padded(rows), wanted)
+        return self._made
 
     @contextmanager
     def applied(self, model: Any, rows: int) -> Iterator[None]:
