@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ class Adapters:
     """Adapters by name; the least recently used ones leave memory, and come back from their folders."""
 
     model: Model
-    room: int  # adapters in memory
+    config: EngineConfig
     _named: dict[str, NamedAdapter] = field(default_factory=dict)
     _held: OrderedDict[bytes, Adapter] = field(default_factory=OrderedDict)  # by digest, latest use last
-    _last: tuple[Any, ...] = ((), (), (), None)  # adapters and choices of the last step, and what was made of them
-    _jobs: dict[Job, NamedAdapter] = field(default_factory=dict)  # that run or wait
+    _last: tuple[Any, StepAdapters] | None = None  # D424: what the last step had, usually that of the next
+    _cores: list[Any] = field(default_factory=list)  # engines whose requests name them
 
     @classmethod
     def of(cls, model: Model, config: EngineConfig) -> "Adapters":
@@ -43,7 +42,7 @@ class Adapters:
         Raises:
             ModelError, ConfigError: see `load`.
         """
-        made = cls(model, config.max_adapters)
+        made = cls(model, config)
         for name, folder in config.adapters.items():
             made.load(name, folder)
         return made
@@ -52,6 +51,7 @@ class Adapters:
         """Let the requests of an `EngineCore` name these adapters."""
         core.adapters = core.intake.adapters = self
         core.runner.adapters = self.of_step
+        self._cores.append(core)
 
     def __iter__(self) -> Iterator[NamedAdapter]:
         return iter(self._named.values())
@@ -74,9 +74,11 @@ class Adapters:
             ModelError: the adapter is damaged, of another model, or of a kind that kvq would run incorrectly.
         """
         if not name or not isinstance(name, str) or name in self._named:
-            raise ConfigError(f"an adapter needs a name that no other one has, got {name!r}; unload that first")
+            raise ConfigError(f"an adapter needs a name of its own, got {name!r}; unload the other one first")
         if self.model.geometry.vocab_size > _MOST_IDS:
             raise ConfigError(f"adapters need a vocabulary of at most {_MOST_IDS} tokens")
+        if self.config.hand_over_to is not None or self.config.hand_over_listen is not None:
+            raise ConfigError("requests with adapters can't be handed over; leave adapters or hand_over out")
         stored = self._read(name, Path(folder))
         self._named[name] = NamedAdapter(
             name=name, folder=Path(folder), digest=stored.digest, invocation=stored.config.invocation
@@ -97,18 +99,13 @@ class Adapters:
     def find(self, name: str) -> NamedAdapter:
         """Return the adapter of a name; raise RequestError if there is none."""
         if name not in self._named:
-            raise RequestError(unknown("adapter", name, self._named) if self._named else f"there are no adapters, got {name!r}")
+            raise RequestError(unknown("adapter", name, self._named))
         return self._named[name]
-
-    def enter(self, job: Job) -> None:
-        """Keep a job's adapter until it leaves."""
-        if job.adapter is not None:
-            self._jobs[job] = job.adapter
 
     def leave(self, job: Job) -> None:
         """Let go of the adapter of a job that has ended."""
-        if (own := self._jobs.pop(job, None)) is not None:
-            self._let_go(own)
+        if job.adapter is not None:
+            self._let_go(job.adapter)
 
     def of_step(self, plan: StepPlan) -> StepAdapters | None:
         """Return the adapters of a step's branches, or None if all are the base model's.
@@ -120,17 +117,17 @@ class Adapters:
         used = {job.adapter.digest: job.adapter for job in jobs if job.adapter is not None}
         if not used:
             return None
-        held, index = [self._take(named) for named in used.values()], dict(zip(used, count(), strict=False))
-        choices, counts = [], []
+        held, index = [self._take(named) for named in used.values()], {own: i for i, own in enumerate(used)}
+        choices: list[int] = []
+        counts: list[int] = []
         for job, new, end in zip(jobs, plan.counts, plan.ends, strict=True):
             base = new if job.adapter is None else min(new, max(0, job.adapted_from - (end - new)))
             choices += (-1, -1 if job.adapter is None else index[job.adapter.digest])
             counts += (base, new - base)
-        if (held, choices, counts) != self._last[:3]:  # D424: usually those of the last step
+        if self._last is None or self._last[0] != (held, choices, counts):
             chosen = torch.from_numpy(np.repeat(np.array(choices, np.int32), counts))
-            step = StepAdapters(held, chosen.to(self.model.weights.device))
-            self._last = held, choices, counts, step
-        return self._last[3]
+            self._last = (held, choices, counts), StepAdapters(held, chosen.to(self.model.weights.device))
+        return self._last[1]
 
     def _read(self, name: str, folder: Path) -> StoredAdapter:
         return read_adapter(name, folder, adaptable(self.model.weights.model))
@@ -139,18 +136,22 @@ class Adapters:
         if named.digest not in self._held:
             stored = self._read(named.name, named.folder)
             if stored.digest != named.digest:
-                raise ModelError(f"adapter {named.name!r}: {named.folder} has changed; unload and load it again")
+                raise ModelError(
+                    f"adapter {named.name!r}: its files in {named.folder} have changed; unload it"
+                )
             self._hold(stored)
         self._held.move_to_end(named.digest)
         return self._held[named.digest]
 
     def _hold(self, stored: StoredAdapter) -> None:
         self._held[stored.digest] = place(stored, self.model.weights)
-        while len(self._held) > self.room:
+        while len(self._held) > self.config.max_adapters:
             self._held.popitem(last=False)
+        self._last = None
 
     def _let_go(self, named: NamedAdapter) -> None:
         """Free an adapter's memory if no name and no job has it."""
-        users = (*self._named.values(), *self._jobs.values())
-        if all(other.digest != named.digest for other in users):
+        jobs = (job.adapter for core in self._cores for job in core.jobs)
+        if all(user is None or user.digest != named.digest for user in (*self._named.values(), *jobs)):
             self._held.pop(named.digest, None)
+            self._last = None

@@ -10,6 +10,7 @@ from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.engine.requests.marking import check_marking
 from kvq.engine.speculation_config import Speculation, parse_speculation
 from kvq.errors import ConfigError
+from kvq.scheduler.config import MAX_ADAPTERS
 from kvq.sizes import parse_bytes
 from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 
@@ -20,10 +21,10 @@ class EngineConfig:
 
     The pool has `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what remains of `memory_fraction` of
     the device's free memory after activations; of all that, it takes `kv_share`. `max_context`: context limit
-    in tokens, if below the model's own. `adapters`: PEFT folders of LoRA adapters by the names that requests
-    give; at most `max_adapters` of them are in memory. `async_scheduling`: plan and launch a step while the previous one
+    in tokens, if below the model's own. `async_scheduling`: plan and launch a step while the previous one
     runs or is processed; by default, enabled on GPUs, where launching takes time, and on CPUs if steps are
-    short.
+    short. `adapters`: PEFT folders of LoRA adapters by the names that requests give; at most `max_adapters`
+    of them are in memory.
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
     preempted requests, too. `kv_tier_format`: format of fewer bits in which they are kept there, such as
     "int4". `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused
@@ -45,7 +46,7 @@ class EngineConfig:
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # new tokens of a step; at least max_num_seqs
     max_context: int | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
-    max_adapters: int = 8
+    max_adapters: int = MAX_ADAPTERS
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
@@ -82,8 +83,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", parse_speculation(self.speculation))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_adapters", "snapshot_every", "guard_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every", "guard_tokens"):
             _check(name, getattr(self, name), 1, 1 << 24)
+        _check("max_adapters", self.max_adapters, 1, 1 << 24)
         for name in ("num_blocks", "max_context"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1, 1 << 31)

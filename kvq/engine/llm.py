@@ -45,7 +45,7 @@ class LLM(LoopedEngine):
         priority: str | Priority = Priority.BATCH,
         tenant: str = "",
         cache_salt: str | None = None,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
         """Generate results for all prompts, in order. `params`: one set for all prompts, or one per prompt.

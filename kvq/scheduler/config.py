@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from kvq.errors import ConfigError
 
+MAX_ADAPTERS = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
@@ -12,7 +14,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # sequences that run at the same time
     max_num_batched_tokens: int = 2048  # new tokens per step, including decodes
     max_context: int = 1 << 20  # tokens of one sequence
-    max_adapters: int = 8  # of the requests that run at the same time
+    max_adapters: int = MAX_ADAPTERS  # of the requests that run at the same time
     prefix_caching: bool = True
     max_step_stretch: float = 1.7  # time of a step with prefill and streams / a step without prefill
     min_chunk: int = 4  # minimum prefill tokens of a step, even if they are slow

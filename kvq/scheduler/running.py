@@ -32,7 +32,7 @@ class Running:
         return self._num_rows - len(self._free_rows)
 
     def has_rows(self, request: Request) -> bool:
-        """Return True if there are enough free rows for all branches of a request, and room for its adapter."""
+        """Return True if there are enough free rows for all branches of a request, and its adapter fits."""
         tags = {own.tag for own in (request, *self.requests)} - {0} if request.tag else ()
         return len(request.live) <= len(self._free_rows) and len(tags) <= self._max_adapters
 

@@ -29,5 +29,5 @@ class NamedAdapter:
             if list(tokens[start : start + length]) == wanted:
                 return start
         raise RequestError(
-            f"adapter {self.name!r} acts from its invocation tokens {wanted} on, which the prompt does not hold"
+            f"adapter {self.name!r} acts from its invocation tokens {wanted} on; the prompt lacks them"
         )

@@ -103,8 +103,7 @@ class EngineCore(NotCopyable):
     def submit(self, job: Job, *, arrival_s: float | None = None) -> None:
         """Queue a job. A job with a grammar waits until the grammar is compiled; other jobs' steps continue.
 
-        `arrival_s`: arrival time on the engine's clock, if the job arrived during a step; TTFT is measured
-        from this time.
+        `arrival_s`: its arrival on the engine's clock, if that was during a step; TTFT counts from it.
 
         Raises:
             RequestError: too many grammars are waiting to be compiled.
@@ -113,7 +112,6 @@ class EngineCore(NotCopyable):
         if self._closed:
             raise EngineError("the engine was closed; make a new one")
         job.timing.arrival_s = self._clock() if arrival_s is None else arrival_s
-        self.adapters.enter(job)
         if job.params.structured is None:
             self._begin(job, None)
         else:
@@ -291,9 +289,7 @@ class EngineCore(NotCopyable):
         """Commit a step whose tokens are available, notify all listeners, and end finished requests."""
         choices.wait()
         plan, now = flight.plan, flight.watch.start("settling")
-        bad: set[int] = set()
-        if choices.errors:
-            bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
+        bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
         keep = partial(kept_tokens, flight, choices, self.speculator)
         tokens = [[] if i in bad else keep(i) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad)

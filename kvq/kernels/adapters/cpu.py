@@ -34,7 +34,7 @@ class CpuFactors:
         ranks, more = -rank % _RANKS, -outputs % _OUTPUTS
         a = functional.pad(factors.a, (0, -inputs % _OUTPUTS, 0, ranks))
         b = functional.pad(factors.b, (0, ranks, 0, more)).view(-1, _OUTPUTS, rank + ranks)
-        self._memory = (take or own_pages())(a.numel() + b.numel(), a.dtype)  # together, so that A's end prefetches B
+        self._memory = (take or own_pages())(a.numel() + b.numel(), a.dtype)
         self._memory[: a.numel()] = a.flatten()
         panels = self._memory[a.numel() :]
         panels.view(len(b), rank + ranks, _OUTPUTS).copy_(b.transpose(1, 2))
@@ -112,9 +112,8 @@ def adapters(out: Tensor, x: Tensor, factors: Sequence[CpuFactors | None], chose
     rows, sizes = chosen.tolist(), {(f.in_features, f.out_features) for f in factors if f is not None}
     if not sizes:
         return
-    if sizes != {(x.shape[1], out.shape[1])} or not -1 <= min(rows, default=-1) <= max(rows, default=-1) < len(
-        factors
-    ):
+    least, most = min(rows, default=-1), max(rows, default=-1)
+    if sizes != {(x.shape[1], out.shape[1])} or least < -1 or most >= len(factors):
         raise ConfigError(
             f"factors of {sorted(sizes)} inputs and outputs for {len(factors)} adapters don't fit rows of "
             f"{x.shape[1]} and {out.shape[1]}"

@@ -72,9 +72,7 @@ class CpuDecoder:
         )
         self._dtypes = {bias.dtype for bias in (heads.bias, parts.output_bias) if bias is not None}
 
-    def before(
-        self, x: Tensor, cos: Tensor, sin: Tensor, adapters: CpuStepAdapters | None = None
-    ) -> Tensor:
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor, adapters: CpuStepAdapters | None = None) -> Tensor:
         """Return queries, keys and values of the normalized inputs, after RoPE: [rows, total heads, dim].
 
         x: [rows, hidden], fp32, bf16 or fp16; cos, sin: [rows, dim] in the dtype of x.

@@ -1,1 +1,1 @@
-"""LoRA adapters in PEFT's folders: their configuration and weights, and the rows of a step that they change."""
+"""LoRA adapters: PEFT's folders, placing in memory, and the rows of a step that they change."""

@@ -58,7 +58,7 @@ def read_config(path: Path) -> AdapterConfig:
     """Read `adapter_config.json`.
 
     Raises:
-        ModelError: the file is missing or damaged, or the adapter is of a kind that kvq would run incorrectly.
+        ModelError: the file is missing or damaged, or kvq would run this kind of adapter incorrectly.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:

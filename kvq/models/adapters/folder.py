@@ -1,4 +1,4 @@
-"""A LoRA adapter in a PEFT folder, read from safetensors alone and checked against the model that it changes."""
+"""A LoRA adapter in a PEFT folder: read from safetensors alone, and checked against its model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
@@ -50,8 +51,8 @@ def read_adapter(name: str, folder: Path, shapes: Shapes) -> StoredAdapter:
 
 def _read(path: Path, config: AdapterConfig, shapes: Shapes) -> StoredAdapter:
     if not path.is_file():
-        pickled = [other.name for other in (path.with_suffix(".bin"), path.with_suffix(".pt")) if other.exists()]
-        why = f"{pickled[0]} is pickled, and can run code when read; " if pickled else ""
+        pickled = path.with_suffix(".bin")
+        why = f"{pickled.name} is pickled, and can run code when read; " if pickled.exists() else ""
         raise ModelError(f"the file is missing; {why}save the adapter as safetensors")
     with explained(ModelError, "it can't be read"):
         size, most = path.stat().st_size, 4 * MAX_RANK * sum(map(sum, shapes.values())) + _HEADER_BYTES
@@ -65,10 +66,8 @@ def _read(path: Path, config: AdapterConfig, shapes: Shapes) -> StoredAdapter:
     try:
         tensors = load_tensors(raw)
         found = {layer: [_finite(tensors, entry) for entry in pair] for layer, pair in pairs.items()}
-    except Exception as error:  # noqa: BLE001 - the library's own type
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"it changed while it was read ({error})") from error
+    except (SafetensorError, KeyError) as error:  # other bytes than those whose header was checked
+        raise ModelError(f"it changed while it was read ({error}); load it again") from error
     factors = {
         layer: Factors(a=a, b=b, scale=config.scale_of(layer)).narrowest() for layer, (a, b) in found.items()
     }
@@ -118,8 +117,8 @@ def _check_pair(pair: list[TensorEntry], rank: int, inputs: int, outputs: int) -
             raise ModelError(f"tensor {entry.name} is {entry.dtype}; allowed: {', '.join(_DTYPES)}")
         if entry.shape != wanted:
             raise ModelError(
-                f"tensor {entry.name} is {list(entry.shape)}, but {CONFIG} and the model have {list(wanted)}; "
-                f"was it made for another model or rank?"
+                f"tensor {entry.name} is {list(entry.shape)}, and must be {list(wanted)} for this model and "
+                f"the rank in {CONFIG}; was it made for another model?"
             )
 
 

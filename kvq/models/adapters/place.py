@@ -23,7 +23,7 @@ _WEIGHTS = (  # of each of `PRODUCTS`, in the order of their outputs
 
 
 def adaptable(model: Any) -> Shapes:
-    """Return the inputs and outputs of the Linear layers that adapters may change: not the head, no routers."""
+    """Return the inputs and outputs of the Linear layers that adapters may change: no head, no routers."""
     head = model.get_output_embeddings()
     return {
         name: (module.in_features, module.out_features)

@@ -58,7 +58,7 @@ class StepAdapters:
         def update(name: str, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if get_ident() != thread:  # another engine's step
                 return
-            updates = [None if own is None else own.updates.get(name) for own in self._adapters]
+            updates: list[Any] = [own and own.updates.get(name) for own in self._adapters]
             compiled = any(isinstance(own, CpuFactors) for own in updates)
             x, out = args[0].flatten(0, -2), output.flatten(0, -2)
             (add_on_cpu if compiled else add)(out, x.to(out.dtype), updates, chosen)

@@ -52,9 +52,9 @@ def run_packed(
         return short(ids, where, keep, step)[: len(wanted)]
     states = nullcontext() if step.states is None else step.states.current()
     functions = invariant_functions() if weights.prepared.exact else nullcontext()
-    hooks = step.adapters is not None and not runs_adapters(weights.model)
-    adapters = step.adapters.applied(weights.model, len(ids)) if hooks else nullcontext()
-    with states, functions, adapters, kept_hidden(weights.model, step):
+    adapters = None if runs_adapters(weights.model) else step.adapters
+    hooks = nullcontext() if adapters is None else adapters.applied(weights.model, len(ids))
+    with states, functions, hooks, kept_hidden(weights.model, step):
         output = weights.model(
             input_ids=ids[None], position_ids=where[None], use_cache=False, logits_to_keep=keep, kvq_step=step
         )
