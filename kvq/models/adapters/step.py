@@ -1,6 +1,6 @@
 """LoRA adapters in memory and in a step: in compiled layers, or around a model's own Linear layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ class StepAdapters:
     def __init__(self, adapters: Sequence[Adapter | None], chosen: Tensor) -> None:
         self._adapters, self._chosen = adapters, chosen
         self._made: CpuStepAdapters | None = None
+        self._operations: dict[str, Callable[..., None]] = {}  # by layer
 
     def compiled(self, rows: int, wanted: Tensor | None) -> CpuStepAdapters:
         """Return them for layers that run in C++. `rows`: with padding; `wanted`: those whose logits are."""
@@ -58,10 +59,8 @@ class StepAdapters:
         def update(name: str, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if get_ident() != thread:  # another engine's step
                 return
-            updates: list[Any] = [own and own.updates.get(name) for own in self._adapters]
-            compiled = any(isinstance(own, CpuFactors) for own in updates)
-            x, out = args[0].flatten(0, -2), output.flatten(0, -2)
-            (add_on_cpu if compiled else add)(out, x.to(out.dtype), updates, chosen)
+            x, out = args[0].flatten(0, -2), output.flatten(0, -2).contiguous()
+            self._adding(name)(out, x.to(out.dtype), chosen=chosen)
             if out.data_ptr() != output.data_ptr():
                 output.copy_(out.view(output.shape))
             left.discard(name)
@@ -75,6 +74,19 @@ class StepAdapters:
                 handle.remove()
         if left:
             raise ModelError(f"this model does not run {min(left)} as a layer, so adapters can't change it")
+
+    def _adding(self, name: str) -> Callable[..., None]:
+        """Return the operation that adds a layer's updates, with its factors; kept, since steps repeat."""
+        if name not in self._operations:
+            updates: list[Any] = [own and own.updates.get(name) for own in self._adapters]
+            if self._chosen.is_cuda:
+                from kvq.kernels.adapters import triton  # not needed on CPUs
+
+                self._operations[name] = partial(triton.adapters, factors=triton.StackedFactors(updates))
+            else:
+                is_compiled = any(isinstance(own, CpuFactors) for own in updates)
+                self._operations[name] = partial(add_on_cpu if is_compiled else add, factors=updates)
+        return self._operations[name]
 
     def _padded(self, rows: int) -> Tensor:
         return functional.pad(self._chosen, (0, rows - len(self._chosen)), value=-1)
