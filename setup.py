@@ -38,6 +38,7 @@ COMMON_SOURCES = ("native/variants.cpp", "native/pool.cpp")  # without instructi
 SOURCES = {  # and what each file needs; the two that take longest come first
     "linear/linear.cpp": ["-ffp-contract=off"],  # a row alone is bit-equal to it among others
     "linear/blocks.cpp": ["-ffp-contract=off"],
+    "adapters/adapters.cpp": ["-ffp-contract=off"],  # as these
     "attend/attend.cpp": ["-ffp-contract=fast"],
     "attend_latent/attend_latent.cpp": ["-ffp-contract=fast"],
     "copy_blocks/copy_blocks.cpp": [],

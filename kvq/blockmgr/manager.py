@@ -9,7 +9,7 @@ from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockPool, PoolUsage
-from kvq.blockmgr.prefix import PrefixQuery, token_array
+from kvq.blockmgr.prefix import PrefixQuery, tagged, token_array
 from kvq.blockmgr.restore import Below
 from kvq.blockmgr.sequence import BlockUse, LiveSequences, Sequence, Work
 from kvq.blockmgr.tables import Tables
@@ -78,7 +78,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         Prefixes are shared among prompts of the same tenant, or of all tenants with the same `shared_salt`.
         Among these prompts, prefixes are shared only if the `cache_salt` is also the same. `max_reuse`:
         maximum number of tokens to reuse; a limit is needed for prompt log-probabilities, whose tokens must
-        be computed.
+        be computed. Tokens may be tagged; those that follow get the tag of the last one.
 
         Raises:
             RequestError: an id is not a whole number from 0 to 2**32 - 1.
@@ -88,6 +88,10 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         if self.blocks.tiers is not None:
             self.blocks.tiers.learn(root, f"t{tenant}" if shared_salt is None else f"s{shared_salt}")
         return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
+
+    def tag(self, digest: bytes) -> int:
+        """Return the tag of an adapter for its tokens; see `PrefixIndex.tag`."""
+        return self.blocks.index.tag(digest)
 
     def lookup(self, prompt: PrefixQuery) -> Match:  # D75: `max_reuse=0` disables reuse
         """Return how many tokens `start` would reuse, and which sequence to wait for. Changes nothing."""
@@ -235,7 +239,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         """
         self._live.check_live(sequence)
         if tokens is not None:
-            sequence.tokens.extend(token_array(tokens))
+            sequence.tokens.extend(tagged(token_array(tokens), sequence.tag))
         sequence.committed = sequence.length
         if sequence.indexing:
             self.prefixes.publish(sequence)
@@ -259,7 +263,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
                 live.check_live(sequence)
             if known:
                 try:
-                    sequence.tokens.append(token)
+                    sequence.tokens.append(token | sequence.tag)
                 except (OverflowError, TypeError):
                     token_array((token,))
                     raise
@@ -339,6 +343,7 @@ class BlockManager:  # D61: one class made of parts; forwarding methods stay, si
         sequence = self.new_sequence(tenant=prompt.tenant)
         sequence.node = self.blocks.index.root(prompt.root)
         sequence.tokens = prompt.tokens[:]
+        sequence.tag = self.blocks.index.tag_of(prompt.data)
         sequence.digests = prompt.digests
         sequence.tail = (len(prompt.tokens) - 1) // self.block_size - 1
         return sequence

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from kvq.blockmgr.pool import BlockId
-from kvq.errors import RequestError
+from kvq.errors import ConfigError, RequestError
 from kvq.tiers.tiers import BlockKey
 
 TOKEN_BYTES = 4
+TAG_BITS = 12  # the highest of a token id, for the adapter under which its K and V were computed
+_SHIFT = 8 * TOKEN_BYTES - TAG_BITS
 _MOST_SIBLINGS = 32  # children examined on either side for a partial block to copy
 _VERSION = b"kvq-prefix-1"
 
@@ -106,6 +108,11 @@ def token_array(tokens: Iterable[int]) -> "array[int]":
         raise RequestError(f"token ids must be whole numbers from 0 to 2**32 - 1: {error}") from error
 
 
+def tagged(tokens: "array[int]", tag: int, start: int = 0) -> "array[int]":
+    """Return token ids with a tag, as returned by `PrefixIndex.tag`, on those from `start` on."""
+    return tokens[:start] + array("I", [token | tag for token in tokens[start:]]) if tag else tokens
+
+
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
@@ -120,6 +127,7 @@ class PrefixIndex:
         self._num_groups = num_groups
         self._identity = sha256_digest(identity)
         self._digest = sha256_digest  # of a block, chained to the previous one
+        self._tags: dict[int, bytes] = {}  # digests of adapters
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
 
@@ -154,18 +162,46 @@ class PrefixIndex:
         """Return the root with this digest. The root enters the index with its first child."""
         return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
 
+    def tag(self, digest: bytes) -> int:  # D420
+        """Return the tag of the adapter with this digest, the same in every call.
+
+        K and V of a token differ between adapters, so the token counts as another one in each: tagged, it
+        never equals the token without a tag or with another one. Digests of tagged blocks cover the
+        adapter's, which, unlike tags, is the same in every process.
+
+        Raises:
+            ConfigError: there were too many adapters since the start.
+        """
+        for tag, known in self._tags.items():
+            if known == digest:
+                return tag
+        if len(self._tags) + 1 >= 1 << TAG_BITS:
+            raise ConfigError(
+                f"{len(self._tags)} adapters were loaded since the engine started, the most that its prefix "
+                f"cache tells apart; start it again"
+            )
+        tag = len(self._tags) + 1 << _SHIFT
+        self._tags[tag] = digest
+        return tag
+
+    def tag_of(self, tokens: bytes) -> int:
+        """Return the tag of the last of these tokens, or 0."""
+        tag = int.from_bytes(tokens[-TOKEN_BYTES:], "little") >> _SHIFT << _SHIFT
+        return tag if tag in self._tags else 0
+
     def digest_at(self, prompt: PrefixQuery, block: int) -> bytes:
         """Return the chained digest of a prompt's full block, hashing any preceding blocks as needed."""
-        digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
+        digests, data, step = prompt.digests, prompt.data, self._step
         while len(digests) <= block:
             at = len(digests) * step
             last = digests[-1] if digests else prompt.root
-            digests.append(digest(last + data[at : at + step]))
+            digests.append(self.chain(last, data[at : at + step]))
         return digests[block]
 
     def chain(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the digest of a block with these tokens that follows the block with digest `parent`."""
-        return self._digest(parent + tokens)
+        salt = self._tags.get(self.tag_of(tokens), b"") if self._tags else b""
+        return self._digest(parent + salt + tokens)
 
     def walk(self, prompt: PrefixQuery, max_blocks: int) -> list[Node]:
         """Return the nodes of a prompt's leading indexed blocks. Doesn't change the index."""
@@ -173,7 +209,7 @@ class PrefixIndex:
         found: list[Node] = []
         if parent is None:
             return found
-        digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
+        digests, data, step, chain = prompt.digests, prompt.data, self._step, self.chain
         nodes = self._nodes
         last, known = prompt.root, len(digests)
         for i in range(max_blocks):
@@ -181,7 +217,7 @@ class PrefixIndex:
             if i < known:
                 last = digests[i]
             else:
-                last = digest(last + tokens)
+                last = chain(last, tokens)
                 digests.append(last)
             node = nodes.get(last)
             if node is None or node.parent is not parent or node.tokens != tokens:

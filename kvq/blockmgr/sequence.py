@@ -67,7 +67,8 @@ class Sequence:
     length: int = 0  # tokens that have a slot
     committed: int = 0  # tokens whose KV is known to be valid
     adopted: int = 0  # leading tokens that were filled in: their blocks are old enough to index
-    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # ids known so far
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # ids known so far, tagged
+    tag: int = 0  # of the adapter under which its next tokens are computed
     digests: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     depth: int = 0  # full blocks that are indexed
     found: int = 0  # leading indexed blocks that already existed when it started

@@ -236,7 +236,7 @@ class Tables:
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
         target.adopted, target.tail = source.adopted, source.tail
-        target.tokens, target.digests = source.tokens[:], source.digests
+        target.tokens, target.digests, target.tag = source.tokens[:], source.digests, source.tag
         target.request = source.request
 
     def can_shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> bool:

@@ -1,7 +1,7 @@
 """Engine configuration: limits and goals, fixed when an engine is built."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from kvq.engine.requests.marking import check_marking
 from kvq.engine.speculation_config import Speculation, parse_speculation
 from kvq.errors import ConfigError, not_one_of
 from kvq.models.describe.pooling import CHOICES
+from kvq.scheduler.config import MAX_ADAPTERS
 from kvq.sizes import parse_bytes
 from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 
@@ -23,7 +24,8 @@ class EngineConfig:
     the device's free memory after activations; of all that, it takes `kv_share`. `max_context`: context limit
     in tokens, if below the model's own. `async_scheduling`: plan and launch a step while the previous one
     runs or is processed; by default, enabled on GPUs, where launching takes time, and on CPUs if steps are
-    short.
+    short. `adapters`: PEFT folders of LoRA adapters by the names that requests give; at most `max_adapters`
+    of them are in memory.
     `kv_host`, `kv_disk`: bytes in host memory and in the folder `kv_dir` for blocks that leave the pool, of
     preempted requests, too. `kv_tier_format`: format of fewer bits in which they are kept there, such as
     "int4". `kv_key_file`: a secret key that encrypts the folder. `kv_max_age_s`: time after which unused
@@ -46,6 +48,8 @@ class EngineConfig:
     max_num_seqs: int = MAX_NUM_SEQS  # sequences that run at the same time
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # new tokens of a step; at least max_num_seqs
     max_context: int | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    max_adapters: int = MAX_ADAPTERS
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
     memory_fraction: float | None = None  # default: 0.9 on a GPU; on a CPU 0.5, but at most 4 GiB
@@ -85,6 +89,7 @@ class EngineConfig:
         object.__setattr__(self, "speculation", parse_speculation(self.speculation))
         for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every", "guard_tokens"):
             _check(name, getattr(self, name), 1, 1 << 24)
+        _check("max_adapters", self.max_adapters, 1, 1 << 24)
         for name in ("num_blocks", "max_context"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1, 1 << 31)

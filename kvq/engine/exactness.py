@@ -51,11 +51,12 @@ def make_signer(model: Model, marking: Marking | None) -> Signer:
 
     def sign(job: Job, output: RequestOutput) -> Receipt:
         limit = job.max_tokens or 0  # known, also if the request leaves it open
+        own = known if job.adapter is None else known | {"model": _digest(known["model"], job.adapter.digest)}
         params = replace(job.params, max_tokens=limit or None, most_tokens=None)
         request = _digest(output.prompt_token_ids, params, sorted(job.end_ids))
         exact = ExactReceipt(
-            digest=_digest(*known.values(), request),
-            **known,
+            digest=_digest(*own.values(), request),
+            **own,
             request=request,
             seed=job.seed,
             max_tokens=limit,

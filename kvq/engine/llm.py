@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from kvq.engine.loop import LoopedEngine
@@ -44,21 +45,24 @@ class LLM(LoopedEngine):
         priority: str | Priority = Priority.BATCH,
         tenant: str = "",
         cache_salt: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
         """Generate results for all prompts, in order. `params`: one set for all prompts, or one per prompt.
 
         All requests are checked before any is run. If a request fails while running, its output has an
         `error`, and the others continue. `cache_salt`: cached prefixes are shared only among requests of the
-        tenant with the same salt. `progress` is called with (requests finished, total).
+        tenant with the same salt. `adapter`: name of a LoRA adapter, or one per prompt, None for the base
+        model. `progress` is called with (requests finished, total).
 
         Raises:
             RequestError: a prompt or its parameters can't be served; no request was run.
         """
         many = as_prompts(prompts)
+        names = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else adapter
         given = [
-            RequestOptions(params=one, priority=priority, tenant=tenant, cache_salt=cache_salt)
-            for one in each_params(params, len(many))
+            RequestOptions(params=one, priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=name)
+            for one, name in zip(each_params(params, len(many)), names, strict=True)
         ]
         return self._outputs(many, given, progress)
 
@@ -210,6 +214,19 @@ class LLM(LoopedEngine):
             RequestError: the action is unknown.
         """
         self.core.sessions.hint(tenant, session, action, seconds)
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Read a LoRA adapter from a PEFT folder, so that requests may name it.
+
+        Raises:
+            ConfigError: the name is taken.
+            ModelError: the adapter is damaged, of another model, or of a kind that kvq would run incorrectly.
+        """
+        self.core.adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; raise RequestError if there is none of that name."""
+        self.core.adapters.unload(name)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step. Returns a function that unsubscribes."""

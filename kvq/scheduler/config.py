@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from kvq.errors import ConfigError
 
+MAX_ADAPTERS = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
@@ -12,6 +14,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # sequences that run at the same time
     max_num_batched_tokens: int = 2048  # new tokens per step, including decodes
     max_context: int = 1 << 20  # tokens of one sequence
+    max_adapters: int = MAX_ADAPTERS  # of the requests that run at the same time
     prefix_caching: bool = True
     max_step_stretch: float = 1.7  # time of a step with prefill and streams / a step without prefill
     min_chunk: int = 4  # minimum prefill tokens of a step, even if they are slow
@@ -20,7 +23,7 @@ class SchedulerConfig:
     ttft_slo_s: float | None = None  # if at risk, prefill gets a larger share of steps
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_context", "min_chunk"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_context", "max_adapters", "min_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_seqs > self.max_num_batched_tokens:

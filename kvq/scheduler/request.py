@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from kvq.blockmgr import BlockUse, PrefixMiss, PrefixQuery, Sequence
+from kvq.blockmgr.prefix import tagged
 from kvq.errors import KVQError
 
 
@@ -83,6 +84,8 @@ class Request:
     tenant: str = ""
     shared_salt: str | None = None
     cache_salt: str | None = None
+    tag: int = 0  # of its adapter in the prefix index; 0: the base model
+    adapted_from: int = 0  # first token that its adapter changes
     max_reuse: int | None = None  # limit for prompt tokens from the cache; 0: all are computed
     max_chunk: int | None = None  # limit for prefill tokens of this request in one step
     arrival_s: float = 0.0
@@ -103,6 +106,10 @@ class Request:
     miss: PrefixMiss | None = None  # why no more tokens were cached, if more could have been
     preemptions: int = 0
     error: KVQError | None = None  # the reason if the request was given up
+
+    def keyed(self, tokens: "array[int]") -> "array[int]":
+        """Return some of its first tokens as the prefix index knows them."""
+        return tagged(tokens, self.tag, self.adapted_from)
 
     def make_branches(self, *, max_tokens: int, now: float) -> None:
         """Create the branches of a newly queued request, each for up to `max_tokens` generated tokens."""

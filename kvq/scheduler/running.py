@@ -23,7 +23,7 @@ class Running:
         self.active: dict[Branch, None] = {}  # their branches with blocks
         self._caching = config.prefix_caching
         self._free_rows = list(range(config.max_num_seqs))[::-1]
-        self._num_rows = config.max_num_seqs
+        self._num_rows, self._max_adapters = config.max_num_seqs, config.max_adapters
         self._places = 0
 
     @property
@@ -32,15 +32,16 @@ class Running:
         return self._num_rows - len(self._free_rows)
 
     def has_rows(self, request: Request) -> bool:
-        """Return True if there are enough free rows for all branches of a request."""
-        return len(request.live) <= len(self._free_rows)
+        """Return True if there are enough free rows for all branches of a request, and its adapter fits."""
+        tags = {own.tag for own in (request, *self.requests)} - {0} if request.tag else ()
+        return len(request.live) <= len(self._free_rows) and len(tags) <= self._max_adapters
 
     def prompt(self, request: Request) -> PrefixQuery:
         """Return a query for the tokens that a request's first branch has to compute; hashed only once."""
         tokens = request.live[0].tokens if request.is_forked else request.tokens
         if request.query is None or len(request.query.tokens) != len(tokens):
             request.query = self.manager.prompt(
-                tokens,
+                request.keyed(tokens),
                 tenant=request.tenant,
                 shared_salt=request.shared_salt,
                 cache_salt=request.cache_salt,

@@ -105,6 +105,7 @@ AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
 SHARE = Finite(0, 1, min_open=True)
 NATURAL, AT_LEAST_1, TOKENS = click.IntRange(min=0), click.IntRange(min=1), TokenCount(min=1)
 PATH = click.Path(path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
 _WITHOUT = "; a chat template is a Jinja file or text; without, the model's own is used"
 TEMPLATE = _CheckedPath(partial(check_readable, remedy=_WITHOUT))

@@ -32,6 +32,7 @@ from kvq.commands.shared.param_types import (
 from kvq.errors import ConfigError
 from kvq.formats.spec import Own
 from kvq.models.describe.pooling import CHOICES
+from kvq.scheduler.config import MAX_ADAPTERS
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.watermark.schemes import MODES
 
@@ -44,6 +45,13 @@ class _EngineOptions:
     max_num_batched_tokens: int = option(
         MAX_NUM_BATCHED_TOKENS, "Most new tokens of a step.", type=TokenCount(1, 1 << 24)
     )
+    adapters: tuple[str, ...] = option(
+        (),
+        "LoRA adapter, NAME=FOLDER as PEFT saves it, for requests with that model name; may be repeated.",
+        names="--adapter",
+        multiple=True,
+    )
+    max_adapters: int = option(MAX_ADAPTERS, "Most adapters in memory.", type=click.IntRange(1, 1 << 24))
     kv_memory: str | None = option(
         None, "Size of the block pool, such as 2GiB; default: all free memory.", type=SIZE
     )
@@ -188,6 +196,7 @@ def _fields(
             f"kvq.LLM and kvq generate take it"
         )
     options = model.load_options() | {"scales": model.scales} | asdict(engine)
+    options["adapters"] = _adapters(engine.adapters) or None
     template = requests.chat_template
     if template is not None and not template.startswith("{"):  # a file, not the template itself
         from kvq.evals.text import decoded
@@ -200,3 +209,14 @@ def _fields(
         **asdict(requests),
         "chat_template": template,
     }
+
+
+def _adapters(given: tuple[str, ...]) -> dict[str, str]:
+    """Return absolute folders by name; raise ConfigError unless each is NAME=FOLDER, with its own name."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder or name in found:
+            raise ConfigError(f"--adapter takes NAME=FOLDER, each name once, got {one!r}")
+        found[name] = str(Path(folder).absolute())
+    return found

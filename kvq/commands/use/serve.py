@@ -17,6 +17,7 @@ from kvq.commands.shared.param_types import (
     AT_LEAST_0,
     AT_LEAST_1,
     FILE,
+    FOLDER,
     NATURAL,
     POSITIVE,
     SHARE,
@@ -44,6 +45,9 @@ class _ServeOptions:
         "completions",
         "Requests in whose texts the spellings of control tokens are control tokens, not plain text.",
         type=click.Choice(["completions", "chats", "both", "none"]),
+    )
+    adapter_folder: Path | None = option(
+        None, "Folder from which clients may load adapters: POST /v1/load_lora_adapter.", type=FOLDER
     )
     kv_also: tuple[str, ...] = option(
         (), "KV format that requests may ask for by kv_format, besides --kv; may be repeated.", multiple=True
@@ -205,7 +209,7 @@ def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "S
         log=LogConfig(format=options.log_format, level=options.log_level),
         kv_events=_events(options),
         kv_also=also,
-        **picked(options, "kv_also_share", "guard_fallback"),
+        **picked(options, "kv_also_share", "guard_fallback", "adapter_folder"),
         record=_record(options),
         tracing=_tracing(options),
         overflow=_overflow(options),

@@ -1,6 +1,6 @@
 """Runner: executes a step plan as one packed forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -19,6 +19,7 @@ from kvq.kernels.decoder.whole import ReadyPass
 from kvq.kernels.uploads import ring
 from kvq.layout import KVLayout
 from kvq.models import Model
+from kvq.models.adapters.step import StepAdapters
 from kvq.models.loading.weights import LoadedWeights
 from kvq.models.parts.states import StepStates
 from kvq.models.parts.step import Observer, PackedStep
@@ -108,6 +109,7 @@ class Runner:
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self.keeps_hidden = keeps_hidden
+        self.adapters: Callable[[StepPlan], StepAdapters | None] = lambda plan: None  # of its branches
         self._device = weights.device
         if self._device.type == "cuda":
             ring(self._device)  # allocated now, since pinning memory is slow
@@ -158,7 +160,8 @@ class Runner:
         if not plan.branches:
             return self.nothing(plan)
         keeps_hidden |= self.keeps_hidden
-        plainly = self.observer is None and not last_rows and weights is None
+        adapters = self.adapters(plan) if weights is None else None
+        plainly = self.observer is None and not last_rows and weights is None and adapters is None
         plainly &= self.keeps_hidden or not keeps_hidden
         if self._graphs is not None and plainly and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
@@ -173,7 +176,7 @@ class Runner:
         starts, wanted = _wanted(plan, last_rows)
         find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
         ids, positions, rows, batches = find(plan, wanted, tokens)
-        step = self._packed(plan, batches, keeps_hidden)
+        step = self._packed(plan, batches, adapters, keeps_hidden)
         logits = run_packed(weights or self.model.weights, step, ids, positions, rows)
         return StepOutput(
             logits=logits,
@@ -203,7 +206,7 @@ class Runner:
             return None
         starts, wanted = _wanted(plan, _NONE)
         ids, positions, _, batches = self._inputs_on_cpu(plan, wanted, None)
-        step = self._packed(plan, batches, self.keeps_hidden)
+        step = self._packed(plan, batches, self.adapters(plan), self.keeps_hidden)
         ready = ready_pass(self.model.weights, step, ids, positions, wanted)
         if ready is None:
             return None
@@ -215,7 +218,13 @@ class Runner:
             concurrent=ready,
         )
 
-    def _packed(self, plan: StepPlan, batches: tuple[SequenceBatch, ...], keeps_hidden: bool) -> PackedStep:
+    def _packed(
+        self,
+        plan: StepPlan,
+        batches: tuple[SequenceBatch, ...],
+        adapters: StepAdapters | None,
+        keeps_hidden: bool,
+    ) -> PackedStep:
         slots = self.cache.states
         return PackedStep(
             cache=self.cache,
@@ -225,6 +234,7 @@ class Runner:
             observer=self.observer,
             states=None if slots is None else StepStates(slots, plan.moves, self._device, plan.drafts),
             keeps_hidden=keeps_hidden,
+            adapters=adapters,
         )
 
     def nothing(self, plan: StepPlan) -> StepOutput:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from kvq.engine.adapters import Adapters
 from kvq.engine.params import MAX_PINS, check_params
 from kvq.engine.requests.beam import BeamSearch
 from kvq.engine.requests.marking import Marking, marked
@@ -44,6 +45,7 @@ class Intake:
     home: Home
     clock: Callable[[], float]
     pooling: Pooling | None = None
+    adapters: Adapters = field(init=False)
     _ids: Iterator[int] = field(default_factory=itertools.count, init=False)
     _random: random.Random = field(default_factory=random.SystemRandom, init=False)
 
@@ -59,6 +61,7 @@ class Intake:
         self.home.check()
         tokens = self._tokens(prompt)
         self._check(options, len(tokens))
+        adapter = None if options.adapter is None else self.adapters.find(options.adapter)
         params = marked(options.params, self.marking)
         seed = int(params.seed or 0)
         if params.seed is None and params.temperature:
@@ -76,6 +79,9 @@ class Intake:
             tenant=options.tenant,
             shared_salt=options.shared_salt,
             cache_salt=options.cache_salt,
+            adapter=adapter,
+            tag=0 if adapter is None else self.scheduler.manager.tag(adapter.digest),
+            adapted_from=0 if adapter is None else adapter.start_in(tokens),
             texts=options.texts,
             **self._limits(options, len(tokens)),
             pools=options.pools,

@@ -42,7 +42,7 @@ class Pinning:
     def _pin(self, job: Job, pin: PrefixPin, now: float) -> None:
         request = job
         prompt = self._manager.prompt(
-            request.tokens[: pin.length],
+            request.keyed(request.tokens[: pin.length]),
             tenant=request.tenant,
             shared_salt=request.shared_salt,
             cache_salt=request.cache_salt,

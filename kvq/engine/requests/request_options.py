@@ -91,6 +91,7 @@ class RequestFields(TypedDict, total=False):
     request_id: str | None
     session: str | None
     retain_s: float | None
+    adapter: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,7 @@ class RequestOptions:
     `cache_salt`: 1 to 1,024 characters; the request shares cached prefixes only with requests of its tenant
     that have the same salt.
     `session`: name of the conversation, 1 to 256 characters. `retain_s`: seconds for which its KV should be
-    kept after the request. See `kvq.engine.requests.sessions`.
+    kept after the request. See `kvq.engine.requests.sessions`. `adapter`: name of the LoRA adapter to use.
 
     Raises:
         RequestError: a value has the wrong type, or the priority is unknown.
@@ -116,13 +117,14 @@ class RequestOptions:
     request_id: str | None = None
     session: str | None = None
     retain_s: float | None = None
+    adapter: str | None = None  # None: the base model
     kv_format: str | None = None  # in servers with several; None: the default
     texts: tuple[tuple[int, int], ...] = ()  # of a chat's messages, as token ranges, to tell where it missed
     pools: bool = False  # the result is an embedding or a score; `params` are then POOLING_PARAMS
     dimensions: int | None = None  # of an embedding; None: all
 
     def __post_init__(self) -> None:
-        for name in ("tenant", "shared_salt", "request_id"):
+        for name in ("tenant", "shared_salt", "request_id", "adapter"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "tenant"):
                 raise RequestError(f"{name} must be a text, got {value!r}")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvq.engine.params import PrefixPin, SamplingParams
 from kvq.engine.requests.beam import Beam, BeamSearch
+from kvq.engine.requests.named_adapter import NamedAdapter
 from kvq.engine.requests.outputs import (
     CompletionOutput,
     Event,
@@ -66,6 +67,7 @@ class Job(Request):
     pinned_tokens: int = 0
     session: str | None = None
     retain_s: float | None = None
+    adapter: NamedAdapter | None = None  # None: the base model
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these
     pools: bool = False

@@ -84,7 +84,8 @@ class Sessions:
         if job.session is None or not job.branches or error is not None:
             return
         session = self._forget(key) or _Session(array("I"), (None, None), now)
-        session.tokens, session.salts = job.branches[0].tokens, (job.shared_salt, job.cache_salt)
+        session.tokens = job.keyed(job.branches[0].tokens)
+        session.salts = job.shared_salt, job.cache_salt
         session.ended_s = now
         self._sessions[key] = session
         self._num_tokens[job.tenant] += session.size

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvq.cache.memory import held_bytes
+from kvq.engine.adapters import Adapters
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.exactness import keep_kv_digest, make_signer
@@ -65,6 +66,7 @@ class EngineCore(NotCopyable):
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
         speculation = parse_speculation(config.speculation)
         helper = load_helper(speculation, model)
+        self.adapters = Adapters.of(model, config)
         self.scheduler, self.runner = build_parts(model, config, self.max_context, helper)
         sampler = Sampler(
             max_rows=config.max_num_seqs,
@@ -77,6 +79,7 @@ class EngineCore(NotCopyable):
         self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
         self.intake = Intake(model, self.scheduler, marking, self._home, clock, self._chooser.pooling)
+        self.adapters.serve(self)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)
         self.speculator = make_speculator(
@@ -100,8 +103,7 @@ class EngineCore(NotCopyable):
     def submit(self, job: Job, *, arrival_s: float | None = None) -> None:
         """Queue a job. A job with a grammar waits until the grammar is compiled; other jobs' steps continue.
 
-        `arrival_s`: arrival time on the engine's clock, if the job arrived during a step; TTFT is measured
-        from this time.
+        `arrival_s`: its arrival on the engine's clock, if that was during a step; TTFT counts from it.
 
         Raises:
             RequestError: too many grammars are waiting to be compiled.
@@ -287,9 +289,7 @@ class EngineCore(NotCopyable):
         """Commit a step whose tokens are available, notify all listeners, and end finished requests."""
         choices.wait()
         plan, now = flight.plan, flight.watch.start("settling")
-        bad: set[int] = set()
-        if choices.errors:
-            bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
+        bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
         keep = partial(kept_tokens, flight, choices, self.speculator)
         tokens = [[] if i in bad else keep(i) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad)
@@ -386,10 +386,10 @@ class EngineCore(NotCopyable):
         """Deliver the result. An error raised by a listener is logged; the request has ended anyway."""
         self._finished += 1
         self.jobs.pop(job, None)  # a job that never started is not included
-        if self.speculator is not None:
-            self.speculator.forget(job)
-        if self.handover is not None:
-            self.handover.forget(job)
+        self.adapters.leave(job)
+        for other in (self.speculator, self.handover):
+            if other is not None:
+                other.forget(job)
         output = job.complete(self._clock(), error, reason)
         self.sessions.end(job, self._clock(), error)
         if self._sign is not None and error is None and reason is None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.adapters.cpu import CpuStepAdapters
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts
 from kvq.kernels.gated.reference import COMPILED
 from kvq.kernels.linear.cpu import CpuLinear
@@ -71,7 +72,7 @@ class CpuDecoder:
         )
         self._dtypes = {bias.dtype for bias in (heads.bias, parts.output_bias) if bias is not None}
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor, adapters: CpuStepAdapters | None = None) -> Tensor:
         """Return queries, keys and values of the normalized inputs, after RoPE: [rows, total heads, dim].
 
         x: [rows, hidden], fp32, bf16 or fp16; cos, sin: [rows, dim] in the dtype of x.
@@ -81,10 +82,10 @@ class CpuDecoder:
         self.check_angles(x, cos, sin)
         cos, sin = cos.contiguous(), sin.contiguous()
         out = torch.empty(len(x), heads.q_heads + 2 * heads.kv_heads, dim, dtype=x.dtype)
-        self._run("decoder_in", x, cos, sin, out)
+        self._run("decoder_in", adapters, x, cos, sin, out)
         return out
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+    def after(self, x: Tensor, attended: Tensor, adapters: CpuStepAdapters | None = None) -> Tensor:
         """Return the layer's output [rows, hidden].
 
         x: the layer's inputs; attended: attention output [rows, q_heads * dim] in the same dtype.
@@ -97,12 +98,13 @@ class CpuDecoder:
                 f"got {list(attended.shape)}, {attended.dtype}"
             )
         out = torch.empty_like(x)
-        self._run("decoder_out", x, attended, out)
+        self._run("decoder_out", adapters, x, attended, out)
         return out
 
-    def _run(self, kernel: str, x: Tensor, *others: Tensor) -> None:
+    def _run(self, kernel: str, adapters: CpuStepAdapters | None, x: Tensor, *others: Tensor) -> None:
         pointers = (tensor.data_ptr() for tensor in (x, *others))
-        run(kernel, self.struct, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
+        own = (None, 0) if adapters is None else (adapters.struct, self.parts.index)
+        run(kernel, self.struct, *own, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
 
     def check_angles(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Raise ConfigError unless `cos` and `sin` match the rows of `x` and the layer's heads."""

@@ -27,12 +27,25 @@ inline void normalize_and_add(const KvqNorm& norm, uint8_t* x, const uint8_t* ad
     });
 }
 
+// Add the updates of the rows' adapters to a product's results for rows [first, first + n).
+inline int adapt(const KvqAdapters* a, int index, const KvqFactors* KvqLayerFactors::*product, const KvqAround& around,
+                 const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int code, int64_t first, int64_t n,
+                 int threads) {
+    if (!a) return KVQ_OK;
+    KvqChosen chosen[MOST_ROWS];
+    for (int64_t r = 0; r < n; r++) {
+        int own = a->chosen[first + r];
+        chosen[r].factors = own < 0 ? nullptr : a->adapters[own].layers[index].*product;
+    }
+    return KVQ_CALL(adapters)(chosen, &around, x, x_row, out, out_row, code, n, threads);
+}
+
 }  // namespace
 
 // Compute queries, keys and values of `x` [rows, hidden] in `out` [rows, (q_heads + 2 kv_heads) dim], with RoPE by
-// the angles `cos` and `sin` [rows, dim]; all of `code`.
-KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* cos, const uint8_t* sin,
-                       uint8_t* out, int code, int64_t rows, int threads) {
+// the angles `cos` and `sin` [rows, dim]; all of `code`. The layer is number `index` of each of the adapters, if any.
+KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const KvqAdapters* adapters, int index, const uint8_t* x,
+                       const uint8_t* cos, const uint8_t* sin, uint8_t* out, int code, int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
     int64_t size = bytes_of(code), x_row = l.qkv->in_features * size, out_row = l.qkv->out_features * size;
     int64_t angles = l.dim * size;
@@ -41,6 +54,9 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
         uint8_t* heads = out + first * out_row;
         int status = KVQ_CALL(linear_around)(l.qkv, &around, x + first * x_row, x_row, heads, out_row, code, n,
                                              threads);
+        if (!status)
+            status = adapt(adapters, index, &KvqLayerFactors::qkv, around, x + first * x_row, x_row, heads, out_row,
+                           code, first, n, threads);
         if (status) return status;
         if (l.q_norm.weight) normalize_heads(l, heads, out_row, code, n, threads);
         return KVQ_CALL(rope)(heads, out_row, cos + first * angles, sin + first * angles, l.q_heads + l.kv_heads,
@@ -49,8 +65,8 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
 }
 
 // Compute the layer's output `out` from inputs `x` [rows, hidden] and `attended` [rows, q_heads dim]; all of `code`.
-KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out, int code,
-                        int64_t rows, int threads) {
+KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const KvqAdapters* adapters, int index, const uint8_t* x,
+                        const uint8_t* attended, uint8_t* out, int code, int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
     int64_t hidden = l.output->out_features, size = bytes_of(code), row = hidden * size;
     int64_t gates_row = l.gate_up->out_features * size, attended_row = l.output->in_features * size;
@@ -61,13 +77,19 @@ KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t
         KvqAround before_gates = {&l.mlp_norm, 0, 0, nullptr, nullptr, 0};
         KvqAround gated = {nullptr, 1, l.activation, nullptr, l.out_norm.weight ? nullptr : sums, row};
         const uint8_t* from = attended + first * attended_row;
-        int status = KVQ_CALL(linear_around)(l.output, &after_attention, from, attended_row, sums, row, code, n,
-                                             threads);
+        auto multiply = [&](const KvqLinear* linear, const KvqFactors* KvqLayerFactors::*product, const KvqAround& around,
+                            const uint8_t* inputs, int64_t inputs_row, uint8_t* results, int64_t results_row) {
+            int status = KVQ_CALL(linear_around)(linear, &around, inputs, inputs_row, results, results_row, code, n,
+                                                 threads);
+            return status ? status : adapt(adapters, index, product, around, inputs, inputs_row, results, results_row,
+                                           code, first, n, threads);
+        };
+        int status = multiply(l.output, &KvqLayerFactors::output, after_attention, from, attended_row, sums, row);
         if (status) return status;
         if (l.attention_norm.weight) normalize_and_add(l.attention_norm, sums, inputs, hidden, code, n, threads);
-        status = KVQ_CALL(linear_around)(l.gate_up, &before_gates, sums, row, gates, gates_row, code, n, threads);
+        status = multiply(l.gate_up, &KvqLayerFactors::gate_up, before_gates, sums, row, gates, gates_row);
         if (status) return status;
-        status = KVQ_CALL(linear_around)(l.down, &gated, gates, gates_row, to, row, code, n, threads);
+        status = multiply(l.down, &KvqLayerFactors::down, gated, gates, gates_row, to, row);
         if (!status && l.out_norm.weight) normalize_and_add(l.out_norm, to, sums, hidden, code, n, threads);
         return status;
     });

@@ -16,10 +16,10 @@ inline double now_s() {
 
 // Compute queries, keys and values of a layer's inputs `x` [rows, hidden] in step.heads; write keys and values to
 // blocks. The time in write_kv is added to `seconds`.
-inline int begin_layer(const KvqStackLayer& l, const KvqStackStep& step, const uint8_t* x, uint8_t* bad, double* seconds,
-                       int code, int64_t rows, int threads) {
+inline int begin_layer(const KvqStackLayer& l, int index, const KvqStackStep& step, const uint8_t* x, uint8_t* bad,
+                       double* seconds, int code, int64_t rows, int threads) {
     const KvqDecoder& d = *l.decoder;
-    int status = KVQ_CALL(decoder_in)(&d, x, step.cos[l.angles], step.sin[l.angles], step.heads, code, rows, threads);
+    int status = KVQ_CALL(decoder_in)(&d, step.adapters, index, x, step.cos[l.angles], step.sin[l.angles], step.heads, code, rows, threads);
     if (status) return status;
     int64_t head = (int64_t)d.dim * bytes_of(code), row = (d.q_heads + 2 * (int64_t)d.kv_heads) * head;
     KvqDense k = {step.heads + d.q_heads * head, row, head, code}, v = k;
@@ -86,14 +86,14 @@ inline int attend_all(const KvqStackLayer& l, const KvqStackStep& step, const in
 
 // Compute the layer's output `out` from its inputs and the queries of `rows` rows; `lens`: queries of every sequence,
 // or null for all of its new tokens.
-inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const int32_t* lens, const uint8_t* x,
-                     uint8_t* out, double* seconds, int code, int64_t rows, int threads) {
+inline int end_layer(const KvqStackLayer& l, int index, const KvqStackStep& step, const KvqAdapters* adapters,
+                     const int32_t* lens, const uint8_t* x, uint8_t* out, double* seconds, int code, int64_t rows, int threads) {
     const KvqDecoder& d = *l.decoder;
     int64_t head = (int64_t)d.dim * bytes_of(code), row = (d.q_heads + 2 * (int64_t)d.kv_heads) * head;
     double began = now_s();
     int status = attend_all(l, step, lens, {step.heads, row, head, code}, code, rows, threads);
     *seconds += now_s() - began;
-    return status ? status : KVQ_CALL(decoder_out)(&d, x, step.attended, out, code, rows, threads);
+    return status ? status : KVQ_CALL(decoder_out)(&d, adapters, index, x, step.attended, out, code, rows, threads);
 }
 
 }  // namespace
@@ -106,8 +106,8 @@ KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStack
         const uint8_t* from = x;
         for (int i = 0; i < count; i++, from = out) {
             const KvqStackLayer& l = layers[i];
-            int status = begin_layer(l, *step, from, bad, seconds, code, rows, threads);
-            if (!status) status = end_layer(l, *step, nullptr, from, out, seconds, code, rows, threads);
+            int status = begin_layer(l, i, *step, from, bad, seconds, code, rows, threads);
+            if (!status) status = end_layer(l, i, *step, step->adapters, nullptr, from, out, seconds, code, rows, threads);
             if (status) return status;
         }
         return (int)KVQ_OK;
@@ -141,15 +141,17 @@ inline bool are_last(const KvqPass& p, const KvqBatch& batch, int64_t rows) {
 }
 
 // Run the last layer, whose results are needed only for the wanted rows: `x` gets these, from `from` [rows, hidden].
-inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqPass& p, const uint8_t* from, uint8_t* x,
+inline int run_last(const KvqStackLayer& l, int index, const KvqStackStep& step, const KvqPass& p, const uint8_t* from, uint8_t* x,
                     uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
-    int status = begin_layer(l, step, from, bad, seconds, code, rows, threads);
+    int status = begin_layer(l, index, step, from, bad, seconds, code, rows, threads);
     if (status || !p.num_wanted) return status;
     const KvqDecoder& d = *l.decoder;
     int64_t heads = d.qkv->out_features * bytes_of(code), hidden = p.head->in_features * bytes_of(code);
     take_rows(step.heads, step.heads, p.wanted, p.num_wanted, heads, heads);
     take_rows(x, from, p.wanted, p.num_wanted, hidden, hidden);
-    return end_layer(l, step, p.lens, x, x, seconds, code, p.num_wanted, threads);
+    KvqAdapters own = step.adapters ? *step.adapters : KvqAdapters{};
+    own.chosen = own.wanted;
+    return end_layer(l, index, step, step.adapters ? &own : nullptr, p.lens, x, x, seconds, code, p.num_wanted, threads);
 }
 
 // Look up the rows of the tokens, [rows, hidden] in p.x.
@@ -186,7 +188,7 @@ inline int run_pass(KvqWholeStep& w) {
     bool few = w.count > 1 && p.num_wanted < rows && are_last(p, step.batches[last.group], rows);
     if (!status)
         status = KVQ_CALL(decoder_stack)(w.layers, w.count - few, &step, p.x, p.out, w.bad, &w.seconds, code, rows, threads);
-    if (!status && few) status = run_last(last, step, p, p.out, p.x, w.bad, &w.seconds, code, rows, threads);
+    if (!status && few) status = run_last(last, w.count - 1, step, p, p.out, p.x, w.bad, &w.seconds, code, rows, threads);
     if (status || !p.num_wanted) return status;
     if (!few) take_rows(p.x, p.out, p.wanted, p.num_wanted, row, row);
     KvqAround around = {&p.norm, 0, 0, nullptr, nullptr, 0};

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.adapters.cpu import CpuStepAdapters
 from kvq.kernels.attend.cpu import check_batch, options_of
 from kvq.kernels.attend.options import AttentionOptions, parts_of
 from kvq.kernels.decoder.cpu import CpuDecoder
@@ -128,6 +129,7 @@ class CpuStack:  # D112: all layers in one call
         angles: Sequence[tuple[Tensor, Tensor]],
         batches: Sequence[SequenceBatch],
         bad: Tensor,
+        adapters: CpuStepAdapters | None = None,
     ) -> tuple[Tensor, float]:
         """Return the output [rows, hidden], and the seconds spent on writing K and V and on attention.
 
@@ -141,7 +143,7 @@ class CpuStack:  # D112: all layers in one call
         """
         rows, first = len(x), self.layers[0].decoder
         x = first.rows(x, first.hidden)
-        step = self.step(batches, bad, rows, x.dtype)
+        step = self.step(batches, bad, rows, x.dtype, adapters)
         for kind, decoder in self._kinds.items():
             decoder.check_angles(x, *angles[kind])
             cos, sin = (angle.contiguous() for angle in angles[kind])
@@ -154,7 +156,12 @@ class CpuStack:  # D112: all layers in one call
         return out, seconds.value
 
     def step(
-        self, batches: Sequence[SequenceBatch], bad: Tensor, rows: int, dtype: torch.dtype
+        self,
+        batches: Sequence[SequenceBatch],
+        bad: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        adapters: CpuStepAdapters | None,
     ) -> "_StackStep":
         """Return a step for `rows` rows of a dtype, without its angles; see `__call__` for the arguments."""
         step = _StackStep(self._num_groups, self.kinds)
@@ -189,6 +196,9 @@ class CpuStack:  # D112: all layers in one call
         for name, tensor in zip(names, memory, strict=True):
             setattr(step.struct, name, tensor.data_ptr())
         named += memory
+        if adapters is not None:
+            step.struct.adapters = addressof(adapters.struct)
+            named += (adapters,)
         return step
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

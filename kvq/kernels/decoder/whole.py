@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.adapters.cpu import CpuStepAdapters
 from kvq.kernels.decoder.stack import KEPT_BYTES, CpuStack
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
@@ -132,6 +133,7 @@ class CpuPass:  # D113: from token ids to logits in one call
         wanted: Tensor,
         batches: Sequence[SequenceBatch],
         bad: Tensor,
+        adapters: CpuStepAdapters | None = None,
     ) -> ReadyPass:
         """Return a step that computes the logits of the rows `wanted` from token ids.
 
@@ -163,7 +165,7 @@ class CpuPass:  # D113: from token ids to logits in one call
         at = {name: tensor.data_ptr() for name, tensor in zip(names, (*numbers, *memory), strict=True)}
         given = struct("KvqPass")(**self._around, **angles, **at, num_wanted=count)
         logits = torch.empty(count, self._head.out_features, dtype=dtype)
-        step = stack.step(batches, bad, rows, dtype)
+        step = stack.step(batches, bad, rows, dtype, adapters)
         whole = struct("KvqWholeStep")(
             layers=addressof(stack.structs),
             step=addressof(step.struct),

@@ -189,6 +189,37 @@ struct KvqDecoder {
     int32_t activation;              // KvqActivation
 };
 
+// Low-rank factors of one weight, which add scale (x A^T) B^T to some outputs of a product: kvq/kernels/adapters.
+struct KvqFactors {
+    const uint8_t *a, *b;  // [rank, k], and panels of 16 outputs [panels, rank, 16]; both of `code`
+    int64_t in_features, first, out_features;  // outputs [first, first + out_features) of the product's
+    int32_t rank;  // padded to a multiple of 4; k is in_features padded to one of 16
+    int32_t code;  // KVQ_FP32, KVQ_BF16 or KVQ_FP16
+    float scale;
+    const KvqFactors* next;  // of another weight of the same product, or null
+};
+
+// The factors of a row's adapter, or null.
+struct KvqChosen {
+    const KvqFactors* factors;
+};
+
+// An adapter's factors for the products of a decoder layer; each may be null.
+struct KvqLayerFactors {
+    const KvqFactors *qkv, *output, *gate_up, *down;
+};
+
+struct KvqAdapter {
+    const KvqLayerFactors* layers;  // [layers]
+};
+
+// The adapters of a step, and the index of each row's, or -1.
+struct KvqAdapters {
+    const KvqAdapter* adapters;
+    const int32_t* chosen;  // [rows]
+    const int32_t* wanted;  // [num_wanted], of the rows whose logits are
+};
+
 // One of a step's decoder layers, over its own blocks. A staged layer stores new tokens in `recent`; see
 // kvq/cache/stores/staged.py.
 struct KvqStackLayer {
@@ -213,6 +244,7 @@ struct KvqStackStep {
     uint8_t* attended;            // [rows, q_heads dim]
     float* lse;                   // [rows, q_heads]
     uint8_t* bad;                 // [rows]
+    const KvqAdapters* adapters;  // or null
 };
 
 // Parts around a model's layers, and a step's numbers and buffers.
@@ -283,10 +315,12 @@ KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int6
                      int weight_code, float eps, int64_t rows, int threads);
 KVQ_KERNEL(rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads, int half,
                  int code, int64_t rows, int threads);
-KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* cos, const uint8_t* sin,
-                       uint8_t* out, int code, int64_t rows, int threads);
-KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out,
-                        int code, int64_t rows, int threads);
+KVQ_KERNEL(adapters)(const KvqChosen* chosen, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
+                     int64_t out_row, int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const KvqAdapters* adapters, int index, const uint8_t* x,
+                       const uint8_t* cos, const uint8_t* sin, uint8_t* out, int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const KvqAdapters* adapters, int index, const uint8_t* x,
+                        const uint8_t* attended, uint8_t* out, int code, int64_t rows, int threads);
 KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const uint8_t* x,
                           uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads);
 KVQ_KERNEL(decoder_pass)(KvqWholeStep* step);

@@ -70,6 +70,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
 
 
+def own_pages() -> Callable[[int, torch.dtype], Tensor]:
+    """Return a function like `_Pages.take`, for tensors that are freed together, but not with others."""
+    return _Pages().take if _ADVICE is not None else lambda count, dtype: torch.empty(count, dtype=dtype)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # D165
     """Return `torch.empty` on a CPU, with large tensors placed next to each other in pages of 2 MiB.
 

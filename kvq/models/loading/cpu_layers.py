@@ -28,7 +28,7 @@ class CpuLayers:
         stack = self._stack_of(step) if len(x) == len(step.bad_tokens) else None
         if stack is not None:
             turned = [angles[kind] for kind in self._kinds]
-            x, seconds = stack(x, turned, step.batches, step.bad_tokens)
+            x, seconds = stack(x, turned, step.batches, step.bad_tokens, step.compiled_adapters(len(x)))
             step.attention_s += seconds
         else:
             x = self._one_by_one(x, angles, step)
@@ -50,10 +50,12 @@ class CpuLayers:
         tables = angles.tables(make.dtype, int(positions.max()) + 1)
         if tables is None or len(stack.dims) > 1:
             return None
-        return make(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
+        adapters = step.compiled_adapters(len(tokens), wanted)
+        return make(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens, adapters)
 
     def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         inputs, first = step.shared or ([], 0)
+        adapters = step.compiled_adapters(len(x))
         if first:
             x = inputs[first]
         else:
@@ -62,10 +64,10 @@ class CpuLayers:
             if step.shared is not None and not first:
                 inputs.append(x)
             parts = layer.parts
-            heads = layer.before(x, *angles[parts.angles])
+            heads = layer.before(x, *angles[parts.angles], adapters)
             q, k, v = heads.split(parts.heads.counts, 1)
             attended = step.attend(parts.index, q, k, v, parts.options)
-            x = layer.after(x, attended.flatten(1))
+            x = layer.after(x, attended.flatten(1), adapters)
         return x
 
     def _stack_of(self, step: PackedStep) -> CpuStack | None:

@@ -61,6 +61,12 @@ def is_fused(model: Any) -> bool:
     return isinstance(model.base_model.__dict__.get("forward"), _FusedForward)
 
 
+def runs_adapters(model: Any) -> bool:
+    """Return True if a model's next pass applies a step's adapters itself, in compiled layers."""
+    own = model.base_model.__dict__.get("forward")
+    return isinstance(own, _FusedForward) and own.is_compiled and not own.is_hooked
+
+
 def unfuse_layers(model: Any) -> None:
     """Restore the model's own forward pass."""
     if is_fused(model):
@@ -135,6 +141,11 @@ class _FusedForward:
             return self._own_of(self._inner(), *args, **given)
         hidden = self.hidden(given["input_ids"], given["position_ids"], step)
         return self._output(last_hidden_state=hidden[None])
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the layers run in C++."""
+        return isinstance(self._run, CpuLayers)
 
     @property
     def is_hooked(self) -> bool:

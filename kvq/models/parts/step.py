@@ -12,7 +12,9 @@ from kvq.cache.stores.expansion import LatentExpansion
 from kvq.cache.stores.latent import attend_latents
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels.adapters.cpu import CpuStepAdapters
 from kvq.kernels.rope_write.reference import LayerHeads, turned_heads
+from kvq.models.adapters.step import StepAdapters
 from kvq.models.parts.states import StepStates
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
@@ -35,6 +37,7 @@ class PackedStep:
     positions: Tensor | None = None  # int64 [rows], each token's position in its sequence
     keeps_hidden: bool = False  # `hidden` is needed
     hidden: Tensor | None = None  # [rows, hidden_size], after the model's final norm
+    adapters: StepAdapters | None = None  # None: all rows are the base model's
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     @property
@@ -42,6 +45,10 @@ class PackedStep:
         """True if layers only write K and V and attend, without any optional features."""
         extras = self.observer, self.window_limit, self.states, self.shared
         return all(extra is None for extra in extras)
+
+    def compiled_adapters(self, rows: int, wanted: Tensor | None = None) -> CpuStepAdapters | None:
+        """Return the adapters for layers that run in C++; `wanted`: rows whose logits are wanted."""
+        return None if self.adapters is None else self.adapters.compiled(rows, wanted)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Write one layer's K and V of the new tokens, then attend from these tokens.

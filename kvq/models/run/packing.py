@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.kernels.decoder.whole import ReadyPass
+from kvq.models.loading.fused_layers import runs_adapters
 from kvq.models.loading.weights import LoadedWeights
 from kvq.models.parts.elementwise import invariant_functions
 from kvq.models.parts.step import PackedStep
@@ -51,7 +52,9 @@ def run_packed(
         return short(ids, where, keep, step)[: len(wanted)]
     states = nullcontext() if step.states is None else step.states.current()
     functions = invariant_functions() if weights.prepared.exact else nullcontext()
-    with states, functions, kept_hidden(weights.model, step):
+    adapters = None if runs_adapters(weights.model) else step.adapters
+    hooks = nullcontext() if adapters is None else adapters.applied(weights.model, len(ids))
+    with states, functions, hooks, kept_hidden(weights.model, step):
         output = weights.model(
             input_ids=ids[None], position_ids=where[None], use_cache=False, logits_to_keep=keep, kvq_step=step
         )

@@ -379,6 +379,18 @@ class HintBody(Body):
     seconds: _Seconds | None = None  # of "retain"
 
 
+class UnloadAdapterBody(Body):
+    """`POST /v1/unload_lora_adapter`, as in vLLM."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """`POST /v1/load_lora_adapter`, as in vLLM. `lora_path`: in the operator's folder."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 

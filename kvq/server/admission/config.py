@@ -66,6 +66,7 @@ class ServerConfig:
     # True if control tokens in clients' texts take effect; in chats, in text from users, tools and documents
     trusts_chats: bool = False
     trusts_completions: bool = True
+    adapter_folder: Path | None = None  # from which clients may load adapters; None: they may not
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class ServerConfig:
             raise ConfigError(
                 "--overflow-to sends requests to a server that marks no texts; leave --watermark off"
             )
+        if self.adapter_folder is not None and not self.adapter_folder.is_dir():
+            raise ConfigError(f"--adapter-folder {self.adapter_folder} is no folder; create it first")
         _check_formats(self)
         find_format(self.tool_call_parser, "")
         check_name(self.reasoning_parser)

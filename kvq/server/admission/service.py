@@ -12,7 +12,7 @@ from kvq.engine import SamplingParams
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.request_options import RequestOptions, check_known
-from kvq.errors import EngineError, RequestError, not_one_of
+from kvq.errors import ConfigError, EngineError, RequestError, not_one_of
 from kvq.models.describe.pooling import Pooling
 from kvq.server.admission.admission import Admission, blocks_wanted
 from kvq.server.admission.bodies import HintBody
@@ -68,6 +68,8 @@ class Service:
         self.num_active = 0
         self.is_strict = config.strict_requests
         self.kv_formats = (config.kv, *config.kv_also)
+        self.adapters = list(config.engine.get("adapters", ()))  # names that requests may give as their model
+        self.adapter_folder = config.adapter_folder
         self.kv_format_of: Callable[[str], str | None] = lambda tenant: None  # of its API key
         self.tracing = None if config.tracing is None else config.tracing()
         self.overflow = None if config.overflow is None else config.overflow(self.metrics.registry)
@@ -88,6 +90,44 @@ class Service:
             return f"the engine is {self.remote.state.value}"
         return None
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that requests may give as their model: the model's, then those of adapters."""
+        return *self.names, *self.adapters
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the name of a request's adapter, or None if it is for the model itself."""
+        return name if name in self.adapters else None
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Load an adapter from a path in the operator's folder, or unload it if `path` is None.
+
+        Raises:
+            Problem: the operator named no folder, the path lies outside it, or the engine refused.
+        """
+        if (folder := self.adapter_folder) is None:
+            raise Problem(403, "adapters can't be changed here; the operator can allow it: --adapter-folder")
+        if path is None and name not in self.adapters:
+            raise Problem(404, not_one_of("lora_name", name, self.adapters), param="lora_name")
+        if path is not None and name in self.models:
+            raise Problem(400, f"there is a model {name!r} already; unload it first", param="lora_name")
+        try:
+            place = None if path is None else (folder / path).resolve()
+        except (OSError, ValueError) as error:  # a loop of links, or a NUL
+            raise Problem(400, f"lora_path can't be read: {error}", param="lora_path") from error
+        if place is not None and not place.is_relative_to(folder.resolve()):
+            raise Problem(403, "lora_path must lie in the folder that the operator named", param="lora_path")
+        try:
+            await self.remote.change_adapter(name, None if place is None else str(place))
+        except ConfigError as error:
+            raise Problem(400, str(error), param="lora_path") from error
+        except EngineError as error:
+            raise unavailable(str(error)) from error
+        if path is None:
+            self.adapters.remove(name)
+        else:
+            self.adapters.append(name)
+
     def check_ready(self) -> None:
         """Raise Problem while no request can be accepted."""
         if (reason := self.why_not_ready) is not None:
@@ -99,10 +139,10 @@ class Service:
             more = "" if len(self.kv_formats) > 1 else "; its operator can allow more with --kv-also"
             words = not_one_of("kv_format", kv_format, self.kv_formats) + more
             raise Problem(400, words, param="kv_format")
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.models:
             raise Problem(
                 404,
-                f"no model {name!r} here; this server has {', '.join(map(repr, self.names))}",
+                f"no model {name!r} here; this server has {', '.join(map(repr, self.models))}",
                 code="model_not_found",
                 param="model",
             )
@@ -320,4 +360,5 @@ def describe(service: Service, created: int, name: str) -> dict[str, Any]:
     """Return the entry in `/v1/models` for one of the model's names."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
-    return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit
+    parent = {} if service.adapter_of(name) is None else {"parent": service.name}
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | parent | limit

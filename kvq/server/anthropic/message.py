@@ -63,6 +63,7 @@ class _MessageCall(Call):
         self._service = service
         self._body = body
         self._tenant = tenant
+        self._adapter = service.adapter_of(body.model)
         self._id = f"msg_{uuid4().hex[:24]}"
         self._offer = offer
         self._last: Piece | None = None
@@ -105,6 +106,7 @@ class _MessageCall(Call):
             params=params,
             pins=pins,
             tenant=self._tenant,
+            adapter=self._adapter,
             cache_salt=self._body.cache_salt,
             session=self._body.session_id,
             retain_s=self._body.kv_retain,
@@ -124,7 +126,12 @@ class _MessageCall(Call):
     def _message(
         self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]
     ) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._service.name}
+        head = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._adapter or self._service.name,
+        }
         return head | {"content": content} | ending | {"usage": usage | {"service_tier": "standard"}}
 
 

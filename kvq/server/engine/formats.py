@@ -60,7 +60,7 @@ def make_cores(model: Model, config: EngineConfig, start: Start) -> dict[str, En
     if config.num_blocks is None and config.kv_memory is None:
         pools = bytes_of(model.layout, core.scheduler.shape.num_blocks)
         changed["kv_memory"] = round(pools / left)
-    changed["kv_share"] = start.kv_also_share
+    changed |= {"kv_share": start.kv_also_share, "adapters": {}}  # the default's serve all
     plain = replace(config, **changed)
     for name, recipe in other_recipes(
         model.prepared, model.recipe, start.kv_also, model.static_scales
@@ -68,4 +68,5 @@ def make_cores(model: Model, config: EngineConfig, start: Start) -> dict[str, En
         other = model.with_kv(recipe)
         check_on_load(other, accept_divergence=config.accept_divergence)
         cores[name] = EngineCore(other, plain)
+        core.adapters.serve(cores[name])
     return cores

@@ -67,6 +67,13 @@ class Hint(Message, frozen=True):
     seconds: float | None = None
 
 
+class ChangeAdapter(Message, frozen=True):
+    """Message: load an adapter from a folder, or unload it."""
+
+    name: str
+    folder: str | None  # None: unload
+
+
 # A number cancels the request with this number, unless it has ended. "ping" is answered immediately with
 # "ping", even during a step; "look" is answered between two steps with one snapshot for all looks so far.
 Ping = Literal["ping"]
@@ -165,6 +172,13 @@ class Stepped(Message, frozen=True):
     block_times: BlockTimes | None = None  # since the last message; None: no events
 
 
+class AdapterChanged(Message, frozen=True):
+    """Message: an adapter was loaded or unloaded, or why not."""
+
+    name: str
+    error: str | None = None
+
+
 class EngineSnapshot(Message, frozen=True):
     """State of the engine between two steps, for the web page; never contains the text of a prompt.
 
@@ -181,5 +195,5 @@ class EngineSnapshot(Message, frozen=True):
     guard: dict[str, Any] | None = None  # what it found; None: there is none
 
 
-ToEngine = Start | Submit | Hint | int | Ping | Look | Drain
-FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot
+ToEngine = Start | Submit | Hint | ChangeAdapter | int | Ping | Look | Drain
+FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot | AdapterChanged

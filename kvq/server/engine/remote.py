@@ -85,6 +85,7 @@ class Remote:
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._looking: asyncio.Future[EngineSnapshot] | None = None  # shared by all callers of `look`
+        self._changing: dict[str, asyncio.Future[KVQError | None]] = {}  # by the adapter's name
         self._process: EngineProcess | None = None
         self._restarts: deque[float] = deque()
         self._delay_s = 0.0  # delay before the next process starts
@@ -172,6 +173,27 @@ class Remote:
             process.say("look")
         return await asyncio.shield(self._looking)
 
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter from a folder, or unload it if `folder` is None; engines to come do the same.
+
+        Raises:
+            ConfigError: the engine refused it; the message says why.
+            EngineError: no engine is ready, or the engine ended before it answered.
+        """
+        process = self._ready_process()
+        if name in self._changing:
+            raise ConfigError(f"adapter {name!r} is being loaded or unloaded; try again when that is done")
+        done = self._changing[name] = asyncio.get_running_loop().create_future()
+        try:
+            process.say(messages.ChangeAdapter(name=name, folder=folder))
+            if error := await done:
+                raise error
+        finally:
+            del self._changing[name]
+        known = {key: own for key, own in self._start.options.get("adapters", {}).items() if key != name}
+        known |= {} if folder is None else {name: folder}
+        self._start = msgspec.structs.replace(self._start, options=self._start.options | {"adapters": known})
+
     def hand_over(self) -> None:
         """Let the engine's requests go on in another one, if it knows one. Their results still come here."""
         if self._process is not None:
@@ -220,6 +242,8 @@ class Remote:
             for stream in self._streams.values():
                 stream.put(ended)
             self._show(ended)
+            for name in self._changing:
+                self._changed_adapter(name, ended)
             if is_closing and not process.is_ready:
                 process.popen.kill()  # loading may take minutes before it reads its socket
             await process.end()
@@ -260,6 +284,9 @@ class Remote:
                     self._take(message)
                 elif isinstance(message, EngineSnapshot):
                     self._show(message)
+                elif isinstance(message, messages.AdapterChanged):
+                    error = None if message.error is None else ConfigError(message.error)
+                    self._changed_adapter(message.name, error)
                 elif message != "ping":
                     raise EngineError(f"the engine sent {type(message).__name__} while it runs")
         finally:
@@ -321,6 +348,10 @@ class Remote:
             looking.exception()  # marks it as retrieved, even if no caller waits any more
         else:
             looking.set_result(found)
+
+    def _changed_adapter(self, name: str, error: KVQError | None) -> None:
+        if (done := self._changing.get(name)) is not None and not done.done():
+            done.set_result(error)
 
     def _set(self, state: State) -> None:
         self.state = state

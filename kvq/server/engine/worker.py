@@ -160,7 +160,10 @@ class _Worker:
         self._events.flush()
 
     def _do(
-        self, core: EngineCore, message: messages.Submit | messages.Hint | int | str, came_s: float
+        self,
+        core: EngineCore,
+        message: messages.Submit | messages.Hint | messages.ChangeAdapter | int | str,
+        came_s: float,
     ) -> None:
         """Handle a message from the HTTP process between two steps."""
         if isinstance(message, messages.Submit):
@@ -168,6 +171,8 @@ class _Worker:
         elif isinstance(message, messages.Hint):
             for one in self._cores.values():
                 one.sessions.hint(message.tenant, message.session, message.action, message.seconds)
+        elif isinstance(message, messages.ChangeAdapter):
+            self._change_adapter(core, message)
         elif message == "look":
             self._is_looked_at = True
         elif message == "drain":
@@ -176,6 +181,17 @@ class _Worker:
         elif message in self._jobs:
             for one in self._cores.values():
                 one.cancel(self._jobs[message])  # does nothing where it doesn't run
+
+    def _change_adapter(self, core: EngineCore, message: messages.ChangeAdapter) -> None:
+        error = None
+        try:
+            if message.folder is None:
+                core.adapters.unload(message.name)
+            else:
+                core.adapters.load(message.name, message.folder)
+        except (KVQError, MemoryError) as refused:
+            error = str(refused)
+        self._send(messages.AdapterChanged(name=message.name, error=error))
 
     def _submit(self, core: EngineCore, command: messages.Submit, came_s: float) -> None:
         number, kv = command.number, command.options.kv_format

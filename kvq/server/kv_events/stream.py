@@ -97,7 +97,8 @@ class EventStream:  # D351: the manager's own events, in vLLM's format
     """Stream of changes to an engine's blocks, in batches. O(1) per event; stores only digests of blocks.
 
     Only blocks of the first layer group are reported: if any group has full attention, the first group does,
-    and every hit needs its blocks. Salted prompts are omitted: without salt, they look like other prompts.
+    and every hit needs its blocks. Salted prompts, and tokens of adapters, are omitted: without
+    salt or adapter, they look like other prompts.
 
     If the publisher's queue is full, a batch is dropped and counted. Once there is room again, a clear event
     is sent, and all held blocks are reported again.
@@ -164,6 +165,8 @@ class EventStream:  # D351: the manager's own events, in vLLM's format
         node = self._index.get(digest)
         if node is None or node.parent is None or node.root not in self._roots:
             return None  # not reported, or evicted, which the next event reports
+        if self._index.tag_of(node.tokens):
+            return None  # of an adapter
         parent = None if node.parent.parent is None else name_of(node.parent.digest)
         return name_of(digest), parent, node.tokens
 

@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/api/tags", responses=_OBJECT)
     @app.get("/api/ps", responses=_OBJECT)
     async def models() -> dict[str, Any]:
-        return {"models": [_model(service, name) for name in service.names]}
+        return {"models": [_model(service, name) for name in service.models]}
 
     @app.post("/api/show", responses=_OBJECT)
     async def show(request: Request, body: OllamaBody) -> dict[str, Any]:
@@ -64,7 +64,7 @@ async def _respond(request: Request, service: Service, body: GenerateBody | Olla
 
 def _known(service: Service, name: str) -> str:
     """Return a model's name without the tag that Ollama's clients add."""
-    return name if name in service.names else name.removesuffix(":latest")
+    return name if name in service.models else name.removesuffix(":latest")
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import time
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
@@ -34,7 +34,7 @@ class Answer(Call):
     ) -> None:
         self._service = service
         self._n = params.n
-        self._request = options_of(body, params, tenant)
+        self._request = replace(options_of(body, params, tenant), adapter=service.adapter_of(body.model))
         self._options = body.stream_options
         self._id, self._created = f"{self.ID}-{uuid4().hex}", int(time())
         self._receipts: list[Receipt] = []  # receipts of prompts that ended
@@ -124,7 +124,12 @@ class Answer(Call):
         return usage
 
     def _head(self, object: str) -> dict[str, Any]:
-        return {"id": self._id, "object": object, "created": self._created, "model": self._service.name}
+        return {
+            "id": self._id,
+            "object": object,
+            "created": self._created,
+            "model": self._request.adapter or self._service.name,
+        }
 
 
 def reason_of(piece: Piece) -> str | None:

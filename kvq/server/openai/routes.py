@@ -6,7 +6,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, HintBody, TokenizeBody
+from kvq.server.admission.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    HintBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service, describe
 from kvq.server.http.problems import Problem
@@ -37,12 +45,24 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses=answer("Models"))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe(service, created, name) for name in service.names]}
+        return {"object": "list", "data": [describe(service, created, name) for name in service.models]}
 
     @app.get("/v1/models/{model:path}", responses=answer("Model"))
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
         return describe(service, created, model)
+
+    @app.post("/v1/load_lora_adapter", responses=answer("Model"))
+    async def load_adapter(request: Request, body: LoadAdapterBody) -> dict[str, Any]:
+        await note_fields(request, service, body)
+        await service.change_adapter(body.lora_name, body.lora_path)
+        return describe(service, int(time()), body.lora_name)
+
+    @app.post("/v1/unload_lora_adapter", responses=answer("Unloaded"))
+    async def unload_adapter(request: Request, body: UnloadAdapterBody) -> dict[str, Any]:
+        await note_fields(request, service, body)
+        await service.change_adapter(body.lora_name, None)
+        return {"id": body.lora_name, "object": "model", "deleted": True}
 
     @app.post("/v1/kv/hint", responses=answer("Hint"))
     async def hint(request: Request, body: HintBody) -> dict[str, Any]:

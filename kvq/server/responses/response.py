@@ -107,7 +107,11 @@ class _ResponseCall(Call):
     ) -> None:
         given = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
         head = {"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time()), "output": []}
-        head |= {"model": service.name, "status": "in_progress", "background": False}
+        head |= {
+            "model": service.adapter_of(body.model) or service.name,
+            "status": "in_progress",
+            "background": False,
+        }
         own = _ECHOED & service.defaults.fields.keys() - body.model_fields_set
         self._response: Event = head | _UNKNOWN | given | {k: service.defaults.fields[k] for k in own}
         self._output = _Output()
