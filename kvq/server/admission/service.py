@@ -19,6 +19,7 @@ from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.slots import SequenceSlots
+from kvq.server.admission.transcript import transcript
 from kvq.server.engine.messages import Ended, ErrorKind, Hint, Ready
 from kvq.server.engine.remote import Remote, State
 from kvq.server.http.ignored import Body, find_ignored
@@ -71,14 +72,14 @@ class Service:
         self.most_stored = (config.stored_responses, config.stored_responses_bytes)  # responses and bytes
         self._watch()
         self._timeout_s = config.timeout_s
-        self._draining = False
+        self.is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def why_not_ready(self) -> str | None:
         """Reason why no request can be accepted at the moment, or None."""
-        if self._draining:
+        if self.is_draining:
             return "the server is shutting down"
         if self.remote.state is not State.READY:
             return f"the engine is {self.remote.state.value}"
@@ -162,7 +163,7 @@ class Service:
         Raises:
             Problem: the server is shutting down, or the tenant has sent too many requests.
         """
-        if self._draining:
+        if self.is_draining:
             raise unavailable("the server is shutting down")
         limits = self.admission.tenants[tenant]
         limits.check()
@@ -196,6 +197,10 @@ class Service:
         info = self._info()
         if options.kv_format is None:
             options = replace(options, kv_format=self.kv_format_of(options.tenant))
+        listen: Callable[[Piece | Ended], object] = lambda message: None  # noqa: E731
+        if (kept := transcript.get()) is not None:
+            options, is_first = kept.take(options)
+            listen = kept.add if is_first else listen
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 own = info.of(options.kv_format)
@@ -205,6 +210,7 @@ class Service:
             status = "cancelled"  # unless it is replaced below
             try:
                 async for message in messages:
+                    listen(message)
                     if isinstance(message, Ended):
                         status = ""  # counted by its own status
                         self._count(message, options.tenant)
@@ -234,7 +240,7 @@ class Service:
 
         Returns when all have ended, or after `grace_s`.
         """
-        self._draining = True
+        self.is_draining = True
         self.remote.hand_over()
         self.loop_budget.close()
         with contextlib.suppress(TimeoutError):
