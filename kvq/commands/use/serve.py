@@ -152,9 +152,9 @@ def _serve(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> Non
 
             serve(config, models)
             return
-        from kvq.server.check import check_config  # imports torch, which only this check needs
+        from kvq.server.check import check_config, check_models  # imports torch, which only this needs
 
-        findings = check_config(config)
+        findings = check_config(config) if models is None else check_models(models)
     for finding in findings:
         echo(finding)
     if any(finding.is_error for finding in findings):

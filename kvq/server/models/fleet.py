@@ -22,6 +22,7 @@ from kvq.server.models import merged
 from kvq.server.models.config import EAGER, HostedModel, ModelsConfig
 from kvq.server.models.dispatcher import Dispatcher
 from kvq.server.models.hosted import Hosted
+from kvq.server.models.planning import plan_apart, with_memory
 from kvq.server.models.rollouts import Rollouts
 from kvq.server.models.shadow import SHADOW, Shadows
 
@@ -48,11 +49,14 @@ class Fleet:
         Raises:
             KVQError: a model can't be found, or an option can't be used.
         """
+        plans = await load(partial(plan_apart, config.models))
         budget, models = LoopBudget(), dict[str, Hosted]()
         tenants = defaultdict[str, Tenant](lambda: Tenant(config.server.tenants))
         tenants[SHADOW] = Tenant(TenantLimits())
         has_keys = bool(config.server.access.api_keys)
-        for one in config.models:
+        for given, plan in zip(config.models, plans, strict=True):
+            _log.info("memory: %s", plan)
+            one = with_memory(given, plan)
             hosted = models[one.entry.name] = await _host(one, budget, load, has_keys)
             hosted.service.admission.tenants = tenants  # limits of a key are for all models together
             hosted.service.kv_format_of = credentials.kv_format
