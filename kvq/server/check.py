@@ -23,7 +23,7 @@ from kvq.server.engine.formats import other_recipes
 from kvq.server.http.problems import Problem
 from kvq.server.http.protocol import listen
 from kvq.server.models.config import ModelsConfig
-from kvq.server.models.planning import plan_memory, with_memory
+from kvq.server.models.planning import plan_memory
 from kvq.server.reading import Readers, Setup
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
@@ -60,7 +60,7 @@ def check_models(config: ModelsConfig) -> list[_Finding]:
         return [*findings, _error(f"memory: {error}")]
     for one, plan in zip(config.models, plans, strict=True):
         findings.append(_ok(f"memory: {plan}"))
-        own = _check_model(with_memory(one, plan).config)
+        own = _check_model(plan.applied(one).config)
         findings += (_Finding(finding.level, f"{plan.name}: {finding.text}") for finding in own)
     return findings
 

@@ -1,8 +1,8 @@
 """`kvq rollout`: the versions of a running server, through the file beside its configuration."""
 
 import getpass
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -10,11 +10,7 @@ from kvq.commands.shared.config_file import read_mapping
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError, unknown
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvq.server.models.config import Rollout
-
+_WEIGHT = re.compile(r"\d{1,6}(\.\d{1,9})?", re.ASCII)
 _USAGE = "show, stop VERSION, or set NAME VERSION=WEIGHT ..."
 
 
@@ -32,50 +28,42 @@ def command(config: Path, words: tuple[str, ...], reason: str) -> None:
     from kvq.server.models.config import read_entries, read_rollouts
     from kvq.server.models.state import StateFile
 
-    given, file = read_mapping(config), StateFile(config)
+    given = read_mapping(config)
     models = [entry.name for entry, _ in read_entries(config, given.get("models"))]
     rollouts = read_rollouts(config, given.get("rollouts"), models)
-    by = f"operator {getpass.getuser()}"
+    file, by = StateFile(config, rollouts), f"operator {getpass.getuser()}"
     match words:
         case () | ("show",):
             pass
         case ("stop", version):
             if version not in models:
                 raise ConfigError(unknown("version", version, models))
-            file.stop(version, rollouts, by, reason)
+            file.stop(version, by, reason)
         case ("set", name, *weights) if weights:
-            rollout = _rollout(rollouts, name)
-            file.set_weights(rollout, _weights(rollout, weights), by, reason)
+            if name not in rollouts:
+                raise ConfigError(unknown("name", name, rollouts))
+            file.set_weights(name, _weights(name, [*rollouts[name].weights], weights), by, reason)
         case _:
             raise click.UsageError(f"after FILE comes {_USAGE}; got {' '.join(words)!r}")
     state = file.read()
-    for rollout in rollouts:
-        shown = " ".join(f"{version}={weight:g}" for version, weight in state.of(rollout).items())
-        echo(f"{rollout.name}: {shown}")
+    for name, rollout in rollouts.items():
+        shown = (f"{version}={weight:g}" for version, weight in state.of(name, rollout).items())
+        echo(f"{name}: {' '.join(shown)}")
     if state.stopped:
         echo(f"stopped: {', '.join(state.stopped)}")
 
 
-def _rollout(rollouts: "Sequence[Rollout]", name: str) -> "Rollout":
-    for rollout in rollouts:
-        if rollout.name == name:
-            return rollout
-    raise ConfigError(unknown("name", name, [rollout.name for rollout in rollouts]))
+def _weights(name: str, versions: list[str], words: list[str]) -> dict[str, float]:
+    """Return the weights in words such as `chat-v1=90`, and 0 for all other versions of the roll-out."""
+    from kvq.server.models.config import check_weights
 
-
-def _weights(rollout: "Rollout", words: "Sequence[str]") -> dict[str, float]:
-    """Return the weights in words such as `chat-v1=90`, and 0 for all other versions."""
-    from kvq.server.models.config import check_weight, check_weights
-
-    found = dict.fromkeys(rollout.weights, 0.0)
+    found = dict.fromkeys(versions, 0.0)
     for word in words:
         version, _, text = word.partition("=")
         if version not in found:
-            raise ConfigError(unknown(f"version of {rollout.name}", version, found))
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = -1.0
-        found[version] = check_weight(weight, f"weight of {word!r}")
-    check_weights(found, rollout.name)
+            raise ConfigError(unknown(f"version of {name}", version, versions))
+        if not _WEIGHT.fullmatch(text):
+            raise ConfigError(f"a weight is a number of 0 to 999,999, such as {version}=90; got {word!r}")
+        found[version] = float(text)
+    check_weights(found, name)
     return found

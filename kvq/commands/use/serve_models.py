@@ -48,10 +48,10 @@ def models_config(server: "ServerConfig", declared: click.Command) -> "ModelsCon
         names = [entry.name, *(also if isinstance(also, list) else [also])]
         config = _config(declared, context.meta[GIVEN], options | {"served_model_name": names}, entry.name)
         found.append(HostedModel(entry=entry, config=config))
-    names = [name for one in found for name in one.config.served_model_name or ()]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{path}: {min(twice)} is the name of two models")
-    rollouts = read_rollouts(path, apart.get("rollouts"), [one.entry.name for one in found])
+    models, aliases = [one.entry.name for one in found], list[str]()
+    for one in found:
+        aliases += (one.config.served_model_name or ())[1:]
+    rollouts = read_rollouts(path, apart.get("rollouts"), models, aliases)
     return ModelsConfig(path=path, server=server, models=tuple(found), rollouts=rollouts)
 
 

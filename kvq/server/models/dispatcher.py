@@ -104,7 +104,7 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
                 owner = self.models[live.choose(session_key(tenant, dict(scope["headers"]), body))]
             version = scope[VERSION] = owner.entry.name
             body["model"] = owner.service.name
-            self.rollouts.requests.labels(live.rollout.name, version).inc()
+            self.rollouts.requests.labels(live.name, version).inc()
             return owner, live
         for called in names:
             for hosted in self.models.values():
@@ -124,7 +124,7 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
             return lambda: None
         body: dict[str, Any] = await read_json(message["body"], self.loop_budget, scope["kvq_tenant"])
         transcript.set(shown)
-        return self.shadows.copy(live.rollout.name, shown, self.models[shadow.model], scope, body)
+        return self.shadows.copy(live.name, shown, self.models[shadow.model], scope, body)
 
     async def _owner(self, response_id: str, scope: Scope, models: Mapping[str, Hosted]) -> Hosted | None:
         """Return the model among `models` that keeps a response of the Responses API."""

@@ -19,10 +19,10 @@ from kvq.server.http.credentials import Credentials
 from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.logs import log_event
 from kvq.server.models import merged
-from kvq.server.models.config import EAGER, HostedModel, ModelsConfig
+from kvq.server.models.config import HostedModel, ModelsConfig
 from kvq.server.models.dispatcher import Dispatcher
 from kvq.server.models.hosted import Hosted
-from kvq.server.models.planning import plan_apart, with_memory
+from kvq.server.models.memory import plan_apart
 from kvq.server.models.rollouts import Rollouts
 from kvq.server.models.shadow import SHADOW, Shadows
 
@@ -56,7 +56,7 @@ class Fleet:
         has_keys = bool(config.server.access.api_keys)
         for given, plan in zip(config.models, plans, strict=True):
             _log.info("memory: %s", plan)
-            one = with_memory(given, plan)
+            one = plan.applied(given)
             hosted = models[one.entry.name] = await _host(one, budget, load, has_keys)
             hosted.service.admission.tenants = tenants  # limits of a key are for all models together
             hosted.service.kv_format_of = credentials.kv_format
@@ -78,7 +78,7 @@ class Fleet:
             KVQError: one of them can't be started.
         """
         self._tasks = [asyncio.create_task(self._rollouts.watch()), asyncio.create_task(self._stop_idle())]
-        await asyncio.gather(*(one.start() for one in self.models.values() if one.entry.start == EAGER))
+        await asyncio.gather(*(one.start() for one in self.models.values() if one.entry.start == "eager"))
 
     def announce(self, address: str) -> None:
         """Log what is served."""

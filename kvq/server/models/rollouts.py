@@ -25,13 +25,14 @@ _LABELS = ("name", "version")
 class LiveRollout:
     """Roll-out with its current weights."""
 
+    name: str
     rollout: Rollout
     weights: dict[str, float] = field(default_factory=dict)
 
     def choose(self, key: bytes) -> str:
         """Return the version for a session; raise Problem (503) if no version has a weight."""
         if (version := choose_version(self.weights, key)) is None:
-            words = f"every version of {self.rollout.name} has weight 0; see kvq rollout"
+            words = f"every version of {self.name} has weight 0; see kvq rollout"
             raise unavailable(words, retry_after_s=30)
         return version
 
@@ -46,9 +47,9 @@ class Rollouts:
         registry: prometheus_client.CollectorRegistry,
     ) -> None:
         """`models`: all models, by name. Raises ConfigError if the state file can't be read."""
-        self.by_name = {one.name: LiveRollout(one) for one in config.rollouts}
+        self.by_name = {name: LiveRollout(name, one) for name, one in config.rollouts.items()}
         self._models = models
-        self._file = StateFile(config.path)
+        self._file = StateFile(config.path, config.rollouts)
         self._mark = self._file.mark()
         self._health = {name: Health() for name in models}
         self._weight = prometheus_client.Gauge(
@@ -69,7 +70,7 @@ class Rollouts:
                 for counter in (self.requests, self.fall_backs):
                     counter.labels(name, version)
 
-    async def watch(self) -> None:  # D427: a file that is polled, not a route: keys of clients can't use it
+    async def watch(self) -> None:
         """Follow the state file and judge the versions' health, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -89,10 +90,10 @@ class Rollouts:
         for name, hosted in self._models.items():
             hosted.is_stopped = name in state.stopped
         for live in self.by_name.values():
-            self._set(live, state.of(live.rollout))
+            self._set(live, state.of(live.name, live.rollout))
 
     def _set(self, live: LiveRollout, weights: dict[str, float]) -> None:
-        name = live.rollout.name
+        name = live.name
         for version, weight in weights.items():
             self._weight.labels(name, version).set(weight)
             if weight and not live.weights.get(version):
@@ -103,7 +104,7 @@ class Rollouts:
 
     async def _judge(self, live: LiveRollout) -> None:
         """Give a version's requests to the others if it is past a limit, and there are others."""
-        limits, name = live.rollout.fall_back, live.rollout.name
+        limits, name = live.rollout.fall_back, live.name
         weighted = [version for version, weight in live.weights.items() if weight]
         if limits is None or len(weighted) < 2:
             return
@@ -117,7 +118,7 @@ class Rollouts:
             self.fall_backs.labels(name, version).inc()
             self._set(live, live.weights | {version: 0.0})
             try:
-                await asyncio.to_thread(self._file.fall_back, live.rollout, version, reason)
+                await asyncio.to_thread(self._file.set_weights, name, {version: 0.0}, "server", reason)
             except ConfigError as error:
                 _log.error("the fall back is not recorded: %s", error)
             return  # the others are judged by what they do from now on

@@ -6,40 +6,41 @@
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from kvq.errors import ConfigError, explained
-from kvq.fileio import write_text
-from kvq.server.models.config import Rollout
-
-_VERSION = 1  # of the file's format
+from kvq.fileio import write_bytes
+from kvq.server.models.config import Rollout, Weight
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutState:
+class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     """Weights by name and version that replace those of the configuration, and stopped versions."""
 
-    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    stopped: tuple[str, ...] = ()
+    format_version: Literal[1] = 1
+    weights: dict[str, dict[str, Weight]] = {}
+    stopped: list[str] = []
 
-    def of(self, rollout: Rollout) -> dict[str, float]:
+    def of(self, name: str, rollout: Rollout) -> dict[str, float]:
         """Return the weight of every version of a roll-out; that of a stopped version is 0."""
-        own = self.weights.get(rollout.name, rollout.weights)
+        own = self.weights.get(name, rollout.weights)
         return {one: 0.0 if one in self.stopped else own.get(one, 0.0) for one in rollout.weights}
 
 
-class StateFile:
+class StateFile:  # D427: a file that is watched, not a route: no client's key can change it
     """File of the state, and the audit log: CONFIG.rollout.json and CONFIG.audit.jsonl."""
 
-    def __init__(self, config: Path) -> None:
-        """`config`: the server's configuration file."""
+    def __init__(self, config: Path, rollouts: Mapping[str, Rollout]) -> None:
+        """`config`: the server's configuration file, with these roll-outs."""
         self.path = config.with_name(f"{config.name}.rollout.json")
         self.audit = config.with_name(f"{config.name}.audit.jsonl")
+        self._rollouts = rollouts
 
     def read(self) -> RolloutState:
         """Return the state; without a file, nothing differs from the configuration.
@@ -48,17 +49,11 @@ class StateFile:
             ConfigError: the file can't be read, or is no state.
         """
         try:
-            text = self.path.read_text(encoding="utf-8")
+            return msgspec.json.decode(self.path.read_bytes(), type=RolloutState)
         except FileNotFoundError:
             return RolloutState()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.path} can't be read: {error}") from error
-        try:
-            return _parsed(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"{self.path} is no state of roll-outs ({error}); delete it to return to the configuration"
-            ) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{self.path}: {error}; delete it to return to the configuration") from error
 
     def mark(self) -> object:
         """Return a value that changes with the file."""
@@ -68,68 +63,44 @@ class StateFile:
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
-    def set_weights(self, rollout: Rollout, weights: Mapping[str, float], by: str, reason: str) -> None:
-        """Set the weights of a roll-out's versions. Versions that get a weight are no longer stopped.
+    def set_weights(self, name: str, weights: Mapping[str, float], by: str, reason: str) -> None:
+        """Set the weights of some of a roll-out's versions. Those that get a weight are no longer stopped.
 
         Raises:
             ConfigError: a file can't be read or written.
         """
-        with self._changing() as (state, audit):
-            running = tuple(one for one in state.stopped if not weights.get(one))
-            after = RolloutState(weights={**state.weights, rollout.name: weights}, stopped=running)
-            self._write(after)
-            audit(by, "set", reason, _change(rollout, state, after))
+        with self._locked() as state:
+            own = {**state.weights.get(name, self._rollouts[name].weights), **weights}
+            stopped = [one for one in state.stopped if not weights.get(one)]
+            after = replace(state, weights={**state.weights, name: own}, stopped=stopped)
+            self._write(state, after, {"by": by, "what": f"set {name}", "reason": reason})
 
-    def fall_back(self, rollout: Rollout, version: str, reason: str) -> None:
-        """Set the weight of one version to 0, as the server does. Raises ConfigError as `set_weights`."""
-        with self._changing() as (state, audit):
-            weights = {**state.weights.get(rollout.name, rollout.weights), version: 0.0}
-            after = replace(state, weights={**state.weights, rollout.name: weights})
-            self._write(after)
-            audit("server", f"fall back from {version}", reason, _change(rollout, state, after))
-
-    def stop(self, version: str, rollouts: Sequence[Rollout], by: str, reason: str) -> None:
+    def stop(self, version: str, by: str, reason: str) -> None:
         """Let a version get no new requests, under any name. Raises ConfigError as `set_weights`."""
-        with self._changing() as (state, audit):
-            after = replace(state, stopped=tuple(dict.fromkeys((*state.stopped, version))))
-            self._write(after)
-            own = [rollout for rollout in rollouts if version in rollout.weights]
-            for change in [_change(rollout, state, after) for rollout in own] or [{}]:
-                audit(by, f"stop {version}", reason, change)
+        with self._locked() as state:
+            after = replace(state, stopped=[*dict.fromkeys([*state.stopped, version])])
+            self._write(state, after, {"by": by, "what": f"stop {version}", "reason": reason})
 
     @contextmanager
-    def _changing(self) -> Iterator[tuple[RolloutState, Callable[..., None]]]:
-        """Yield the state, and a function that writes a line of the audit log; others wait meanwhile."""
-        with (
-            explained(ConfigError, f"can't write {self.audit}"),
-            open(self.audit, "a", encoding="utf-8") as file,
-        ):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    def _locked(self) -> Iterator[RolloutState]:
+        """Yield the state, and let other processes wait before they change it."""
+        with explained(ConfigError, f"can't write {self.audit}"), open(self.audit, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.read()
 
-            def audit(by: str, what: str, reason: str, change: dict[str, Any]) -> None:
-                time = datetime.now(UTC).isoformat(timespec="milliseconds")
-                line = {"time": time, "by": by, "what": what, **change, "reason": reason}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-
-            yield self.read(), audit
-
-    def _write(self, state: RolloutState) -> None:
-        write_text(self.path, json.dumps({"format_version": _VERSION, **asdict(state)}, indent=1) + "\n")
-
-
-def _parsed(given: Any) -> RolloutState:
-    if given["format_version"] != _VERSION:
-        raise ValueError(f"format_version {given['format_version']!r}, and this kvq reads {_VERSION}")
-    weights = {
-        str(name): {str(one): float(weight) for one, weight in versions.items()}
-        for name, versions in given["weights"].items()
-    }
-    if not all(0 <= weight <= 1e6 for versions in weights.values() for weight in versions.values()):
-        raise ValueError("weights are 0 to 1,000,000")
-    return RolloutState(weights=weights, stopped=tuple(map(str, given["stopped"])))
-
-
-def _change(rollout: Rollout, before: RolloutState, after: RolloutState) -> dict[str, Any]:
-    return {"name": rollout.name, "from": before.of(rollout), "to": after.of(rollout)}
+    def _write(self, before: RolloutState, after: RolloutState, why: dict[str, str]) -> None:
+        """Write a line about the weights that changed to the audit log, and the state."""
+        weights = [
+            {name: one.of(name, own) for name, own in self._rollouts.items()} for one in (before, after)
+        ]
+        changed = [name for name in self._rollouts if weights[0][name] != weights[1][name]]
+        both = {
+            key: {name: one[name] for name in changed}
+            for key, one in zip(("from", "to"), weights, strict=True)
+        }
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **why, **both}
+        with open(self.audit, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        write_bytes(self.path, msgspec.json.format(msgspec.json.encode(after), indent=1) + b"\n")
