@@ -46,13 +46,12 @@ class Hosted:
 
     @property
     def why_unavailable(self) -> str | None:
-        """Reason why a request would be refused now, or None. A stopped engine is no reason: it starts."""
+        """Reason why a request would be refused now, or None, also if it would wait for a start."""
         if self.is_stopped:
             return f"{self.entry.name} was stopped by its operator"
         if monotonic() - self._failed_s < _RETRY_S:
             return f"{self.entry.name} failed: {self._why_failed}"
-        is_known = self.has_engine and self.service.remote.info is not None
-        return self.service.why_not_ready if is_known else None
+        return None if self.is_to_start else self.service.why_not_ready
 
     @contextmanager
     def using(self) -> Iterator[None]:

@@ -58,6 +58,9 @@ def add_routes(
     @app.get("/health/ready")
     async def ready() -> dict[str, Any]:
         reasons = {name: one.why_unavailable for name, one in models.items()}
+        eager = {name: one.service.remote for name, one in models.items() if one.entry.start == "eager"}
+        if first := [name for name, remote in eager.items() if not remote.num_starts]:
+            raise unavailable(f"{', '.join(first)}: starting")
         if all(reasons.values()):
             raise unavailable("; ".join(f"{name}: {why}" for name, why in reasons.items()))
         states = {name: why or models[name].service.remote.state.value for name, why in reasons.items()}
