@@ -3,10 +3,11 @@
     python -m benchmarks.models [--parts kills,memory,versions] [--scale 1.0]
 
 kills: `kill -9` of one model's engine 50 times, while both are under load; the gaps between the other's
-tokens against those of undisturbed stretches of the same run, by turns. memory: of each engine against its planned
-part, and what an idle model gives back. versions: 10,000 requests at 10%, sessions, an injected fault until
-the fall back, and the kill switch with streams running. `--scale` shortens counts for a trial; what it writes
-then says so. Writes benchmarks/results/models-cpu.json, keeping the rows of the parts that were not run.
+tokens against those of undisturbed stretches of the same run, by turns. memory: of each engine against its
+planned part, and what an idle model gives back. versions: 10,000 requests at 10%, sessions, an injected
+fault until the fall back, and the kill switch with streams running. `--scale` shortens counts for a trial;
+what it writes then says so. Writes benchmarks/results/models-cpu.json, keeping the rows of the parts that
+were not run.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import random
 import re
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -67,7 +68,7 @@ class Models(ServerProcess):
 
     def load(
         self, model: str, count: int, *, tokens: int, seed: int = 0
-    ) -> Callable[[int], Awaitable[list[Sent]]]:
+    ) -> Callable[[int], Coroutine[Any, Any, list[Sent]]]:
         """Return a function that lets a number of users send requests with random prompts to a model."""
         chance = random.Random(f"{model} {seed}")
         prompts = [[chance.randrange(3, 4096) for _ in range(8)] for _ in range(count)]
@@ -174,7 +175,7 @@ async def memory(folder: Path, scale: float) -> Rows:
 
 def _bytes(size: str) -> float:
     number, unit = size.split()
-    return float(number) * 1024 ** ("KMG".index(unit[0]) + 1)
+    return float(number) * float(1024) ** ("KMG".index(unit[0]) + 1)
 
 
 def _private_bytes(pid: int) -> int:

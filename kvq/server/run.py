@@ -104,14 +104,23 @@ class _HttpServer(uvicorn.Server):
         await serving
 
 
-def serve(config: ServerConfig, models: ModelsConfig | None = None) -> None:
-    """Serve until SIGTERM or SIGINT: the model of `config`, or several at its address.
+def serve(config: ServerConfig) -> None:
+    """Serve one model until SIGTERM or SIGINT.
 
     Raises:
         ConfigError: the engine can't be built, or the address can't be bound.
         EngineError: the engine ended too many times.
         KeyboardInterrupt: a signal arrived before the server was ready.
     """
+    _run(config, None)
+
+
+def serve_models(config: ModelsConfig) -> None:
+    """Serve several models until SIGTERM or SIGINT. The errors are those of `serve`."""
+    _run(config.server, config)
+
+
+def _run(config: ServerConfig, models: ModelsConfig | None) -> None:
     logs, stretches = configure(config.log), _Stretches()
     try:
         with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, stretches)) as runner:

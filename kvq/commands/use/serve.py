@@ -148,9 +148,9 @@ def _serve(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> Non
         config = _config(service, options)
         models = models_config(config, _declared(_config))
         if not options.check:
-            from kvq.server.run import serve
+            from kvq.server.run import serve, serve_models
 
-            serve(config, models)
+            serve(config) if models is None else serve_models(models)
             return
         from kvq.server.check import check_config, check_models  # imports torch, which only this needs
 

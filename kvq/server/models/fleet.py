@@ -18,7 +18,7 @@ from kvq.server.assembly import make_remote, make_service
 from kvq.server.http.credentials import Credentials
 from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.logs import log_event
-from kvq.server.models import merged
+from kvq.server.models import merged, overview
 from kvq.server.models.config import HostedModel, ModelsConfig
 from kvq.server.models.dispatcher import Dispatcher
 from kvq.server.models.hosted import Hosted
@@ -113,7 +113,8 @@ class Fleet:
     def _create_app(self, credentials: Credentials) -> FastAPI:
         app, first = empty_app(), next(iter(self.models.values())).service
         self._dispatcher = Dispatcher(self.models, self._rollouts, self._shadows, first.loop_budget)
-        merged.add_routes(app, self.models, self._rollouts, self._registry)
+        for part in (merged, overview):
+            part.add_routes(app, self.models, self._rollouts, self._registry)
         app.openapi = next(iter(self.models.values())).app.openapi  # type: ignore[method-assign]
         app.router.default = self._dispatcher
         answer_problems(app, lambda path, problem: None)

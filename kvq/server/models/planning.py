@@ -16,7 +16,7 @@ from kvq.sizing.needs import bytes_of
 from kvq.sizing.shares import EngineNeed, divide_memory
 
 _USER_TOKENS = 4096  # context of the users for whom memory is divided
-_HOST_PROCESS = 400 << 20  # bytes of an engine's process without tensors: interpreter, libraries, buffers
+_HOST_PROCESS = 320 << 20  # bytes of an engine's process without tensors: interpreter, libraries, buffers
 _GPU_PROCESS = 600_000_000  # of it on a GPU: the CUDA context and kernels; as `kvq plan` has it
 
 

@@ -198,3 +198,17 @@ def test_a_body_that_is_no_json_and_a_wrong_type_are_refused_as_by_one_model(ser
             urllib.request.urlopen(request, timeout=HANG_S)
         assert found.value.code == status
         assert "x-request-id" in found.value.headers
+
+
+def test_the_page_gets_the_model_that_it_names_and_an_overview_of_all(server):
+    complete(server, "two")
+
+    found = {name: json.loads(get(server, f"/pool?model={name}")) for name in ("one", "two", "other")}
+
+    assert {name: one["model"] for name, one in found.items()} == {"one": "one", "two": "two", "other": "one"}
+    assert [one["name"] for one in found["one"]["models"]] == ["one", "two"]
+    assert all(one["bytes"] > 1e8 for one in found["one"]["models"])
+    [rollout] = found["one"]["rollouts"]
+    assert [one["name"] for one in rollout["versions"]] == ["one", "two"]
+    assert rollout["shadow"]["version"] == "two"
+    assert rollout["shadow"]["equal"] + rollout["shadow"]["different"] > 0
