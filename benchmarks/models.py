@@ -39,6 +39,7 @@ from kvq.server.models.config import read_rollouts
 from kvq.server.models.state import StateFile
 
 OUT = RESULTS / "models-cpu.json"
+MOST_S = 1200  # of the kills
 ENGINE = b"kvq.server.engine.worker"
 MODELS = [
     {"name": "one", "model": "tiny", "kv": "int4", "max-num-seqs": 32},
@@ -83,60 +84,58 @@ class Models(ServerProcess):
 
 async def kills(folder: Path, scale: float) -> Rows:
     """One model dies again and again; what do the clients of the other notice?"""
-    count, rounds = max(2, round(50 * scale)), max(1, round(10 * scale))
+    count, began = max(2, round(50 * scale)), perf_counter()
     gaps: dict[str, list[float]] = {"undisturbed": [], "disturbed": []}
-    broken = 0
+    broken, killed, turn = 0, 0, 0
     async with Models(folder) as server:
-        _, victim = server.engines
-        killed = 0
-        for turn in range(rounds):
+        while killed < count and perf_counter() - began < MOST_S * scale:
+            turn += 1
             for kind in ("undisturbed", "disturbed") if turn % 2 else ("disturbed", "undisturbed"):
                 is_over = asyncio.Event()
-                both = [
-                    asyncio.create_task(_until(is_over, server, "two" if i else "one"))
-                    for i in (0, 0, 0, 0, 1, 1)
-                ]
-                began = perf_counter()
-                while kind == "disturbed" and killed < count * (turn + 1) // rounds:
-                    await asyncio.sleep(0.5)
-                    os.kill(victim, signal.SIGKILL)
+                users = [asyncio.create_task(_until(is_over, server, "one")) for _ in range(4)]
+                others = [asyncio.create_task(_until(is_over, server, "two")) for _ in range(2)]
+                stretch_s = perf_counter()
+                while kind == "disturbed" and killed < min(count, 2 * turn):
+                    await _kill(server)
                     killed += 1
-                    while await server.state("two") == "ready":
-                        await asyncio.sleep(0.05)
-                    while await server.state("two") != "ready":
-                        await asyncio.sleep(0.05)
-                    victim = server.engines[-1]
-                if kind == "undisturbed":
-                    await asyncio.sleep(30 * min(1.0, scale * 2))
+                while kind == "undisturbed" and perf_counter() - stretch_s < 20:
+                    await asyncio.sleep(0.5)
                 is_over.set()
-                sent = [one for each in await asyncio.gather(*both) for one in each if one[0] == "one"]
-                broken += sum(not one.is_complete for _, one in sent)
-                for _, one in sent:
+                sent = [one for each in await asyncio.gather(*users) for one in each]
+                await asyncio.gather(*others)
+                broken += sum(not one.is_complete for one in sent)
+                for one in sent:
                     gaps[kind] += [b - a for a, b in zip(one.token_s, one.token_s[1:], strict=False)]
-                print(
-                    f"  {kind}: {perf_counter() - began:.0f} s, {len(sent)} requests, {killed} kills",
-                    flush=True,
-                )
+                print(f"  {kind}: {perf_counter() - stretch_s:.0f} s, {killed} kills", flush=True)
         seen = await metrics(server)
     p99, p50 = ({kind: 1e3 * percentile(own, at) for kind, own in gaps.items()} for at in (99, 50))
     ratio = p99["disturbed"] / p99["undisturbed"]
     restarts = {name: seen[f"kvq_engine_restarts_total/{name}"] for name in ("one", "two")}
     return [
-        finding("kills of one model's engine", killed, "50", killed >= count, restarts=restarts),
+        finding("kills of one model's engine", killed, "50", killed >= 50, restarts=restarts),
         finding("requests of the other model that broke", broken, "0", broken == 0),
         finding("the other's ITL p99, disturbed / undisturbed", ratio, "1.1", ratio <= 1.1,
                 p99_ms=p99, p50_ms=p50, gaps={kind: len(own) for kind, own in gaps.items()}),
     ]  # fmt: skip
 
 
-async def _until(is_over: asyncio.Event, server: Models, model: str) -> list[tuple[str, Sent]]:
+async def _kill(server: Models) -> None:
+    """Kill the second model's engine while it generates, and wait for the next one."""
+    await asyncio.sleep(0.5)
+    os.kill(server.engines[-1], signal.SIGKILL)
+    for is_ready in (False, True):
+        while (await server.state("two") == "ready") is not is_ready:
+            await asyncio.sleep(0.05)
+
+
+async def _until(is_over: asyncio.Event, server: Models, model: str) -> list[Sent]:
     """Send one request after another until the event."""
-    found, chance = [], random.Random(f"{model} {perf_counter()}")
+    found, chance = list[Sent](), random.Random(f"{model} {perf_counter()}")
     while not is_over.is_set():
         prompt = [chance.randrange(3, 4096) for _ in range(8)]
         request = LoadRequest(index=0, prompt=prompt, output_tokens=60)
-        found.append((model, await send(replace(server.target, model=model), request, perf_counter())))
-        if found[-1][1].status != 200:  # the victim's
+        found.append(await send(replace(server.target, model=model), request, perf_counter()))
+        if found[-1].status != 200:  # the killed model's
             await asyncio.sleep(0.2)
     return found
 
@@ -287,16 +286,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     source_commit()
-    kept = [] if not given.out.exists() else msgspec.json.decode(given.out.read_bytes())["rows"]
-    chosen = given.parts.split(",")
-    rows = [row for row in kept if row["part"] not in chosen]
-    for part in chosen:
+    for part in given.parts.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(PARTS[part](Path(folder), given.scale))
-        rows += [
-            {"part": part, "load_average": os.getloadavg()[0], "scale": given.scale, **row} for row in found
-        ]
-    report(given.out, rows)
+            _add(given.out, part, asyncio.run(PARTS[part](Path(folder), given.scale)), given.scale)
+
+
+def _add(out: Path, part: str, found: Rows, scale: float) -> None:
+    """Write a part's rows in place of its former ones."""
+    kept = [] if not out.exists() else msgspec.json.decode(out.read_bytes())["rows"]
+    more = {"part": part, "load_average": os.getloadavg()[0], "scale": scale}
+    report(out, [*(row for row in kept if row["part"] != part), *({**more, **row} for row in found)])
 
 
 if __name__ == "__main__":

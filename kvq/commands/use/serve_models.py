@@ -40,6 +40,8 @@ def models_config(server: "ServerConfig", declared: click.Command) -> "ModelsCon
     for name in _OF_MODELS:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"{path} lists models; name them there, not on the command line")
+    if server.record is not None:
+        raise ConfigError(f"{path}: several models can't record in one file; give each a record of its own")
     found = []
     for entry, options in read_entries(path, apart.get("models")):
         if shared := sorted(_OF_SERVER & options.keys()):

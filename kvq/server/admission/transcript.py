@@ -11,7 +11,7 @@ from kvq.server.engine.messages import Ended
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Transcript:
+class Transcript:  # D429: tokens of the engine, not texts; both have one seed
     """Tokens of the first result of a request's first prompt, with log-probabilities if it asks for them."""
 
     seed: int  # for sampling, unless the request has one

@@ -129,7 +129,8 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
     async def _owner(self, response_id: str, scope: Scope, models: Mapping[str, Hosted]) -> Hosted | None:
         """Return the model among `models` that keeps a response of the Responses API."""
         for hosted in models.values():
-            status, _ = await ask(hosted.app, scope, method="GET", path=f"{RESPONSES_PATH}/{response_id}")
+            found = {"method": "GET", "path": f"{RESPONSES_PATH}/{response_id}"}
+            status, _ = await ask(hosted.app, scope, found)
             if status == 200:
                 return hosted
         return None
@@ -138,4 +139,4 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
         """Pass a hint about a session to all models but the first."""
         for hosted in list(self.models.values())[1:]:
             if hosted.has_engine:
-                await ask(hosted.app, scope, **{DECODED: dict(scope[DECODED])})
+                await ask(hosted.app, scope, {DECODED: dict(scope[DECODED])})

@@ -72,7 +72,7 @@ def add_routes(
         found: dict[str, Any] = {}
         for name, one in models.items():
             if one.has_engine:
-                status, body = await ask(one.app, request.scope)
+                status, body = await ask(one.app, request.scope, {})
                 found[name] = json.loads(body)
                 if status != 200:
                     raise unavailable(f"{name}: {found[name]['error']['message']}")
@@ -85,7 +85,7 @@ async def _listed(
     """Return the entries of all models, and for every roll-out a copy of its first version's."""
     key, by_model = _LISTS[path], dict[str, list[dict[str, Any]]]()
     for name, one in models.items():
-        _, body = await ask(one.app, scope, path=path)
+        _, body = await ask(one.app, scope, {"path": path})
         by_model[name] = json.loads(body)[key]
     names = {name: next(iter(live.rollout.weights)) for name, live in rollouts.by_name.items()}
     called = ("id",) if key == "data" else ("name", "model")

@@ -26,8 +26,8 @@ def add_routes(
     @app.get(POLLED)
     async def pool(request: Request, model: str = "") -> JSONResponse:
         shown = models.get(model) or next(iter(models.values()))
-        _, found = await ask(shown.app, request.scope)
-        _, entries = await ask(shown.app, request.scope, path="/v1/models")
+        _, found = await ask(shown.app, request.scope, {})
+        _, entries = await ask(shown.app, request.scope, {"path": "/v1/models"})
         overview = {
             "models": [_of_model(name, one) for name, one in models.items()],
             "adapters": [one["id"] for one in json.loads(entries)["data"] if one.get("parent")],

@@ -1,4 +1,4 @@
-"""Roll-outs of a running server: current weights, kept in step with the state file, and falls back."""
+"""Roll-outs of a running server: current weights, kept in step with the state file, and fall-backs."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ class Rollouts:
             "kvq_rollout_requests", "Requests that a version got by its weight.", _LABELS, registry=registry
         )
         self.fall_backs = prometheus_client.Counter(
-            "kvq_rollout_fall_backs", "Falls back from a version.", _LABELS, registry=registry
+            "kvq_rollout_fall_backs", "Times that a version lost its weight.", _LABELS, registry=registry
         )
         for name, hosted in models.items():
             hosted.service.metrics.on_ending = self._health[name].ended
@@ -120,5 +120,5 @@ class Rollouts:
             try:
                 await asyncio.to_thread(self._file.set_weights, name, {version: 0.0}, "server", reason)
             except ConfigError as error:
-                _log.error("the fall back is not recorded: %s", error)
+                _log.error("the fall-back is not recorded: %s", error)
             return  # the others are judged by what they do from now on

@@ -1,9 +1,9 @@
 """Shadows: copies of some requests go to another version, whose answers are compared and thrown away."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from math import exp, isfinite, log
 from typing import Any
@@ -12,13 +12,14 @@ import prometheus_client
 from starlette.types import Scope
 
 from kvq.engine import TokenLogprobs
-from kvq.errors import KVQError
 from kvq.server.admission.transcript import Transcript, transcript
 from kvq.server.http.problems import Problem
 from kvq.server.http.strict_json import DECODED
+from kvq.server.logs import describe
 from kvq.server.models.hosted import Hosted
 from kvq.server.models.inner import ask
 
+_log = logging.getLogger("kvq")
 SHADOW = "shadow"  # tenant of the copies; clients can't find its cached prefixes
 _MAX_COPIES = 4  # at a time; of further requests, none are made
 _LEAST_LOGPROB = -100.0  # nats
@@ -26,7 +27,7 @@ _LABELS = ("name", "version")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class _Comparison:
     """Comparison of two answers to one request."""
 
     is_equal: bool
@@ -34,11 +35,11 @@ class Comparison:
     kl: float | None  # nats, mean over these tokens; None: not both have log-probabilities
 
 
-def compare(shown: Transcript, copy: Transcript) -> Comparison:
+def compare(shown: Transcript, copy: Transcript) -> _Comparison:
     """Compare the tokens of two complete transcripts.
 
-    KL divergence covers the tokens that are among the likeliest of both, and all others as one. It is exact
-    up to the position of the first differing token, where both still have the same context.
+    KL divergence is over the tokens that are among the likeliest of both, and all others as one, which makes
+    it a lower bound. Positions after the first differing token have other contexts and do not count.
     """
     pairs = zip(shown.token_ids, copy.token_ids, strict=False)
     num_same = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
@@ -46,7 +47,7 @@ def compare(shown: Transcript, copy: Transcript) -> Comparison:
         num_same = min(len(shown.token_ids), len(copy.token_ids))
     known = list(zip(shown.logprobs, copy.logprobs, strict=False))[: num_same + 1]
     kl = [_kl(one, other) for one, other in known if one.top and other.top]
-    return Comparison(
+    return _Comparison(
         is_equal=shown.token_ids == copy.token_ids,
         num_same=num_same,
         kl=sum(kl) / len(kl) if kl else None,
@@ -65,7 +66,7 @@ def _kl(one: TokenLogprobs, other: TokenLogprobs) -> float:
 
 
 class Shadows:
-    """Copies of requests and what their answers tell."""
+    """Copies of requests, and counts of how their answers compare."""
 
     def __init__(
         self,
@@ -132,9 +133,13 @@ class Shadows:
 
 
 async def _generate(hosted: Hosted, scope: Scope, body: dict[str, Any]) -> None:
-    """Let a version answer a copy of a request, whole, and drop the answer."""
+    """Let a version answer a copy of a request, whole, and drop the answer; without one, log the reason."""
     body |= {"model": hosted.service.name, "stream": False}
     body.pop("stream_options", None)
-    with suppress(Problem, KVQError), hosted.using():  # then there is no transcript
-        await hosted.wait_for_engine()
-        await ask(hosted.app, scope, kvq_tenant=SHADOW, **{DECODED: body})
+    try:
+        with hosted.using():
+            await hosted.wait_for_engine()
+            await ask(hosted.app, scope, {"kvq_tenant": SHADOW, DECODED: body})
+    except Exception as error:  # noqa: BLE001 - the request itself goes on
+        reason = str(error) if isinstance(error, Problem) else describe(error)
+        _log.warning("no copy for %s: %s", hosted.entry.name, reason)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 _SESSION_HEADER = b"x-session-id"
-_SESSION_FIELDS = ("session_id", "user", "safety_identifier", "prompt_cache_key")
+_SESSION_FIELDS = ("session_id", "user", "safety_identifier")
 _encoder = msgspec.msgpack.Encoder()
 
 
