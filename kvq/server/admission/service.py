@@ -197,10 +197,9 @@ class Service:
         info = self._info()
         if options.kv_format is None:
             options = replace(options, kv_format=self.kv_format_of(options.tenant))
-        listen: Callable[[Piece | Ended], object] = lambda message: None  # noqa: E731
-        if (kept := transcript.get()) is not None:
-            options, is_first = kept.take(options)
-            listen = kept.add if is_first else listen
+        kept = transcript.get()
+        if kept is not None:
+            options, kept = kept.take(options)
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 own = info.of(options.kv_format)
@@ -210,7 +209,8 @@ class Service:
             status = "cancelled"  # unless it is replaced below
             try:
                 async for message in messages:
-                    listen(message)
+                    if kept is not None:
+                        kept.add(message)
                     if isinstance(message, Ended):
                         status = ""  # counted by its own status
                         self._count(message, options.tenant)

@@ -21,12 +21,12 @@ class Transcript:  # D429: tokens of the engine, not texts; both have one seed
     is_complete: bool = False
     _is_taken: bool = False
 
-    def take(self, options: RequestOptions) -> tuple[RequestOptions, bool]:
-        """Return the options with the seed, and True if these are for the first prompt."""
-        is_first, self._is_taken = not self._is_taken, True
+    def take(self, options: RequestOptions) -> "tuple[RequestOptions, Transcript | None]":
+        """Return a prompt's options with the seed, and the transcript if it is the first prompt."""
+        own, self._is_taken = None if self._is_taken else self, True
         if options.params.seed is None:
             options = replace(options, params=replace(options.params, seed=self.seed))
-        return replace(options, priority=Priority.BATCH) if self.is_shadow else options, is_first
+        return replace(options, priority=Priority.BATCH) if self.is_shadow else options, own
 
     def add(self, message: Piece | Ended) -> None:
         """Add a message of the engine."""

@@ -71,8 +71,12 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
 
         name = body.get("model") if isinstance(body, dict) else 0
         if scope["path"] == _HINT_PATH:
-            await self._hint(scope)
-        if scope["path"] == _HINT_PATH or not isinstance(name, str | None):
+            last, *others = [one for one in self.models.values() if one.has_engine] or [self._first]
+            for one in others:
+                await ask(one.app, scope, {DECODED: dict(body) if isinstance(body, dict) else body})
+            await last.app(scope, again, send)
+            return
+        if not isinstance(name, str | None):
             await self._first.app(scope, again, send)  # which tells what is wrong with the body
             return
         hosted, live = await self._find(name, scope)
@@ -134,9 +138,3 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
             if status == 200:
                 return hosted
         return None
-
-    async def _hint(self, scope: Scope) -> None:
-        """Pass a hint about a session to all models but the first."""
-        for hosted in list(self.models.values())[1:]:
-            if hosted.has_engine:
-                await ask(hosted.app, scope, {DECODED: dict(scope[DECODED])})

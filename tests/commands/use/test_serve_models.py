@@ -63,7 +63,7 @@ def test_the_command_line_comes_before_both(serve):
         (TWO, ["--model", "tiny"], "name them there"),
         (TWO, ["--served-model-name", "x"], "name them there"),
         ("models: [{name: a, model: tiny, port: 80}]", [], "port is for the whole server"),
-        ("models: [{name: a, model: tiny, max-num-seq: 80}]", [], "did you mean 'max-num-seqs'? see"),
+        ("models: [{name: a, model: tiny, max-num-seq: 80}]", [], "did you mean 'max-num-seqs'?"),
         ("models: [{name: a, model: tiny, max-num-seqs: zz}]", [], "(model a)"),
         ("models: [{name: a, model: tiny, kv: int99}]", [], "(model a)"),
         ("models: [{name: a, model: tiny}, {name: b, model: tiny, served-model-name: a}]", [], "a names two"),
@@ -77,7 +77,7 @@ def test_what_can_not_work_is_refused_in_one_line(serve, text, options, words):
 
     assert config is None
     assert code == 2
-    assert words.removesuffix(" see") in err.splitlines()[-1]
+    assert words in err.splitlines()[-1]
 
 
 def rollout(path, capsys, *words):
