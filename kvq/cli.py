@@ -31,6 +31,7 @@ _GROUPS = {
         "replay": ("use", "Answer the requests of a batch again, and compare every bit by their receipts."),
         "cache": ("use", "Explain what two prompts share in the prefix cache, and why not more."),
         "guard": ("use", "Tell what the guard of a running server found about its KV format."),
+        "rollout": ("use", "Change the versions that a server of several models gives requests to."),
         "detect-watermark": ("use", "Find kvq's watermark in texts, or make a key for it."),
     },
     "Quality": {

@@ -39,6 +39,7 @@ _SUCCESSORS = {  # D406: of options that are gone
     "swap_memory": "; give kv_host, such as '8GiB';",
     "swap_folder": "; give kv_disk, such as '100GiB', and kv_dir;",
 }
+_LIVE_FLOATS = 6  # approximate live values per token and hidden dimension within a layer
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 
@@ -55,6 +56,18 @@ class CheckedEngine:
     def layout(self) -> KVLayout:
         """Block layout for the recipe."""
         return self.model.layout(self.recipe)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        model = self.model
+        return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
+
+    @property
+    def taken_bytes(self) -> int:
+        """Approximate bytes of the weights and a step's activations, which must fit in free memory."""
+        live_values = self.config.max_num_batched_tokens * self.model.geometry.hidden_size * _LIVE_FLOATS
+        return self.weights_bytes + live_values * self.model.dtype.itemsize
 
     def pools(self, free_bytes: int | None, activation_bytes: int) -> PoolPlan:
         """Return the pool sizes. The arguments and errors are those of `planned_pools`."""

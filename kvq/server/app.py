@@ -19,7 +19,7 @@ from kvq.server.admission.service import Service
 from kvq.server.anthropic import message as anthropic
 from kvq.server.http.body_errors import of_body
 from kvq.server.http.credentials import Access, Credentials
-from kvq.server.http.guard import REASON, Guard, as_response
+from kvq.server.http.guard import REASON, VERSION_HEADER, Guard, as_response
 from kvq.server.http.ignored import HEADER
 from kvq.server.http.problems import MESSAGES_PATH, RESPONSES_PATH, Problem
 from kvq.server.http.strict_json import JsonRoute
@@ -32,8 +32,8 @@ from kvq.version import __version__
 
 _SHOWN = 100  # maximum length of an unknown path in an error, in characters
 _ALIKE = 0.8  # so that /v1/completion matches /v1/completions, and /v1/sessions does not match /v1/messages
-_GENERATING = (*openai.GENERATING, RESPONSES_PATH, MESSAGES_PATH, *ollama.GENERATING, *pooling.POOLING)
-_READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH, *ollama.READING)
+GENERATING = (*openai.GENERATING, RESPONSES_PATH, MESSAGES_PATH, *ollama.GENERATING, *pooling.POOLING)
+READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH, *ollama.READING)
 _PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
     Problem: lambda problem: problem,
     RequestError: lambda error: Problem(400, str(error)),
@@ -53,6 +53,20 @@ def create_app(
     `access` if `credentials` is None.
     """
     access = access or Access()
+    app = create_routes(service, has_keys=bool(access.api_keys))
+    guard(
+        app,
+        access,
+        credentials,
+        check=partial(check_arrival, service),
+        charge=lambda tenant: service.admission.tenants[tenant].charge_request(),
+        count=partial(count, service),
+    )
+    return app
+
+
+def empty_app() -> FastAPI:
+    """Return an application without routes, for strict JSON bodies."""
     app = FastAPI(
         title="kvq",
         version=__version__,
@@ -62,6 +76,12 @@ def create_app(
         strict_content_type=False,
     )
     app.router.route_class = JsonRoute
+    return app
+
+
+def create_routes(service: Service, *, has_keys: bool) -> FastAPI:
+    """Return the application with all routes of a service, and without the guard."""
+    app = empty_app()
     app.state.loop_budget = service.loop_budget
     openai.add_routes(app, service)
     responses.add_routes(app, service)
@@ -74,48 +94,48 @@ def create_app(
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     health.add_routes(app, service)
-    viewers.add_routes(app, service, has_keys=bool(access.api_keys))
-    _answer_problems(app, service)
-    describe_routes(app, has_keys=bool(access.api_keys), is_strict=service.is_strict)
-    app.add_middleware(
-        Guard,
-        access=access,
-        credentials=credentials,
-        check=partial(_check_arrival, service),
-        # D302: a refused request counts toward the limit per minute
-        charge=lambda tenant: service.admission.tenants[tenant].charge_request(),
-        count=partial(_count, service),
-    )
+    viewers.add_routes(app, service, has_keys=has_keys)
+    answer_problems(app, partial(count, service))
+    describe_routes(app, has_keys=has_keys, is_strict=service.is_strict)
+    return app
+
+
+def guard(
+    app: FastAPI, access: Access, credentials: Credentials | None, **calls: Callable[..., object]
+) -> None:
+    """Put the guard in front of an application. `calls`: `check`, `charge` and `count` of `Guard`."""
+    # D302: a refused request counts toward the limit per minute
+    app.add_middleware(Guard, access=access, credentials=credentials, **calls)
     if access.origins:  # outside the guard: browsers send no key with a preflight request
         app.add_middleware(
             CORSMiddleware,
             allow_origins=sorted(access.origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", HEADER],
+            expose_headers=["x-request-id", "retry-after", HEADER, VERSION_HEADER],
         )
-    return app
 
 
-def _check_arrival(service: Service, path: str, tenant: str) -> None:
-    if path in _GENERATING:
+def check_arrival(service: Service, path: str, tenant: str) -> None:
+    """Raise Problem if a tenant's request to a path can't be accepted, regardless of its body."""
+    if path in GENERATING:
         service.check_arrival(tenant, may_overflow=path in openai.GENERATING)
-    elif path in _READING:
+    elif path in READING:
         service.admission.tenants[tenant].check_rates()
 
 
-def _count(service: Service, path: str, problem: Problem) -> None:
+def count(service: Service, path: str, problem: Problem) -> None:
     """Count a generation request that ended in a problem, unless it has already been counted."""
-    if path in _GENERATING and problem.status != 405 and not problem.is_counted:
+    if path in GENERATING and problem.status != 405 and not problem.is_counted:
         service.metrics.count(problem.counted().ending)
 
 
-def _answer_problems(app: FastAPI, service: Service) -> None:
-    """Turn every failure into an error object of the route's protocol, and count it once."""
+def answer_problems(app: FastAPI, count: Callable[[str, Problem], object]) -> None:
+    """Turn every failure into an error object of the route's protocol, and pass it to `count`."""
 
     def answer(request: Request, problem: Problem) -> JSONResponse:
         path = request.url.path
-        _count(service, path, problem)
+        count(path, problem)
         request.scope[REASON] = problem.code or problem.type
         return as_response(problem, path)
 

@@ -20,12 +20,8 @@ from kvq.server.tools.calling import ToolCalling
 _log = logging.getLogger("kvq")
 
 
-def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
-    """Return the model's source and an engine, not yet started. `on_failed` is called if the engine fails.
-
-    Raises:
-        KVQError: the model can't be found.
-    """
+def describe_engine(config: ServerConfig) -> tuple[ModelSource, Start]:
+    """Return the model's source and the description of its engine. Raises KVQError if there is no model."""
     options = dict(config.engine)
     source = resolve_model(
         config.model, revision=options.pop("revision", None), token=options.pop("token", None)
@@ -34,6 +30,16 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
     start = Start(
         folder=str(source.folder), options=options, **{name: getattr(config, name) for name in same}
     )
+    return source, start
+
+
+def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
+    """Return the model's source and an engine, not yet started. `on_failed` is called if the engine fails.
+
+    Raises:
+        KVQError: the model can't be found.
+    """
+    source, start = describe_engine(config)
     return source, Remote(start, max_restarts=config.max_restarts, on_failed=on_failed)
 
 

@@ -22,14 +22,14 @@ from kvq.server.admission.prompts import Prompts
 from kvq.server.engine.formats import other_recipes
 from kvq.server.http.problems import Problem
 from kvq.server.http.protocol import listen
+from kvq.server.models.config import ModelsConfig
+from kvq.server.models.planning import plan_memory
 from kvq.server.reading import Readers, Setup
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import at_once, longest_context
 from kvq.weights.manifest import verify_manifest
-
-_LIVE_FLOATS = 6  # approximate live values per token and hidden dimension within a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,27 @@ class _Finding:
 _ok, _warning, _error = (partial(_Finding, level) for level in ("ok", "warning", "error"))
 
 
+def check_models(config: ModelsConfig) -> list[_Finding]:
+    """Check the address, the memory of all models together, and each model as `check_config` does."""
+    findings = [*_address(config.server)]
+    try:
+        plans = plan_memory(config.models)
+    except KVQError as error:
+        return [*findings, _error(f"memory: {error}")]
+    for one, plan in zip(config.models, plans, strict=True):
+        findings.append(_ok(f"memory: {plan}"))
+        own = _check_model(plan.applied(one).config)
+        findings += (_Finding(finding.level, f"{plan.name}: {finding.text}") for finding in own)
+    return findings
+
+
 def check_config(config: ServerConfig) -> list[_Finding]:
     """Check the address, model files, formats, memory and prefill budget, and try the chat template."""
-    findings = [*_address(config), *_events(config)]
+    return [*_address(config), *_check_model(config)]
+
+
+def _check_model(config: ServerConfig) -> list[_Finding]:
+    findings = [*_events(config)]
     try:
         also, share = config.kv_also, config.kv_also_share
         engine = check_engine(config.model, config.kv, {**config.engine, "kv_share": 1 - share * len(also)})
@@ -132,21 +150,10 @@ def _checked(engine: CheckedEngine) -> Iterator[_Finding]:
         yield (_ok if found.verdict == "harmless" else _warning)(f"formats: {found}")
 
 
-def _weights(model: PreparedModel) -> int:
-    return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
-
-
-def _taken(checked: CheckedEngine) -> int:
-    """Return the approximate bytes of the weights and step activations, which must fit in free memory."""
-    model, config = checked.model, checked.config
-    live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
-    return _weights(model) + live_values * model.dtype.itemsize
-
-
 def _memory(checked: CheckedEngine) -> Iterator[_Finding]:
     model, config, layout = checked.model, checked.config, checked.layout
-    weights = _weights(model)
-    needed, free, context = _taken(checked), available_bytes(model.device), model.max_context
+    weights = checked.weights_bytes
+    needed, free, context = checked.taken_bytes, available_bytes(model.device), model.max_context
     if free is not None and needed > free:
         yield _error(f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free")
         return
@@ -197,7 +204,7 @@ def _memory(checked: CheckedEngine) -> Iterator[_Finding]:
 def _prefill(checked: CheckedEngine) -> Iterator[_Finding]:
     budget = checked.config.max_num_batched_tokens
     try:
-        pools = checked.pools(available_bytes(checked.model.device), _taken(checked))
+        pools = checked.pools(available_bytes(checked.model.device), checked.taken_bytes)
     except KVQError:  # reported by `_memory`
         return
     staged, context = pools.step_tokens, checked.model.max_context

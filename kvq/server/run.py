@@ -1,4 +1,4 @@
-"""HTTP process of `kvq serve`, from startup to shutdown."""
+"""HTTP process of `kvq serve`, from startup to shutdown, with one model or several."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,12 @@ from kvq.server.admission.service import Service
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.engine.messages import Ready
-from kvq.server.engine.remote import Remote
 from kvq.server.http.credentials import Credentials
 from kvq.server.http.listener import Listener
 from kvq.server.http.protocol import Connection, listen
 from kvq.server.logs import configure, log_event
+from kvq.server.models.config import ModelsConfig
+from kvq.server.models.fleet import Fleet
 
 _log = logging.getLogger("kvq")
 _END_S = 0.3  # time to write responses after the engine has ended
@@ -104,31 +105,42 @@ class _HttpServer(uvicorn.Server):
 
 
 def serve(config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve one model until SIGTERM or SIGINT.
 
     Raises:
         ConfigError: the engine can't be built, or the address can't be bound.
         EngineError: the engine ended too many times.
         KeyboardInterrupt: a signal arrived before the server was ready.
     """
+    _run(config, None)
+
+
+def serve_models(config: ModelsConfig) -> None:
+    """Serve several models until SIGTERM or SIGINT. The errors are those of `serve`."""
+    _run(config.server, config)
+
+
+def _run(config: ServerConfig, models: ModelsConfig | None) -> None:
     logs, stretches = configure(config.log), _Stretches()
     try:
         with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, stretches)) as runner:
-            runner.run(_serve(config, stretches))
+            runner.run(_serve(config, stretches, models))
     finally:
         logs.stop()
 
 
-async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
+async def _serve(config: ServerConfig, stretches: _Stretches, models: ModelsConfig | None) -> None:  # D316
     sock = listen(config.host, config.port)
     credentials = Credentials(config.access, config.tls, config.read_access)
     end = _End()
-    source, remote = make_remote(config, on_failed=end.set)
-    end.on_signals(None if config.read_access is None else credentials)
-    starting = asyncio.create_task(remote.start())
-    service = end.service = await _make_service(config, source, remote, starting, end)
-    ready = asyncio.gather(starting, service.prompts.start())
-    server = _HttpServer(create_app(service, config.access, credentials))
+    if models is None:
+        served: _OneModel | Fleet = await _OneModel.create(config, credentials, end)
+    else:
+        end.on_signals(None if config.read_access is None else credentials)
+        served = await Fleet.create(models, credentials, partial(_unless, end))
+    end.served = served
+    ready = asyncio.create_task(served.start())
+    server = _HttpServer(served.app)
     most = config.max_connections
     listener = server.listen(
         sock,
@@ -136,9 +148,8 @@ async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
         max_connections=most,
         max_per_address=config.max_connections_per_address or -(-most // 2),
     )
-    service.kv_format_of = credentials.kv_format
-    service.metrics.watch("kvq_http_connections", "Open connections.", lambda: listener.num_connections)
-    service.metrics.watch(
+    served.watch("kvq_http_connections", "Open connections.", lambda: listener.num_connections)
+    served.watch(
         "kvq_http_longest_stretch_seconds",
         "Longest that the HTTP process computed without looking after its connections, since it was ready.",
         lambda: stretches.longest_s,
@@ -147,9 +158,10 @@ async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
     try:
         await asyncio.wait((ready, listening, end.came), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            info, _ = await ready
+            await ready
             await _settle(stretches)
-            _announce(service, source, info, config, sock)
+            address, port = sock.getsockname()[:2]
+            served.announce(f"{'http' if config.tls is None else 'https'}://{address}:{port}")
         await asyncio.wait((listening, end.came), return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             await listening
@@ -158,12 +170,12 @@ async def _serve(config: ServerConfig, stretches: _Stretches) -> None:  # D316
         if not ready.done():
             raise KeyboardInterrupt
         grace_s = None if config.engine.get("hand_over_to") else config.grace_s
-        log_event("draining", requests=service.num_active, grace_s=grace_s)
-        await service.drain(grace_s)
+        log_event("draining", requests=served.num_active, grace_s=grace_s)
+        await served.drain(grace_s)
     finally:
         ready.cancel()
         await asyncio.gather(ready, return_exceptions=True)
-        await service.close()
+        await served.close()
         await server.end(listener, listening)
         log_event("ended")
 
@@ -173,7 +185,7 @@ class _End:
 
     def __init__(self) -> None:
         self.came: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
-        self.service: Service | None = None
+        self.served: _OneModel | Fleet | None = None
 
     def set(self, reason: KVQError | None = None) -> None:
         """Request the shutdown; `reason`: the error that causes it, if any."""
@@ -202,24 +214,57 @@ class _End:
             raise reason
 
     def _stop(self) -> None:
-        if self.service is not None and self.came.done():
-            self.service.hurry()  # the second signal
+        if self.served is not None and self.came.done():
+            self.served.hurry()  # the second signal
         self.set()
 
 
-async def _make_service(
-    config: ServerConfig, source: ModelSource, remote: Remote, starting: "asyncio.Task[Ready]", end: _End
-) -> Service:
-    """Return the service for an engine that is starting; if the service can't be created, end the engine."""
-    try:
-        tokenizer = await _unless(end, partial(load_without_torch, source.folder, config.chat_template))
-        service = make_service(config, source.name, source.folder, remote, tokenizer)
-        _log.info("tool calls: %s", service.tools.description)
-    except BaseException:
-        await remote.close()
-        await asyncio.gather(starting, return_exceptions=True)
-        raise
-    return service
+class _OneModel:
+    """The only model of a server, whose engine is starting. Made by `create`."""
+
+    def __init__(
+        self, service: Service, source: ModelSource, starting: "asyncio.Task[Ready]", app: FastAPI
+    ) -> None:
+        self.app = app
+        self._service, self._source, self._starting = service, source, starting
+        self.watch, self.drain, self.hurry = service.metrics.watch, service.drain, service.hurry
+
+    @classmethod
+    async def create(cls, config: ServerConfig, credentials: Credentials, end: "_End") -> "_OneModel":
+        """Begin to start the engine, and create the service; if it can't be created, end the engine."""
+        source, remote = make_remote(config, on_failed=end.set)
+        end.on_signals(None if config.read_access is None else credentials)
+        starting = asyncio.create_task(remote.start())
+        try:
+            tokenizer = await _unless(end, partial(load_without_torch, source.folder, config.chat_template))
+            service = make_service(config, source.name, source.folder, remote, tokenizer)
+            _log.info("tool calls: %s", service.tools.description)
+        except BaseException:
+            await remote.close()
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+        service.kv_format_of = credentials.kv_format
+        return cls(service, source, starting, create_app(service, config.access, credentials))
+
+    @property
+    def num_active(self) -> int:
+        """Number of requests between their arrival and their answer."""
+        return self._service.num_active
+
+    async def start(self) -> None:
+        """Wait until the engine and the readers are ready. Raises KVQError if one can't be started."""
+        await asyncio.gather(self._starting, self._service.prompts.start())
+
+    def announce(self, address: str) -> None:
+        """Log what is served."""
+        info, name = self._starting.result(), self._service.name
+        log_event("model", served=name, source=str(self._source), digest=info.model_digest)
+        _log.info("kvq serves %s on %s", name, address)
+
+    async def close(self) -> None:
+        """End the engine."""
+        self._starting.cancel()
+        await self._service.close()
 
 
 async def _settle(stretches: _Stretches) -> None:
@@ -228,15 +273,6 @@ async def _settle(stretches: _Stretches) -> None:
     gc.freeze()  # otherwise every collection scans all objects of the libraries, which takes 50 ms
     await asyncio.sleep(0)  # ends this stretch, for which no client has waited
     stretches.longest_s = 0.0
-
-
-def _announce(
-    service: Service, source: ModelSource, info: Ready, config: ServerConfig, sock: socket.socket
-) -> None:
-    log_event("model", served=service.name, source=str(source), digest=info.model_digest)
-    scheme = "http" if config.tls is None else "https"
-    address, port = sock.getsockname()[:2]
-    _log.info("kvq serves %s on %s://%s:%d", service.name, scheme, address, port)
 
 
 async def _unless(end: _End, work: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ _SHARE = 0.02  # maximum share of the engine's time for snapshots
 _WAIT_S = 2.0  # maximum wait for a step to end; afterwards, the last snapshot is shown
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _CONTENT: dict[str, Any] = {kind: {"schema": {"type": "string"}} for kind in _TYPES.values()}
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
     "Cache-Control": "no-cache",
@@ -125,12 +125,12 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
         if name not in assets:
             raise Problem(404, f"no file {name!r} here")
         content, media_type = assets[name]
-        return Response(content, media_type=media_type, headers=_HEADERS)
+        return Response(content, media_type=media_type, headers=HEADERS)
 
     @app.get("/pool", responses={200: {"model": dict[str, Any]}})
     async def pool(request: Request) -> Response:
         shown = await viewers.show(tenant_of(request), has_keys=has_keys)
-        return JSONResponse(shown, headers=_HEADERS | {"Cache-Control": "no-store"})
+        return JSONResponse(shown, headers=HEADERS | {"Cache-Control": "no-store"})
 
 
 def _own(requests: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:

@@ -20,9 +20,9 @@ class Server:
     """`kvq serve` on a free port of this machine; `with` ends it."""
 
     def __init__(
-        self, *options: str, model: str = "tiny", key: str = "none", before: tuple[str, ...] = ()
+        self, *options: str, model: str | None = "tiny", key: str = "none", before: tuple[str, ...] = ()
     ) -> None:
-        """`before`: what the command is given to."""
+        """`before`: what the command is given to. `model`: None if the options have it."""
         self.key = key
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -32,8 +32,7 @@ class Server:
             "-m",
             "kvq",
             "serve",
-            "--model",
-            model,
+            *([] if model is None else ["--model", model]),
             "--port",
             str(self.port),
             *options,
@@ -98,11 +97,15 @@ class Server:
         return self._child("kvq.server.reading.host")
 
     def _child(self, module: str) -> int:
+        [pid] = self.children(module)
+        return pid
+
+    def children(self, module: str) -> list[int]:
+        """The processes that run a module."""
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         with open(children, encoding="ascii") as file:
             pids = file.read().split()
-        [pid] = [pid for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
-        return int(pid)
+        return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
 
     def processor_s(self) -> float:
         """Seconds of processor time that the HTTP process has taken."""

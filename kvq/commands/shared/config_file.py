@@ -26,11 +26,16 @@ _NUMBERS = {
         rf"^(?:(?=.*\.){_REAL.pattern}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
 }
+APART = "kvq.apart"  # key of a context's meta for what a file has besides options
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def config_option(command: _Command) -> _Command:
-    """Add --config. Keys are long option names with dashes or underscores; lists repeat an option."""
+    """Add --config. Keys are long option names with dashes or underscores; lists repeat an option.
+
+    Keys in the command's `apart` are not options: the context's meta has them under `APART`, with the path. A
+    mapping as the context's `obj` takes precedence over the file.
+    """
     option = click.option(
         "--config",
         type=click.Path(path_type=Path),
@@ -46,7 +51,12 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
     if path is None:
         return
     names = _names(context.command)
-    given = _read(path)
+    given = read_mapping(path)
+    apart = {key: given.pop(key) for key in getattr(context.command, "apart", ()) if key in given}
+    if apart:
+        context.meta[APART] = path, apart
+    own = {_plain(key): value for key, value in (context.obj or {}).items()}
+    given = {key: value for key, value in given.items() if _plain(key) not in own} | own
     defaults = dict(context.default_map or {})
     written: dict[str, Any] = {}
     for key, name, value in _translated(context.command, names, given):
@@ -81,7 +91,7 @@ def _translated(
 ) -> Iterator[tuple[Any, str, Any]]:
     """Yield each option in a file as (key, kvq's name, value), translating options of other engines."""
     for key, value in given.items():
-        name = str(key).replace("_", "-")
+        name = _plain(key)
         several = [] if value is True else value if isinstance(value, list) else [value]
         words = [f"--{name}", *map(str, several)]
         if name in names or value in (None, False) or (known := translated(command, words)) == words:
@@ -94,6 +104,10 @@ def _translated(
         for name, texts in found.items():
             is_list = name in names and names[name].multiple
             yield key, name, (texts if is_list else texts[-1]) if texts else True
+
+
+def _plain(key: object) -> str:
+    return str(key).replace("_", "-")
 
 
 def _names(command: click.Command) -> dict[str, click.Option]:
@@ -133,7 +147,8 @@ def _shown(value: Any) -> str:
     return f"{value!r:.50}"
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """Return the mapping in a YAML file; raise ConfigError if it is none, or ambiguous."""
     require("--config", ("yaml",))
     import yaml
 

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from kvq.commands.shared.param_types import TO_WRITE
 
+GIVEN = "kvq.given"  # key of a context's meta for the words of the command line, in kvq's spelling
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -86,12 +87,14 @@ class SectionedCommand(click.Command):
     """
 
     sections: Mapping[str, str] = MappingProxyType({})
+    apart: tuple[str, ...] = ()  # keys of a --config file that are not options
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
             from kvq.commands.shared.foreign import translated
 
             args = translated(self, args)
+        ctx.meta[GIVEN] = list(args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -27,6 +27,7 @@ from kvq.commands.shared.param_types import (
 )
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
+from kvq.commands.use.serve_models import models_config
 from kvq.errors import ConfigError, not_one_of
 from kvq.extras import EVENTS, OTEL, SERVER, require
 from kvq.sizes import parse_bytes
@@ -143,44 +144,40 @@ class _ServeOptions:
     tokens_per_minute: int | None = option(None, "Most tokens of a key; cached ones are free.", type=TOKENS)
 
 
-@click.command(name="serve", cls=SectionedCommand)
-@config_option
-@service_options
-@click.option(
-    "--api-key",
-    multiple=True,
-    help="API key, or several with commas. Process lists show it: a file or KVQ_API_KEY is better.",
-)
-@gathered(_ServeOptions, "options")
-def command(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> None:
-    """Serve a model over HTTP with an OpenAI-compatible API: completions, chats and responses."""
+def _declared(callback: Callable[..., Any]) -> SectionedCommand:
+    """Return a command with the options of `kvq serve`, which calls `callback(service, options)`."""
+    key = click.option(
+        "--api-key",
+        multiple=True,
+        help="API key, or several with commas. Process lists show it: a file or KVQ_API_KEY is better.",
+    )
+    options = config_option(service_options(key(gathered(_ServeOptions, "options")(callback))))
+    command: SectionedCommand = click.command(name="serve", cls=SectionedCommand)(options)
+    command.apart = ("models", "rollouts")
+    return command
+
+
+def _serve(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> None:
+    """Serve models over HTTP with an OpenAI-compatible API: completions, chats and responses.
+
+    Several models, and versions of one, are in the --config file; see docs/server.md.
+    """
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop handles signals
         config = _config(service, options)
+        models = models_config(config, _declared(_config))
         if not options.check:
-            from kvq.server.run import serve
+            from kvq.server.run import serve, serve_models
 
-            serve(config)
+            serve(config) if models is None else serve_models(models)
             return
-        from kvq.server.check import check_config  # imports torch, which only this check needs
+        from kvq.server.check import check_config, check_models  # imports torch, which only this needs
 
-        findings = check_config(config)
+        findings = check_config(config) if models is None else check_models(models)
     for finding in findings:
         echo(finding)
     if any(finding.is_error for finding in findings):
         raise click.exceptions.Exit(1)
-
-
-command.sections = {
-    "device": "Model",
-    "served_model_name": "Requests and answers",
-    "max_num_seqs": "Memory and steps",
-    "check": "Server",
-    **dict.fromkeys(("api_key", "host"), "Address and access"),
-    "log_format": "Logs, metrics and block events",
-    "record": "Recording",
-    "stored_responses": "Limits",
-}
 
 
 def _config(service: Callable[[], dict[str, Any]], options: _ServeOptions) -> "ServerConfig":
@@ -317,3 +314,16 @@ def _tls(certificate: Path | None, key: Path | None) -> Any:
     context = partial(tls_context, certificate, key or certificate)
     context()  # raises for unusable files
     return context
+
+
+command = _declared(_serve)
+command.sections = {
+    "device": "Model",
+    "served_model_name": "Requests and answers",
+    "max_num_seqs": "Memory and steps",
+    "check": "Server",
+    **dict.fromkeys(("api_key", "host"), "Address and access"),
+    "log_format": "Logs, metrics and block events",
+    "record": "Recording",
+    "stored_responses": "Limits",
+}

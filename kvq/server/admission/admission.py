@@ -95,9 +95,10 @@ class Admission:
     def kv_pressure(self) -> float:
         """Live blocks / total blocks of the fullest pool, excluding staging areas, which never fill up."""
         gauges, info = self._engine.gauges, self._engine.info
-        pools = [] if gauges is None else gauges.pools
+        if gauges is None:  # no step has ended yet
+            return 0.0
         staging = [] if info is None else info.is_staging
-        counted = (pool for pool, is_staging in zip_longest(pools, staging) if not is_staging)
+        counted = (pool for pool, is_staging in zip_longest(gauges.pools, staging) if not is_staging)
         return max((pool.live / pool.total for pool in counted), default=0.0)
 
     @property

@@ -49,9 +49,9 @@ class _Source:
 
     def take(self, stepped: Stepped) -> None:
         """Add the counts of one step."""
-        if self._life != self._remote.num_restarts:
+        if self._life != self._remote.num_starts:
             self._before.update(self._now)
-            self._life = self._remote.num_restarts
+            self._life = self._remote.num_starts
         self._now = {name: getattr(stepped.gauges, name) for name in _ENGINE_TOTALS}
         self._now |= stepped.gauges.misses  # by cause
         for ended in stepped.ended:
@@ -131,9 +131,14 @@ class Metrics:  # D331: totals are kept here: the engine may restart
         for kind in _IGNORED:
             self.ignored.labels(kind)
         remote.on_stepped = self._stepped
+        # Called in the context of the request: with its outcome, and with the seconds to its first token
+        self.on_ending: Callable[[str], object] | None = None
+        self.on_ttft: Callable[[float], object] | None = None
 
     def ended(self, ended: Ended) -> None:
         """Count a request that ended at the engine."""
+        if self.on_ttft is not None and (ttft_s := getattr(ended.timing, "ttft_s", None)) is not None:
+            self.on_ttft(ttft_s)
         failed = {"request": "invalid", "busy": "refused"}.get(ended.kind or "", "error")
         self.count("success" if ended.error is None else failed)
         for key, value in _values_of(ended).items():
@@ -141,6 +146,8 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
     def count(self, ending: str) -> None:
         """Count an outcome: success, error, cancelled or timeout; invalid, limited or refused."""
+        if self.on_ending is not None:
+            self.on_ending(ending)
         for named in self._named:
             named.count(ending)
 
@@ -151,6 +158,10 @@ class Metrics:  # D331: totals are kept here: the engine may restart
     def total(self, name: str) -> int:
         """Return a total of the engine since the server's start."""
         return self._source.total(name)
+
+    def families(self) -> Iterable[Metric]:
+        """Yield all metrics, each with its samples."""
+        return self._registry.collect()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""

@@ -223,6 +223,12 @@ class Prompts:
         self._for_chats.close()
         self._readers.close()
 
+    def stop(self) -> None:
+        """Kill the readers, which the next use starts again."""
+        for lane in (self._for_texts, self._for_chats):
+            lane.forget()
+        self._readers.stop()
+
     def _look_again(self) -> None:
         fresh_s = _FRESH_S if self.why_broken is None else _BROKEN_S
         if self._probing is None and monotonic() - self._probed_s > fresh_s:

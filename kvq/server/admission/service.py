@@ -20,6 +20,7 @@ from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.slots import SequenceSlots
+from kvq.server.admission.transcript import transcript
 from kvq.server.engine.messages import Ended, ErrorKind, Hint, Ready
 from kvq.server.engine.remote import Remote, State
 from kvq.server.http.ignored import Body, find_ignored
@@ -77,14 +78,14 @@ class Service:
         self.most_stored = (config.stored_responses, config.stored_responses_bytes)  # responses and bytes
         self._watch()
         self._timeout_s = config.timeout_s
-        self._draining = False
+        self.is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def why_not_ready(self) -> str | None:
         """Reason why no request can be accepted at the moment, or None."""
-        if self._draining:
+        if self.is_draining:
             return "the server is shutting down"
         if self.remote.state is not State.READY:
             return f"the engine is {self.remote.state.value}"
@@ -212,7 +213,7 @@ class Service:
         Raises:
             Problem: the server is shutting down, or the tenant has sent too many requests.
         """
-        if self._draining:
+        if self.is_draining:
             raise unavailable("the server is shutting down")
         limits = self.admission.tenants[tenant]
         limits.check()
@@ -245,6 +246,9 @@ class Service:
         """
         info = self._info()
         options = replace(options, kv_format=self._format_of(options))
+        kept = transcript.get()
+        if kept is not None:
+            options, kept = kept.take(options)
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 own = info.of(options.kv_format)
@@ -254,6 +258,8 @@ class Service:
             status = "cancelled"  # unless it is replaced below
             try:
                 async for message in messages:
+                    if kept is not None:
+                        kept.add(message)
                     if isinstance(message, Ended):
                         status = ""  # counted by its own status
                         self._count(message, options.tenant)
@@ -293,7 +299,7 @@ class Service:
 
         Returns when all have ended, or after `grace_s`.
         """
-        self._draining = True
+        self.is_draining = True
         self.remote.hand_over()
         self.loop_budget.close()
         with contextlib.suppress(TimeoutError):

@@ -33,6 +33,7 @@ class State(Enum):
     READY = "ready"
     RESTARTING = "restarting"
     FAILED = "failed"  # refused to start, or its restarts are used up
+    STOPPED = "stopped"  # until `start` is called again
     CLOSED = "closed"
 
 
@@ -79,6 +80,7 @@ class Remote:
         self.info: messages.Ready | None = None  # description of the engine, set when it is first ready
         self.gauges: messages.Gauges | None = None  # gauges of the running process
         self.num_restarts = 0
+        self.num_starts = 0  # processes that became ready
         self.on_stepped: Callable[[messages.Stepped], object] | None = None  # called after every step
         self._start, self._on_failed = start, on_failed
         self._max_restarts, self._ping_s, self._stall_s = max_restarts, ping_s, stall_s
@@ -103,12 +105,16 @@ class Remote:
         return None if self.info is None else self.info.scheduler.max_num_seqs
 
     async def start(self) -> messages.Ready:
-        """Start the process and wait until its engine is ready.
+        """Start the process, also again after `stop` or a failure, and wait until its engine is ready.
 
         Raises:
             ConfigError: the engine can't be built; the message states the reason.
             EngineError: after `max_restarts` restarts, the process ended or took too long to start.
         """
+        if self.state in (State.STOPPED, State.FAILED):
+            if self._life is not None:
+                await asyncio.gather(self._life, return_exceptions=True)
+            self._set(State.STARTING)
         self._life = asyncio.create_task(self._live())
         while self.state in (State.STARTING, State.RESTARTING):
             self._changed.clear()
@@ -204,9 +210,16 @@ class Remote:
             raise EngineError(f"no engine is ready, it is {self.state.value}")
         return self._process
 
+    async def stop(self) -> None:
+        """End the process, whose memory becomes free, until `start` is called again."""
+        await self._end(State.STOPPED)
+
     async def close(self) -> None:
-        """End the process; waiting requests get an `EngineError`."""
-        self._set(State.CLOSED)
+        """End the process for good; waiting requests get an `EngineError`."""
+        await self._end(State.CLOSED)
+
+    async def _end(self, state: State) -> None:
+        self._set(state)
         if self._life is not None:
             self._life.cancel()
             with contextlib.suppress(asyncio.CancelledError, EngineError, ConfigError):
@@ -236,7 +249,7 @@ class Remote:
         finally:
             self._process = None
             self.gauges = None
-            is_closing = self.state is State.CLOSED
+            is_closing = self.state in (State.CLOSED, State.STOPPED)
             what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
             ended = EngineError(what)
             for stream in self._streams.values():
@@ -247,7 +260,8 @@ class Remote:
             if is_closing and not process.is_ready:
                 process.popen.kill()  # loading may take minutes before it reads its socket
             await process.end()
-            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has already sent its reason
+            is_known = is_closing or self.state is State.FAILED  # a refused engine has sent its reason
+            if not is_known:
                 _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
 
     async def _serve(self, process: EngineProcess) -> None:
@@ -274,6 +288,7 @@ class Remote:
         if self.state is State.RESTARTING:
             _log.warning("the engine is ready again; restart %d since the server began", self.num_restarts)
         process.is_ready = True
+        self.num_starts += 1
         self._set(State.READY)
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))

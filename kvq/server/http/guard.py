@@ -32,6 +32,7 @@ _QUIET = {
     "/health/deep": (200,),
 }
 ADMITTED = "kvq_admitted"  # scope key of an admitted request, for which its tenant was charged
+VERSION, VERSION_HEADER = "kvq_version", "x-kvq-version"  # scope key of the version that answers; its header
 REASON = "kvq_reason"  # scope key of the code or type of the problem that answers a request
 # Refusals of invalid requests: finding the error costs as much as reading a valid request
 _COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
@@ -126,6 +127,7 @@ class Guard:
             route=route or "unknown",
             status=status,
             reason=scope.get(REASON),
+            version=scope.get(VERSION),
             seconds=seconds,
             tenant=scope.get("kvq_tenant") or None,
             refusals_left_out=left_out or None,
@@ -203,6 +205,8 @@ class _Answer:
             own = [(b"x-request-id", self.request_id.encode())]
             if (ignored := self._scope.get(IGNORED)) is not None:
                 own.append((HEADER.encode(), ignored.encode()))
+            if (version := self._scope.get(VERSION)) is not None:
+                own.append((VERSION_HEADER.encode(), version.encode()))
             message["headers"] = [*message.get("headers", ()), *own]
         await self._send(message)
 

@@ -10,11 +10,12 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from kvq.errors import EngineError
 from kvq.server.http.json_bounds import scan
-from kvq.server.http.loop_budget import Again
+from kvq.server.http.loop_budget import Again, LoopBudget
 from kvq.strict_json import check_value
 
 DECODED = "kvq_decoded"  # scope key of a request's decoded body, until a route removes it
@@ -106,9 +107,43 @@ Flag = Annotated[bool, Field(strict=True)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_value)]
 
 
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+async def read_json(body: bytes | bytearray, budget: LoopBudget, tenant: str) -> Any:
+    """Return a decoded body, in slices of the loop's time.
+
+    Raises:
+        HTTPException: the body is not strict JSON or exceeds a limit (400), or the server is ending (503).
+    """
+    decoded: list[Any] = []
+
+    def read() -> Iterator[Again]:
+        long: list[Span] = []
+        yield from scan(body, long=long)
+        if len(body) > _LARGE:
+            yield Again.IN_TURN
+        decoded.append((yield from decode(body, long)))
+        if len(body) > _LARGE:  # validation then gets a separate turn
+            yield Again.NEXT
+
+    try:
+        await budget.through(tenant, read())
+    except EngineError as error:
+        raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
+    except RecursionError as error:
+        raise HTTPException(400, "the body is nested too deep") from error
+    except msgspec.MsgspecError as error:
+        raise HTTPException(400, f"the body is no JSON: {error}") from error
+    except ValueError as error:
+        raise HTTPException(400, f"the body can't be read: {error}") from error
+    return decoded[0]
+
+
+def check_type(headers: Headers) -> None:
+    """Raise HTTPException (415) unless the body of a POST is JSON and not compressed."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise HTTPException(415, "send the body as JSON, with Content-Type: application/json")
+    if headers.get("content-encoding", "identity") != "identity":
+        raise HTTPException(415, "send the body as it is, without Content-Encoding")
 
 
 class _JsonRequest(Request):
@@ -123,29 +158,10 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         """Return the decoded body; raise HTTPException if the body is not strict JSON or is too large."""
-        body, decoded = await self.body(), []
-
-        def read() -> Iterator[Again]:
-            long: list[Span] = []
-            yield from scan(body, long=long)
-            if len(body) > _LARGE:
-                yield Again.IN_TURN
-            decoded.append((yield from decode(body, long)))
-            if len(body) > _LARGE:  # validation then gets a separate turn
-                yield Again.NEXT
-
-        try:
-            await self.app.state.loop_budget.through(self.scope.get("kvq_tenant", ""), read())
-        except EngineError as error:
-            raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
-        except RecursionError as error:
-            raise HTTPException(400, "the body is nested too deep") from error
-        except msgspec.MsgspecError as error:
-            raise HTTPException(400, f"the body is no JSON: {error}") from error
-        except ValueError as error:
-            raise HTTPException(400, f"the body can't be read: {error}") from error
-        self.scope[DECODED] = decoded[0]
-        return decoded[0]
+        if DECODED not in self.scope:  # a dispatcher may have decoded it
+            budget, tenant = self.app.state.loop_budget, self.scope.get("kvq_tenant", "")
+            self.scope[DECODED] = await read_json(await self.body(), budget, tenant)
+        return self.scope[DECODED]
 
 
 class JsonRoute(APIRoute):
@@ -156,10 +172,8 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:
-            if request.method == "POST" and not _is_json(request.headers.get("content-type", "")):
-                raise HTTPException(415, "send the body as JSON, with Content-Type: application/json")
-            if request.headers.get("content-encoding", "identity") != "identity":
-                raise HTTPException(415, "send the body as it is, without Content-Encoding")
+            if request.method == "POST":
+                check_type(request.headers)
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return read

@@ -140,11 +140,11 @@ async def _admitted(request: Request, service: Service, call: Call, *, stream: b
         request.scope[ADMITTED] = True
         cut = service.metrics.cuts.inc
         if stream:
-            chunks = await _while_connected(request, _first_of(call.chunks()))
+            chunks = await while_connected(request.receive, _first_of(call.chunks()))
             if chunks is not None:
                 return _EventStream(chunks, request.url.path, on_cut=cut, on_end=stack.pop_all().close)
         else:
-            content = await _while_connected(request, _encoded(call))
+            content = await while_connected(request.receive, _encoded(call))
             if content is not None:
                 return _WholeAnswer(content, on_cut=cut, on_end=stack.pop_all().close)
     return Response(status_code=499)  # the client has disconnected
@@ -155,10 +155,10 @@ async def _encoded(call: Call) -> bytes:
     return await asyncio.to_thread(msgspec.json.encode, body) if call.is_heavy else msgspec.json.encode(body)
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; if the client disconnects first, cancel the work and return None."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_until_gone(request.receive))
+    watch = asyncio.create_task(_until_gone(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -1,6 +1,7 @@
 // Polls the server's state while the page is visible, and shows it.
 
 import { showMap } from "/page/map.js";
+import { query, showModels } from "/page/models.js";
 import { showRequests } from "/page/requests.js";
 import { setModel } from "/page/try.js";
 import { count, secondsParts, seconds, element } from "/page/words.js";
@@ -21,7 +22,7 @@ async function poll() {
   clearTimeout(timer);
   let delay = LONGEST_MS;
   try {
-    const answer = await fetch("/pool", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    const answer = await fetch(`/pool${query()}`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     if (!answer.ok) throw new Error(answer.status === 401 ? "key" : "status");
     const seen = await answer.json();
     failures = 0;
@@ -52,6 +53,7 @@ function showAll(seen) {
   kv.hidden = !seen.kv;
   show("kv", `kv ${seen.kv}`);
   setModel(seen.model, seen.needs_key);
+  showModels(seen);
   if (seen.totals) showTotals(seen.totals);
   showMap(seen.picture);
   showGuard(seen.picture?.guard, seen.totals);

@@ -97,6 +97,10 @@ class Lane:
         while (taken := self._line.take()) is not None:
             taken[1].fail(closing())
 
+    def forget(self) -> None:
+        """Forget the idle readers, which `Readers.stop` ended."""
+        self._idle.clear()
+
     async def _work(self) -> None:
         """Run one job after another until none is left."""
         reader = self._idle.pop() if self._idle else None

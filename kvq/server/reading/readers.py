@@ -115,8 +115,12 @@ class Readers:
                 return None
 
     def close(self) -> None:
-        """Kill all processes, even busy ones."""
+        """Kill all processes, even busy ones, for good."""
         self._is_closed = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill all processes, even busy ones. The next use starts them again."""
         for reader in self._readers:
             if reader.host is self._host:  # the host prevents reuse of the id; others end by themselves
                 with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ import random
 from contextlib import ExitStack
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvq.blockmgr import PoolUsage
@@ -431,3 +432,11 @@ def test_random_comings_and_goings_leave_nothing_behind():
     assert world.admission._waiting_tokens == 0
     assert world.admission._overcommit == 0
     assert all(tenant.num_active == 0 for tenant in world.admission.tenants.values())
+
+
+def test_an_engine_that_has_not_stepped_yet_has_no_pressure():
+    world = World()
+    world.engine.gauges, world.engine.info = None, msgspec.structs.replace(info(), is_staging=[False])
+
+    assert world.admission.kv_pressure == 0
+    assert world.status() == 200

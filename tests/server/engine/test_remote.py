@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.describe.checkpoint import content_digest
 from kvq.models.describe.resolve import EMBEDDED
+from kvq.server.admission.metrics import Metrics
 from kvq.server.engine import process as engine_process
 from kvq.server.engine import worker
 from kvq.server.engine.frames import MAX_FRAME, encode, from_engine, read, to_engine
@@ -155,6 +157,47 @@ def test_an_engine_that_stops_or_is_killed_answers_everybody_and_is_started_so_o
     asyncio.run(run())
     told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "kvq"]
     assert ("ERROR", "the engine process ended with status -9") in told
+
+
+def test_a_stopped_engine_is_gone_and_starts_again_with_its_metrics_kept():
+    async def run():
+        remote = Remote(START, **PATIENT)
+        metrics = Metrics(remote, "tiny", ("kvq",))
+        await remote.start()
+        pid, params = remote.pid, SamplingParams(max_tokens=4, ignore_eos=True)
+        first = await collect(remote, [5, 6, 7], params)
+        waiting = asyncio.create_task(collect(remote, [5, 6, 7], LONG))
+        await wait_for_async(lambda: remote.gauges.running, "the request to run")
+
+        await remote.stop()
+
+        with pytest.raises(EngineError):
+            await waiting
+        assert (remote.state, remote.pid, remote.gauges) == (State.STOPPED, None, None)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        before = metrics.total("generated_tokens")
+        await remote.start()
+        assert await collect(remote, [5, 6, 7], params) == (first[0], ANY)
+        assert (remote.num_starts, remote.num_restarts) == (2, 0)
+        await wait_for_async(lambda: metrics.total("generated_tokens") >= before + 4, "both are counted")
+        await remote.close()
+        assert remote.state is State.CLOSED
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_given_up_can_be_started_again():
+    async def run():
+        remote = Remote(START, **PATIENT | {"max_restarts": 0})
+        await remote.start()
+        os.kill(remote.pid, signal.SIGKILL)
+        await wait_for_async(lambda: remote.state is State.FAILED, "the engine to be given up")
+        await remote.start()
+        assert remote.state is State.READY
+        await remote.close()
+
+    asyncio.run(run())
 
 
 def test_a_step_beyond_its_deadline_ends_the_engine():

@@ -1,0 +1,1 @@
+"""Several models in one server: their engines, names that lead to versions, and roll-outs."""
