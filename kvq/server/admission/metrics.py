@@ -161,7 +161,7 @@ class Metrics:  # D331: totals are kept here: the engine may restart
 
     def families(self) -> Iterable[Metric]:
         """Yield all metrics, each with its samples."""
-        return self._registry.collect()
+        return self.registry.collect()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""

@@ -117,7 +117,7 @@ async def _overflowed(request: Request, service: Service) -> Response | None:
         return taken if taken is None or isinstance(taken, dict) else await _first_of(taken)
 
     with contextlib.suppress(Problem):  # it broke off before anything was sent
-        answer = await _while_connected(request, take())
+        answer = await while_connected(request.receive, take())
     if answer is None:
         return None
     tenant.charge_request()
