@@ -27,7 +27,7 @@ from kvq.commands.shared.param_types import (
 from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
 from kvq.errors import ConfigError, not_one_of
-from kvq.extras import EVENTS, OTEL, SERVER, require
+from kvq.extras import EVENTS, OTEL, OVERFLOW, SERVER, require
 from kvq.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -262,6 +262,7 @@ def _overflow(options: _ServeOptions) -> Any:
         if options.overflow_key_file is not None or options.overflow_model is not None:
             raise ConfigError("--overflow-key-file and --overflow-model need --overflow-to and a URL")
         return None
+    require("--overflow-to", OVERFLOW)
     from kvq.server.admission.config import read_keys
     from kvq.server.overflow import Overflow, OverflowConfig
 
