@@ -13,6 +13,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that inst
     "msgspec": ("msgspec", "serve"),
     "prometheus_client": ("prometheus-client", "serve"),
     "yaml": ("pyyaml", "serve"),
+    "httpx2": ("httpx2", "serve"),
     "zmq": ("pyzmq", "events"),
     "opentelemetry.sdk.trace": ("opentelemetry-sdk", "otel"),
     "opentelemetry.exporter.otlp.proto.http": ("opentelemetry-exporter-otlp-proto-http", "otel"),
@@ -31,6 +32,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that inst
 INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that run kvq inside them; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
+OVERFLOW = ("httpx2",)
 OTEL = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)

@@ -90,9 +90,7 @@ class Overflow:  # D432: only for load
     @property
     def tokens_left(self) -> int:
         """Tokens of today's budget that are not used up."""
-        today = int(self._clock() // _DAY_S)
-        if today != self._day:
-            self._day, self._used = today, 0
+        self._begin_day()
         return max(0, self.config.tokens_per_day - self._used)
 
     async def take(self, path: str, raw: bytes, on_used: Callable[[int], object]) -> Answer | None:
@@ -145,9 +143,14 @@ class Overflow:  # D432: only for load
         head = {"Content-Type": "application/json"}
         return self._client.stream("POST", url, content=msgspec.json.encode(given), headers=head)
 
+    def _begin_day(self) -> None:
+        today = int(self._clock() // _DAY_S)
+        if today != self._day:
+            self._day, self._used = today, 0
+
     def _leave(self, use: "_Use", on_used: Callable[[int], object]) -> None:
         self.num_running -= 1
-        _ = self.tokens_left  # today's
+        self._begin_day()
         self._used += use.prompt + use.completion
         self._tokens.labels("prompt").inc(use.prompt)
         self._tokens.labels("completion").inc(use.completion)

@@ -29,7 +29,6 @@ _OPERATIONS = {  # of other paths: chat
     "/v1/embeddings": "embeddings",
     **dict.fromkeys(("/v1/score", "/v1/rerank", "/v2/rerank"), "rerank"),
 }
-_PARTS = {"queue": "queue_s", "prefill": "prefill_s"}  # spans of a prompt, in order; then decode
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +110,7 @@ class Tracing:
         if timing is None or timing.e2e_s is None:
             return
         context, at = set_span_in_context(span), end - round(timing.e2e_s * 1e9)
-        for name, seconds in [(name, getattr(timing, of)) for name, of in _PARTS.items()]:
+        for name, seconds in (("queue", timing.queue_s), ("prefill", timing.prefill_s)):
             if seconds is not None:
                 until = at + round(seconds * 1e9)
                 self._tracer.start_span(name, context, start_time=at).end(until)

@@ -29,7 +29,7 @@ from kvq.commands.shared.terminal import echo
 from kvq.commands.use.engine_options import service_options
 from kvq.commands.use.serve_models import models_config
 from kvq.errors import ConfigError, not_one_of
-from kvq.extras import EVENTS, OTEL, SERVER, require
+from kvq.extras import EVENTS, OTEL, OVERFLOW, SERVER, require
 from kvq.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -97,18 +97,6 @@ class _ServeOptions:
         type=click.Choice(["maps", "arrays"]),
     )
     kv_events_replay: str | None = option(None, "Address that replays missed block events, as --kv-events.")
-    overflow_to: str | None = option(
-        None,
-        "OpenAI-compatible API, such as https://host/v1, for completions and chats that this server refuses "
-        "for its load. Their texts go there.",
-    )
-    overflow_key_file: Path | None = option(None, "Its API key, readable by its owner only.", type=FILE)
-    overflow_model: str | None = option(None, "The model's name there; default: the request's.")
-    overflow: Literal["batch", "all"] = option(
-        "batch", "Requests that may go there: of batch priority, or all.", type=click.Choice(["batch", "all"])
-    )
-    overflow_concurrency: int = option(16, "Most requests there at a time.", type=AT_LEAST_1)
-    overflow_tokens_per_day: int = option(1_000_000, "Most tokens there in a UTC day.", type=TOKENS)
     otlp_traces: str | None = option(
         None, "OpenTelemetry collector, such as http://127.0.0.1:4318, for spans of requests without texts."
     )
@@ -137,6 +125,18 @@ class _ServeOptions:
     max_queued_tokens: int = option(1 << 20, "Most prompt tokens that wait.", type=TOKENS)
     max_wait: float = option(30.0, "Refuse requests that would wait longer (seconds).", type=POSITIVE)
     max_kv_pressure: float = option(0.95, "Refuse requests above this share of live blocks.", type=SHARE)
+    overflow_to: str | None = option(
+        None,
+        "OpenAI-compatible API, such as https://host/v1, for completions and chats that this server refuses "
+        "for its load. Their texts go there.",
+    )
+    overflow_key_file: Path | None = option(None, "Its API key, readable by its owner only.", type=FILE)
+    overflow_model: str | None = option(None, "The model's name there; default: the request's.")
+    overflow: Literal["batch", "all"] = option(
+        "batch", "Requests that may go there: of batch priority, or all.", type=click.Choice(["batch", "all"])
+    )
+    overflow_concurrency: int = option(16, "Most requests there at a time.", type=AT_LEAST_1)
+    overflow_tokens_per_day: int = option(1_000_000, "Most tokens there in a UTC day.", type=TOKENS)
     max_concurrency_per_key: int | None = option(
         None, "Most sequences of one API key: prompts times results.", type=AT_LEAST_1
     )
@@ -263,6 +263,7 @@ def _overflow(options: _ServeOptions) -> Any:
         if options.overflow_key_file is not None or options.overflow_model is not None:
             raise ConfigError("--overflow-key-file and --overflow-model need --overflow-to and a URL")
         return None
+    require("--overflow-to", OVERFLOW)
     from kvq.server.admission.config import read_keys
     from kvq.server.overflow import Overflow, OverflowConfig
 

@@ -1,6 +1,6 @@
 """Request bodies of embeddings (OpenAI's), scores (vLLM's) and ranked documents (Cohere's and Jina's)."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag, model_validator
 
@@ -76,7 +76,3 @@ class RerankBody(_Pooled):
     def texts(self) -> list[str]:
         """The documents' texts."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
-
-    def document(self, index: int) -> dict[str, Any]:
-        """Return the field of a result with its document; empty if documents are not wanted."""
-        return {"document": {"text": self.texts[index]}} if self.return_documents else {}

@@ -93,14 +93,12 @@ class _Pooled(Call):
             sides = []
             for side, field in zip(zip(*pairs, strict=True), fields, strict=True):
                 texts = list(dict.fromkeys(side))
-                read = [partial(prompts.tokenize, text, tenant=self._options.tenant) for text in texts]
-                vectors = dict(zip(texts, await self._vectors(read, field), strict=True))
+                reading = [partial(prompts.tokenize, text, tenant=self._options.tenant) for text in texts]
+                vectors = dict(zip(texts, await self._vectors(reading, field), strict=True))
                 sides.append([vectors[text] for text in side])
-            return [_cosine(*both) for both in zip(*sides, strict=True)]
-        return [
-            score
-            for (score,) in await self._vectors([partial(self._pair, *pair) for pair in pairs], fields[1])
-        ]
+            return await asyncio.to_thread(lambda: [*map(_cosine, *sides)])
+        read = [partial(self._pair, *pair) for pair in pairs]
+        return [score for (score,) in await self._vectors(read, fields[1])]
 
     async def _pair(self, query: str, document: str) -> Sequence[int]:
         prompts, tenant = self._service.prompts, self._options.tenant
@@ -130,18 +128,16 @@ class Embeddings(_Pooled):
 
     async def answer(self) -> dict[str, Any]:
         vectors = await self._vectors([partial(self._read, one) for one in self._given], "input")
-        data = [
-            {"object": "embedding", "index": i, "embedding": self._encoded(vector)}
-            for i, vector in enumerate(vectors)
-        ]
+        data = await asyncio.to_thread(lambda: [*map(self._entry, range(len(vectors)), vectors)])
         return {"object": "list", "data": data} | self._head("embd")
 
     async def _read(self, given: Any) -> Sequence[int]:
         tenant = self._options.tenant
         return await self._service.prompts.tokenize(given, tenant=tenant) if isinstance(given, str) else given
 
-    def _encoded(self, vector: "array[float]") -> str | list[float]:
-        return b64encode(vector.tobytes()).decode() if self._is_binary else list(vector)
+    def _entry(self, index: int, vector: "array[float]") -> dict[str, Any]:
+        encoded = b64encode(vector.tobytes()).decode() if self._is_binary else list(vector)
+        return {"object": "embedding", "index": index, "embedding": encoded}
 
 
 class Score(_Pooled):
@@ -170,7 +166,9 @@ class Rerank(_Pooled):
     async def answer(self) -> dict[str, Any]:
         scores = await self._scores(self._pairs, ("query", "documents"))
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._body.top_n]
-        results = [{"index": i, **self._body.document(i), "relevance_score": scores[i]} for i in best]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        for one in results if self._body.return_documents else ():
+            one["document"] = {"text": self._pairs[one["index"]][1]}
         return {"results": results} | self._head("rerank")
 
 
