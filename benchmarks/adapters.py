@@ -88,6 +88,11 @@ def options(folders: dict[str, Path], count: int) -> dict[str, Any]:
     return {"adapters": some, "max_adapters": ADAPTERS, "num_blocks": 1024, "max_num_seqs": REQUESTS}
 
 
+def bytes_of(llm: LLM) -> int:
+    """Of the adapters in memory."""
+    return sum(adapter.nbytes for adapter in llm.core.adapters.held.values())
+
+
 def random_prompts(source: random.Random, count: int, length: int) -> list[list[int]]:
     return [[source.randrange(100, 4000) for _ in range(length)] for _ in range(count)]
 
@@ -112,7 +117,7 @@ def speed(llm: LLM, rounds: int) -> Row:
         "part": "speed",
         "adapters": ADAPTERS,
         "rank": RANK,
-        "adapter_bytes": llm.core.adapters.nbytes,
+        "adapter_bytes": bytes_of(llm),
         "requests": REQUESTS,
         "prompt_tokens": PROMPT,
         "new_tokens": NEW,
@@ -178,14 +183,14 @@ def room(llm: LLM) -> Row:
     source, adapters, most = random.Random(3), llm.core.adapters, 0
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     for _ in range(3):
-        names = source.sample([named.name for named in adapters], 100)
+        names = source.sample(list(adapters.named), 100)
         outputs = llm.generate(random_prompts(source, 100, 20), params, adapter=names)
         assert all(output.error is None for output in outputs)
-        most = max(most, adapters.num_held)
-    size = adapters.nbytes
-    for named in list(adapters):
-        llm.unload_adapter(named.name)
-    left = {"names": len(list(adapters)), "held": adapters.num_held, "bytes": adapters.nbytes}
+        most = max(most, len(adapters.held))
+    size = bytes_of(llm)
+    for name in list(adapters.named):
+        llm.unload_adapter(name)
+    left = {"names": len(adapters.named), "held": len(adapters.held), "bytes": bytes_of(llm)}
     live = sum(pool.live for pool in llm.core.scheduler.manager.usage())
     assert not live, live
     assert not any(left.values()), left

@@ -78,7 +78,7 @@ class EngineCore(NotCopyable):
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
-        self.intake = Intake(model, self.scheduler, marking, self._home, clock)
+        self.intake = Intake(model, self.scheduler, marking, self._home, clock, self.adapters.find)
         self.adapters.serve(self)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)
