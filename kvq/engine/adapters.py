@@ -2,7 +2,6 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from kvq.errors import ConfigError, ModelError, RequestError, unknown
 from kvq.models import Model
 from kvq.models.adapters.folder import StoredAdapter, read_adapter
 from kvq.models.adapters.place import adaptable, place
-from kvq.models.adapters.step import Adapter, StepAdapters
+from kvq.models.parts.adapters import Adapter, StepAdapters
 from kvq.scheduler import StepPlan
 
 _log = logging.getLogger("kvq")
@@ -30,8 +29,8 @@ class Adapters:
 
     model: Model
     config: EngineConfig
-    _named: dict[str, NamedAdapter] = field(default_factory=dict)
-    _held: OrderedDict[bytes, Adapter] = field(default_factory=OrderedDict)  # by digest, latest use last
+    named: dict[str, NamedAdapter] = field(default_factory=dict)
+    held: OrderedDict[bytes, Adapter] = field(default_factory=OrderedDict)  # in memory, latest use last
     _last: tuple[Any, StepAdapters] | None = None  # D424: what the last step had, usually that of the next
     _cores: list[Any] = field(default_factory=list)  # engines whose requests name them
 
@@ -49,22 +48,9 @@ class Adapters:
 
     def serve(self, core: Any) -> None:
         """Let the requests of an `EngineCore` name these adapters."""
-        core.adapters = core.intake.adapters = self
+        core.adapters, core.intake.find_adapter = self, self.find
         core.runner.adapters = self.of_step
         self._cores.append(core)
-
-    def __iter__(self) -> Iterator[NamedAdapter]:
-        return iter(self._named.values())
-
-    @property
-    def num_held(self) -> int:
-        """Number of adapters in memory."""
-        return len(self._held)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of the adapters in memory."""
-        return sum(adapter.nbytes for adapter in self._held.values())
 
     def load(self, name: str, folder: str | Path) -> None:
         """Read an adapter, so that requests may name it.
@@ -73,14 +59,14 @@ class Adapters:
             ConfigError: the name is taken or empty, or adapters can't be used with this engine.
             ModelError: the adapter is damaged, of another model, or of a kind that kvq would run incorrectly.
         """
-        if not name or not isinstance(name, str) or name in self._named:
+        if not name or not isinstance(name, str) or name in self.named:
             raise ConfigError(f"an adapter needs a name of its own, got {name!r}; unload the other one first")
         if self.model.geometry.vocab_size > _MOST_IDS:
             raise ConfigError(f"adapters need a vocabulary of at most {_MOST_IDS} tokens")
         if self.config.hand_over_to is not None or self.config.hand_over_listen is not None:
             raise ConfigError("requests with adapters can't be handed over; leave adapters or hand_over out")
         stored = self._read(name, Path(folder))
-        self._named[name] = NamedAdapter(
+        self.named[name] = NamedAdapter(
             name=name, folder=Path(folder), digest=stored.digest, invocation=stored.config.invocation
         )
         self._hold(stored)
@@ -93,14 +79,14 @@ class Adapters:
             RequestError: there is no adapter of that name.
         """
         gone = self.find(name)
-        del self._named[name]
+        del self.named[name]
         self._let_go(gone)
 
     def find(self, name: str) -> NamedAdapter:
         """Return the adapter of a name; raise RequestError if there is none."""
-        if name not in self._named:
-            raise RequestError(unknown("adapter", name, self._named))
-        return self._named[name]
+        if name not in self.named:
+            raise RequestError(unknown("adapter", name, self.named))
+        return self.named[name]
 
     def leave(self, job: Job) -> None:
         """Let go of the adapter of a job that has ended."""
@@ -133,25 +119,25 @@ class Adapters:
         return read_adapter(name, folder, adaptable(self.model.weights.model))
 
     def _take(self, named: NamedAdapter) -> Adapter:
-        if named.digest not in self._held:
+        if named.digest not in self.held:
             stored = self._read(named.name, named.folder)
             if stored.digest != named.digest:
                 raise ModelError(
                     f"adapter {named.name!r}: its files in {named.folder} have changed; unload it"
                 )
             self._hold(stored)
-        self._held.move_to_end(named.digest)
-        return self._held[named.digest]
+        self.held.move_to_end(named.digest)
+        return self.held[named.digest]
 
     def _hold(self, stored: StoredAdapter) -> None:
-        self._held[stored.digest] = place(stored, self.model.weights)
-        while len(self._held) > self.config.max_adapters:
-            self._held.popitem(last=False)
+        self.held[stored.digest] = place(stored, self.model.weights)
+        while len(self.held) > self.config.max_adapters:
+            self.held.popitem(last=False)
         self._last = None
 
     def _let_go(self, named: NamedAdapter) -> None:
         """Free an adapter's memory if no name and no job has it."""
         jobs = (job.adapter for core in self._cores for job in core.jobs)
-        if all(user is None or user.digest != named.digest for user in (*self._named.values(), *jobs)):
-            self._held.pop(named.digest, None)
+        if all(user is None or user.digest != named.digest for user in (*self.named.values(), *jobs)):
+            self.held.pop(named.digest, None)
             self._last = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from kvq.engine.loop import LoopedEngine
 from kvq.engine.params import HintAction, Params, SamplingParams, as_params, each_params
@@ -26,6 +26,14 @@ from kvq.scheduler import Priority
 _MESSAGE = {"role": "user", "content": "Hello"}
 
 
+class _BatchFields(TypedDict, total=False):
+    """Fields of `RequestOptions` for all requests of a batch."""
+
+    priority: str | Priority
+    tenant: str
+    cache_salt: str | None
+
+
 class LLM(LoopedEngine):
     """Engine that runs in the caller's thread.
 
@@ -42,18 +50,16 @@ class LLM(LoopedEngine):
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
         *,
-        priority: str | Priority = Priority.BATCH,
-        tenant: str = "",
-        cache_salt: str | None = None,
         adapter: str | Sequence[str | None] | None = None,
         progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[_BatchFields],
     ) -> list[RequestOutput]:
         """Generate results for all prompts, in order. `params`: one set for all prompts, or one per prompt.
 
         All requests are checked before any is run. If a request fails while running, its output has an
-        `error`, and the others continue. `cache_salt`: cached prefixes are shared only among requests of the
-        tenant with the same salt. `adapter`: name of a LoRA adapter, or one per prompt, None for the base
-        model. `progress` is called with (requests finished, total).
+        `error`, and the others continue. `adapter`: name of a LoRA adapter, or one per prompt; None for the
+        base model. `progress` is called with (requests finished, total). `options`: priority, batch by
+        default; tenant; `cache_salt`: cached prefixes are shared only among its requests with the same salt.
 
         Raises:
             RequestError: a prompt or its parameters can't be served; no request was run.
@@ -61,7 +67,7 @@ class LLM(LoopedEngine):
         many = as_prompts(prompts)
         names = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else adapter
         given = [
-            RequestOptions(params=one, priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=name)
+            RequestOptions(params=one, adapter=name, **_BatchFields(priority=Priority.BATCH) | options)
             for one, name in zip(each_params(params, len(many)), names, strict=True)
         ]
         return self._outputs(many, given, progress)

@@ -186,28 +186,32 @@ def test_an_activated_adapter_needs_its_invocation(tmp_path):
         llm.generate([[5, 9, 6, 5, 9]], adapter="act")
 
 
+def bytes_of(adapters):
+    return sum(adapter.nbytes for adapter in adapters.held.values())
+
+
 def test_adapters_come_and_go_through_little_room(tmp_path):
     model, _ = pair("llama")
     shapes = ending(adaptable(model.weights.model), ("q_proj", "down_proj"))
     folders = {f"x{i}": save_adapter(tmp_path / f"x{i}", shapes, seed=i) for i in range(30)}
     llm, held = engine(model, adapters=folders, max_adapters=4, max_num_seqs=9), []
     adapters, manager = llm.core.adapters, llm.core.scheduler.manager
-    assert adapters.num_held == 4
-    size = adapters.nbytes
+    assert len(adapters.held) == 4
+    size = bytes_of(adapters)
     prompts = [random_tokens(20, seed=1)] * 9
     source, first = random.Random(1), {}
     for _ in range(12):
         names = source.sample(list(folders), 9)
-        llm.on_step(lambda stats: held.append(adapters.num_held))
+        llm.on_step(lambda stats: held.append(len(adapters.held)))
         for name, output in zip(names, llm.generate(prompts, GREEDY, adapter=names), strict=True):
             tokens = output.outputs[0].token_ids
             assert first.setdefault(name, tokens) == tokens
     assert max(held) == 4
-    assert adapters.nbytes == size
+    assert bytes_of(adapters) == size
     assert len({tuple(tokens) for tokens in first.values()}) > 10
     for name in folders:
         llm.unload_adapter(name)
-    assert (adapters.num_held, adapters.nbytes, list(adapters)) == (0, 0, [])
+    assert (len(adapters.held), len(adapters.named)) == (0, 0)
     assert all(pool.live == 0 for pool in manager.usage())
     manager.check_integrity()
 
@@ -223,10 +227,10 @@ def test_unloaded_adapters_free_their_memory_and_running_requests_keep_theirs(tm
         if len(found) == 2 and (tmp_path / "a").exists():
             llm.unload_adapter("a")
             shutil.rmtree(tmp_path / "a")
-            assert llm.core.adapters.num_held == 2
+            assert len(llm.core.adapters.held) == 2
     assert found == wanted
-    assert [named.name for named in llm.core.adapters] == ["b"]
-    assert llm.core.adapters.num_held == 1
+    assert list(llm.core.adapters.named) == ["b"]
+    assert len(llm.core.adapters.held) == 1
     with pytest.raises(RequestError, match="'a'"):
         llm.generate(prompt, adapter="a")
 

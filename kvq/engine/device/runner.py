@@ -19,8 +19,8 @@ from kvq.kernels.decoder.whole import ReadyPass
 from kvq.kernels.uploads import ring
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.adapters.step import StepAdapters
 from kvq.models.loading.weights import LoadedWeights
+from kvq.models.parts.adapters import StepAdapters
 from kvq.models.parts.states import StepStates
 from kvq.models.parts.step import Observer, PackedStep
 from kvq.models.run.packing import Integers, are_decodes, positions_of, ready_pass, run_packed

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from kvq.engine.adapters import Adapters
 from kvq.engine.params import MAX_PINS, check_params
 from kvq.engine.requests.beam import BeamSearch
 from kvq.engine.requests.marking import Marking, marked
+from kvq.engine.requests.named_adapter import NamedAdapter
 from kvq.engine.requests.outputs import Timing
 from kvq.engine.requests.request_options import (
     DEFAULT_OPTIONS,
@@ -44,8 +44,8 @@ class Intake:
     marking: Marking | None
     home: Home
     clock: Callable[[], float]
+    find_adapter: Callable[[str], NamedAdapter]
     pooling: Pooling | None = None
-    adapters: Adapters = field(init=False)
     _ids: Iterator[int] = field(default_factory=itertools.count, init=False)
     _random: random.Random = field(default_factory=random.SystemRandom, init=False)
 
@@ -61,7 +61,7 @@ class Intake:
         self.home.check()
         tokens = self._tokens(prompt)
         self._check(options, len(tokens))
-        adapter = None if options.adapter is None else self.adapters.find(options.adapter)
+        adapter = None if options.adapter is None else self.find_adapter(options.adapter)
         params = marked(options.params, self.marking)
         seed = int(params.seed or 0)
         if params.seed is None and params.temperature:

@@ -28,6 +28,6 @@ class NamedAdapter:
         for start in range(len(tokens) - length, -1, -1):
             if list(tokens[start : start + length]) == wanted:
                 return start
-        raise RequestError(
+        raise RequestError(  # D423
             f"adapter {self.name!r} acts from its invocation tokens {wanted} on; the prompt lacks them"
         )

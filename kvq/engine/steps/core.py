@@ -78,7 +78,8 @@ class EngineCore(NotCopyable):
         self._chooser = Chooser(sampler, config.max_num_seqs, make_pooler(model, config.pooling))
         self.jobs: dict[Job, None] = {}  # started and not ended, oldest first
         self._sign = make_signer(model, marking) if model.prepared.exact else None
-        self.intake = Intake(model, self.scheduler, marking, self._home, clock, self._chooser.pooling)
+        pooling, find = self._chooser.pooling, self.adapters.find
+        self.intake = Intake(model, self.scheduler, marking, self._home, clock, find, pooling)
         self.adapters.serve(self)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)

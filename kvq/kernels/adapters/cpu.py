@@ -19,7 +19,7 @@ _OUTPUTS, _RANKS = 16, 4  # to which shapes are padded
 _CHOSEN, _LAYER, _ADAPTER = (struct(f"Kvq{name}") for name in ("Chosen", "LayerFactors", "Adapter"))
 
 
-class CpuFactors:
+class CpuFactors:  # D422
     """Factors of one weight as the kernel reads them: A's rows, and B in panels of 16 outputs."""
 
     def __init__(self, factors: Factors, take: Callable[[int, torch.dtype], Tensor] | None = None) -> None:

@@ -1,7 +1,6 @@
 """`adapters` in Triton: one program for each row's h = scale * x A^T, then for parts of its outputs."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -10,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.kernels.adapters.reference import Factors, check_rows
-from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import rounded
 
-_INPUTS, _OUTPUTS = 128, 128  # of one program at a time
+_WIDTH = 128  # inputs or outputs of one program at a time
 _LEAST_RANK = 16
 
 
@@ -41,17 +39,9 @@ def adapters(out: Tensor, x: Tensor, factors: StackedFactors, chosen: Tensor) ->
     if not rows:
         return
     h = torch.empty(rows, factors.rank, dtype=torch.float32, device=x.device)
-    shrink, expand = _launches(x.device, x.dtype, factors.rank)
-    shrink((rows, 1, 1), (x, factors.a, h, chosen), (inputs,))
-    expand((rows, -(-outputs // _OUTPUTS), 1), (out, factors.b, h, chosen), (outputs,))
-
-
-@lru_cache(maxsize=64)
-def _launches(device: torch.device, dtype: torch.dtype, rank: int) -> tuple[Bound, Bound]:
-    sizes = {"RANK": rank, "WIDTH": _INPUTS, "num_warps": 4}
-    shrink = Bound(_shrink_kernel, ("x_ptr", "a_ptr", "h_ptr", "chosen_ptr"), ("inputs",), sizes)
-    sizes = {"RANK": rank, "WIDTH": _OUTPUTS, "num_warps": 4}
-    return shrink, Bound(_expand_kernel, ("out_ptr", "b_ptr", "h_ptr", "chosen_ptr"), ("outputs",), sizes)
+    sizes = {"RANK": factors.rank, "WIDTH": _WIDTH, "num_warps": 4}
+    _shrink_kernel[(rows,)](x, factors.a, h, chosen, inputs, **sizes)
+    _expand_kernel[(rows, -(-outputs // _WIDTH))](out, factors.b, h, chosen, outputs, **sizes)
 
 
 @triton.jit

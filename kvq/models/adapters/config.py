@@ -23,7 +23,7 @@ _CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """What `adapter_config.json` says about an adapter.
+    """Settings of a LoRA adapter.
 
     `targets`: ends of the names of all layers that it changes; None: the layers whose tensors there are.
     `invocation`: token ids from whose last occurrence on the adapter acts (activated LoRA); None: everywhere.

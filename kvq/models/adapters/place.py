@@ -9,9 +9,9 @@ from kvq.kernels.adapters.cpu import PRODUCTS, CpuAdapter, CpuFactors
 from kvq.kernels.native.library import load
 from kvq.kernels.native.pages import own_pages
 from kvq.models.adapters.folder import Shapes, StoredAdapter
-from kvq.models.adapters.step import Adapter
 from kvq.models.loading.fused_layers import is_fused
 from kvq.models.loading.weights import LoadedWeights
+from kvq.models.parts.adapters import Adapter
 from kvq.weights.linear import ROUTERS, PackedLinear
 
 _WEIGHTS = (  # of each of `PRODUCTS`, in the order of their outputs

@@ -14,7 +14,7 @@ from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.adapters.cpu import CpuStepAdapters
 from kvq.kernels.rope_write.reference import LayerHeads, turned_heads
-from kvq.models.adapters.step import StepAdapters
+from kvq.models.parts.adapters import StepAdapters
 from kvq.models.parts.states import StepStates
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
