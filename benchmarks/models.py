@@ -202,12 +202,11 @@ async def versions(folder: Path, scale: float) -> Rows:
         whole = sum(one.is_complete for one in first)
         off = (share - count / 10) / sqrt(count * 0.1 * 0.9)
         within = f"{count // 10} within 3 standard deviations"
-        rows = [
+        return [
             finding("requests answered", whole, f"{count}", whole == count),
             finding("requests of the version with 10%", share, within, abs(off) <= 3, deviations=off),
             finding("known sessions at that version", moved, f"{expected}, as before", moved == expected),
         ]
-    return rows
 
 
 async def changes(folder: Path, scale: float) -> Rows:
