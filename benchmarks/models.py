@@ -1,13 +1,13 @@
 """Several models in one server: apart from one another, within their memory, and versions that change.
 
-    python -m benchmarks.models [--parts kills,memory,versions] [--scale 1.0]
+    python -m benchmarks.models [--parts kills,memory,versions,changes] [--scale 1.0]
 
 kills: `kill -9` of one model's engine 50 times, while both are under load; the gaps between the other's
 tokens against those of undisturbed stretches of the same run, by turns. memory: of each engine against its
-planned part, and what an idle model gives back. versions: 10,000 requests at 10%, sessions, an injected
-fault until the fall back, and the kill switch with streams running. `--scale` shortens counts for a trial;
-what it writes then says so. Writes benchmarks/results/models-cpu.json, keeping the rows of the parts that
-were not run.
+planned part, and what an idle model gives back. versions: 10,000 requests at 10%, and sessions. changes: an
+injected fault until the fall-back, and the kill switch with streams running. `--scale` shortens counts for
+a trial; what it writes then says so. Writes benchmarks/results/models-cpu.json, keeping the rows of other
+parts.
 """
 
 import argparse
@@ -191,10 +191,9 @@ def _tree_bytes(pid: int) -> int:
 
 
 async def versions(folder: Path, scale: float) -> Rows:
-    """Weights, sessions, a fault, and the kill switch."""
+    """Weights and sessions."""
     count = max(100, round(10_000 * scale))
-    limits = {"errors": 0.1, "window_s": 20.0, "least": 20}
-    async with Models(folder, fall_back=limits) as server:
+    async with Models(folder) as server:
         first = await server.load("chat", count, tokens=1)(8)
         share = await _share(server)
         again = await server.load("chat", count // 50, tokens=1)(8)  # sessions of before
@@ -203,12 +202,19 @@ async def versions(folder: Path, scale: float) -> Rows:
         whole = sum(one.is_complete for one in first)
         off = (share - count / 10) / sqrt(count * 0.1 * 0.9)
         within = f"{count // 10} within 3 standard deviations"
-        rows = [
+        return [
             finding("requests answered", whole, f"{count}", whole == count),
             finding("requests of the version with 10%", share, within, abs(off) <= 3, deviations=off),
             finding("known sessions at that version", moved, f"{expected}, as before", moved == expected),
         ]
-        return [*rows, *await _fault(server), *await _kill_switch(server)]
+
+
+async def changes(folder: Path, scale: float) -> Rows:
+    """A fault, and the kill switch."""
+    limits = {"errors": 0.1, "window_s": 20.0, "least": 20}
+    async with Models(folder, fall_back=limits) as server:
+        await server.load("two", 1, tokens=1)(1)
+        return [*await _fault(server), *await _kill_switch(server)]
 
 
 async def _share(server: Models) -> int:
@@ -254,7 +260,8 @@ async def _kill_switch(server: Models) -> Rows:
     await asyncio.sleep(1)
     running = asyncio.create_task(server.load("two", 16, tokens=400)(16))
     sending = asyncio.create_task(server.load("chat", 2_000, tokens=1, seed=2)(4))
-    await asyncio.sleep(3)
+    while (await metrics(server)).get("kvq_engine_requests/two/running", 0) < 16:
+        await asyncio.sleep(0.05)
     server.file.stop("two", "benchmark", "kill switch")
     began = last = perf_counter()
     found = await _share(server)
@@ -266,14 +273,17 @@ async def _kill_switch(server: Models) -> Rows:
     streams, others = await running, await sending
     whole = sum(one.is_complete for one in streams)
     lost = sum(not one.is_complete for one in others)
+    errors = [f"{one.status} {one.error}" for one in (*streams, *others) if not one.is_complete]
     return [
         finding("stop until the last new request, s", last - began, "1", last - began <= 1),
-        finding("streams of the stopped version that ran on to their end", whole, "16", whole == 16),
+        finding(
+            "streams of the stopped version that ran on to their end", whole, "16", whole == 16, errors=errors
+        ),
         finding("requests for the name that failed meanwhile", lost, "0", lost == 0),
     ]
 
 
-PARTS = {"kills": kills, "memory": memory, "versions": versions}
+PARTS = {"kills": kills, "memory": memory, "versions": versions, "changes": changes}
 
 
 def main() -> None:
@@ -292,10 +302,11 @@ def main() -> None:
 
 
 def _add(out: Path, part: str, found: Rows, scale: float) -> None:
-    """Write a part's rows in place of its former ones."""
+    """Write a part's rows in place of former ones of the same findings."""
+    names = {row["what"] for row in found}
     kept = [] if not out.exists() else msgspec.json.decode(out.read_bytes())["rows"]
     more = {"part": part, "load_average": os.getloadavg()[0], "scale": scale}
-    report(out, [*(row for row in kept if row["part"] != part), *({**more, **row} for row in found)])
+    report(out, [*(row for row in kept if row["what"] not in names), *({**more, **row} for row in found)])
 
 
 if __name__ == "__main__":
