@@ -15,7 +15,8 @@ from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import BLOCK_SIZES
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows
-from kvq.commands.shared.terminal import columns_of, echo, print_columns
+from kvq.commands.shared.terminal import echo, print_columns
+from kvq.evals.report.page import columns_of
 
 
 @click.group(name="bench")

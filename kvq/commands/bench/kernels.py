@@ -15,8 +15,9 @@ from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import BLOCK_SIZES, FORMATS, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of, write_rows
-from kvq.commands.shared.terminal import columns_of, echo, print_columns
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.sizes import parse_tokens, speed
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from kvq.commands.shared.declare import gathered, option, picked
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.terminal import columns_of, echo, print_columns
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.evals.watch import part_of
 from kvq.formats.weights import parse_weight_format
 from kvq.sizes import speed

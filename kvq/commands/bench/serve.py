@@ -13,8 +13,9 @@ from kvq.commands.shared.declare import gathered, option
 from kvq.commands.shared.options import json_option, kv_option
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.terminal import columns_of, echo, print_columns
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.evals.watch import Watch
 from kvq.extras import SERVER, require
 

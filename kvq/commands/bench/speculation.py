@@ -12,8 +12,9 @@ from kvq.commands.shared.declare import gathered, option, picked
 from kvq.commands.shared.options import SPECULATION, ModelOptions, json_option, kv_option, model_options
 from kvq.commands.shared.param_types import FILE, TO_WRITE, Finite, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.terminal import columns_of, echo, print_columns, print_origin
+from kvq.commands.shared.terminal import echo, print_columns, print_origin
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 
 if TYPE_CHECKING:
     from kvq.bench.speculation import SpeculationPlan

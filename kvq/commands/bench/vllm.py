@@ -14,8 +14,9 @@ import click
 from kvq.commands.shared.declare import gathered, option
 from kvq.commands.shared.options import json_option, kv_option, model_argument
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.terminal import columns_of, echo, print_columns
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.extras import VLLM, require, vllm_version
 from kvq.sizes import parse_tokens
 

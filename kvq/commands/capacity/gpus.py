@@ -9,7 +9,8 @@ import click
 from kvq import fileio
 from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
 from kvq.commands.shared.param_types import TO_WRITE
-from kvq.commands.shared.terminal import columns_of, print_columns
+from kvq.commands.shared.terminal import print_columns
+from kvq.evals.report.page import columns_of
 
 
 @click.command(name="gpus")

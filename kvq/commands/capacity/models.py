@@ -8,7 +8,8 @@ from kvq.capacity.plan.catalogue import KnownModel, known_models
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, in_words, layer_kinds
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.results import write_rows
-from kvq.commands.shared.terminal import columns_of, print_columns
+from kvq.commands.shared.terminal import print_columns
+from kvq.evals.report.page import columns_of
 from kvq.sizing.memory import kv_layout
 
 _WIDTH = 260  # characters; wide enough to show every name in full

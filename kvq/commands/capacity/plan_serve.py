@@ -17,9 +17,9 @@ from kvq.capacity.plan.plan import CapacityPlan
 from kvq.capacity.plan.vllm import VllmEngine, own_type
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.declare import given_options, picked
-from kvq.commands.shared.terminal import columns_of, console, print_columns, text_table
+from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
-from kvq.evals.report.page import Columns
+from kvq.evals.report.page import Columns, columns_of
 from kvq.formats.weights import parse_weight_format
 from kvq.layout import BLOCK_SIZE
 from kvq.sizes import binary, decimal, parse_bytes

@@ -10,8 +10,9 @@ from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.declare import given_options, picked
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of
-from kvq.commands.shared.terminal import columns_of, echo, print_columns, say_model
+from kvq.commands.shared.terminal import echo, print_columns, say_model
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import MAX_NUM_SEQS

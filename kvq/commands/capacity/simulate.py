@@ -12,9 +12,9 @@ from kvq.commands.shared.declare import SectionedCommand, gathered
 from kvq.commands.shared.options import kv_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
-from kvq.commands.shared.terminal import columns_of, echo, print_columns
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
-from kvq.evals.report.page import Columns
+from kvq.evals.report.page import Columns, columns_of
 from kvq.evals.watch import Progress, part_of
 from kvq.sizes import binary
 

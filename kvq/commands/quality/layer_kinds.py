@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from kvq.commands.shared.terminal import columns_of, print_columns
+from kvq.commands.shared.terminal import print_columns
+from kvq.evals.report.page import columns_of
 from kvq.geometry import LayerGeometry, ModelGeometry
 
 COMPUTE_BYTES = 2  # per element of a state in the compute dtype

@@ -6,7 +6,8 @@ from typing import Any
 from kvq.calib.quantize import Quantized
 from kvq.commands.shared.declare import picked
 from kvq.commands.shared.results import used_line
-from kvq.commands.shared.terminal import columns_of, echo, print_cautions, print_columns
+from kvq.commands.shared.terminal import echo, print_cautions, print_columns
+from kvq.evals.report.page import columns_of
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 

@@ -1,19 +1,16 @@
 """Terminal output with control characters spelled out: lines, tables, results, and kvq's log."""
 
 import io
-import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.evals.report.page import Columns, table
 from kvq.printable import one_line, printable
-from kvq.sizes import binary, count, decimal, dollars, speed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,10 +20,6 @@ if TYPE_CHECKING:
     from kvq.models.describe.resolve import ModelSource
 
 _SHOWN_DIGITS = 12  # number of digits shown of a digest
-_STYLES: dict[str, Callable[[Any], str]] = {
-    **{"binary": binary, "count": count, "decimal": decimal, "dollars": dollars, "speed": speed, "str": str},
-    **{"bytes": "{:,} B".format, "mib": lambda mib: f"{mib / 1024:.2f}"},
-}
 _WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of text columns
 
 
@@ -123,12 +116,6 @@ def console() -> "PlainConsole":
 
     out = PlainConsole()
     return out if out.is_terminal else PlainConsole(width=240)
-
-
-def columns_of(name: str) -> dict[str, tuple[str, Any]]:
-    """Return the columns of a command's table from columns.json, whose formats may be names of `_STYLES`."""
-    tables = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
-    return {key: (head, _STYLES.get(style, style)) for key, (head, style) in tables[name].items()}
 
 
 def print_columns(rows: Iterable[Mapping[str, Any]], columns: Columns, *, width: int = 130) -> None:
