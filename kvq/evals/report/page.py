@@ -38,7 +38,8 @@ def bits(value: float) -> str:
 
 _STYLES: dict[str, Callable[[Any], str]] = {
     **{style.__name__: style for style in (binary, bits, count, decimal, dollars, speed, str)},
-    **{"bytes": "{:,} B".format, "times": "{:.2f}x".format, "mib": lambda mib: f"{mib / 1024:.2f}"},
+    **{"bytes": "{:,} B".format, "times": "{:.2f}x".format, "list": ", ".join},
+    **{"mib": lambda mib: f"{mib / 1024:.2f}"},
     **{f"span {form}": span(form) for form in (".6f", ".2%", ".1f", ".1%")},
 }
 
