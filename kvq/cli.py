@@ -2,7 +2,9 @@
 
 import importlib
 import io
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,47 +17,8 @@ from kvq.commands.shared.terminal import echo, escape_unencodable, show_warnings
 from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
-# Groups of commands: command name -> its module's folder below kvq.commands, and its one-line help, shown
-# without an import of the module
-_GROUPS = {
-    "First steps": {
-        "demo": ("use", "Measure every format on the embedded model and write a report."),
-        "perplexity": ("quality", "Measure the quality of KV formats on a text: kvq perplexity ./my-model"),
-        "serve": ("use", "Serve a model over HTTP, as OpenAI does: kvq serve ./my-model --kv int4"),
-    },
-    "Use a model": {
-        "generate": ("use", "Continue a prompt, streamed."),
-        "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
-        "run-batch": ("use", "Answer a file of requests, in OpenAI's batch format; resumable."),
-        "score": ("use", "Write the log-probabilities of given completions, from the engine's own path."),
-        "replay": ("use", "Answer the requests of a batch again, and compare every bit by their receipts."),
-        "cache": ("use", "Explain what two prompts share in the prefix cache, and why not more."),
-        "guard": ("use", "Tell what the guard of a running server found about its KV format."),
-        "rollout": ("use", "Change the versions that a server of several models gives requests to."),
-        "detect-watermark": ("use", "Find kvq's watermark in texts, or make a key for it."),
-    },
-    "Quality": {
-        "eval": ("quality", "Measure quality by several tasks, with error bars and gates."),
-        "compare": ("quality", "Compare two results of perplexity or eval."),
-        "inspect": ("quality", "Show a model's KV geometry and the bytes per token of every format."),
-        "calibrate": ("quality", "Observe a model and write static scales to a kvq.json."),
-        "tune": ("quality", "Find the best formats for every layer within a memory budget."),
-        "quantize": ("quality", "Quantize a model's weights into a folder that other engines load too."),
-        "manifest": ("quality", "Write or check the digests of a model's files."),
-    },
-    "Size and speed": {
-        "plan": ("capacity", "Plan memory: how many users fit on which GPU."),
-        "simulate": ("capacity", "Simulate a load without a GPU: latency, throughput, cost."),
-        "cost": ("capacity", "Compare the price of tokens on your own GPUs and at an API."),
-        "models": ("capacity", "List the models that plan knows without their files."),
-        "gpus": ("capacity", "List the GPUs that plan knows."),
-        "bench": ("bench", "Measure the speed of kvq's parts, and of the engine under load."),
-    },
-    "This machine": {
-        "doctor": ("machine", "Show which backends run on this machine, and why others don't."),
-        "completion": ("machine", "Make bash, zsh or fish complete commands, options and names."),
-    },
-}
+# Commands by group: the folder of their module in kvq.commands, and a line of help, shown without an import
+_GROUPS = json.loads(Path(__file__).with_name("commands").joinpath("commands.json").read_text("utf-8"))
 _COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
 _WINDOWS = (
     "kvq runs on Linux, macOS and WSL; on Windows, install WSL (wsl --install) and run it there, please."

@@ -1,34 +1,14 @@
 """Extras: packages that only some commands need, and the error if one is missing."""
 
+import json
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from kvq.errors import ConfigError
 
-# D368: the only place that maps extras to packages
-PACKAGES = {  # module -> its package, and the extra of pyproject.toml that installs it
-    "fastapi": ("fastapi", "serve"),
-    "uvicorn": ("uvicorn", "serve"),
-    "h11": ("h11", "serve"),
-    "msgspec": ("msgspec", "serve"),
-    "prometheus_client": ("prometheus-client", "serve"),
-    "yaml": ("pyyaml", "serve"),
-    "httpx2": ("httpx2", "serve"),
-    "zmq": ("pyzmq", "events"),
-    "opentelemetry.sdk.trace": ("opentelemetry-sdk", "otel"),
-    "opentelemetry.exporter.otlp.proto.http": ("opentelemetry-exporter-otlp-proto-http", "otel"),
-    "lmcache": ("lmcache", "lmcache"),
-    "vllm": ("vllm", "vllm"),
-    "lm_eval": ("lm-eval", "eval"),
-    "datasets": ("datasets", "eval"),
-    "pyarrow": ("pyarrow", "eval"),
-    "matplotlib": ("matplotlib", "plot"),
-    "bitsandbytes": ("bitsandbytes", "bnb"),
-    "accelerate": ("accelerate", "bnb"),
-    "triton": ("triton", "gpu"),
-    "ray": ("ray", "ray"),
-    "cryptography": ("cryptography", "encryption"),
-}
+# D368: the only place that maps extras to packages: module -> its package, and the extra that installs it
+PACKAGES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that run kvq inside them; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)

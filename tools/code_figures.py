@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 ROOT = Path(__file__).parents[1]
-SOURCES = {".py", ".cpp", ".h", ".js", ".css", ".html"}
+SOURCES = {".py", ".cpp", ".h", ".ptx", ".js", ".css", ".html"}
 LIMITS = ROOT / "tests" / "code_figures.json"
 FOREIGN_WORDS = ROOT / "tests" / "foreign_words.json"  # each with the field's word for it
 MOST_LINES, MOST_PARAMETERS, HARD_LIMIT, LONG, MOST_FILES = 400, 6, 10, 60, 15

@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, first_lines
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.report.figure import drawing, finish, legend_beside, new_figure, short
 from kvq.evals.report.labels import label_point
-from kvq.evals.report.page import Columns, bits, html_table, origin, page, sizes, table
+from kvq.evals.report.page import Columns, bits, columns_of, html_table, origin, page, sizes, table
 from kvq.evals.report.plot import finish_kl
 from kvq.evals.report.sections import MOST, exactness_warning
 from kvq.formats import KVRecipe, parse_format
@@ -23,14 +23,7 @@ from kvq.models import Model
 from kvq.models.check.verdict import verdict as verdict_of
 
 Row = dict[str, Any]
-_QUALITY: Columns = {
-    "kl_mean": ("KL mean", ".6f"),
-    "expected_kl": ("expected", ".6f"),
-    "decisive_kl": ("KL in sessions", ".6f"),
-    "perplexity": ("perplexity", ".3f"),
-    "perplexity_change": ("change", "+.3%"),
-    "top1_agreement": ("same top token", ".2%"),
-}
+_QUALITY = columns_of("tune")
 RECIPE = ("layer", "K", "V")
 _KINDS = {"uniform": ("#7d8590", "o"), "tuned": ("#0969da", "s"), "chosen": ("#cf222e", "D")}
 

@@ -5,6 +5,7 @@ A block of 256 values is divided into groups with small scales of their own. Sou
 and the GGUF specification.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,31 +48,12 @@ class GgmlType:
         return self.nbytes + {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}.get(self.name, 0)
 
 
-_TYPES = (
-    GgmlType(name="F32", number=0, nbytes=4),
-    GgmlType(name="F16", number=1, nbytes=2),
-    GgmlType(name="BF16", number=30, nbytes=2),
-    GgmlType(name="Q4_0", number=2, values=32, nbytes=18, bits=4, group=32),
-    GgmlType(name="Q4_1", number=3, values=32, nbytes=20, bits=4, group=32, has_minimum=True),
-    GgmlType(name="Q5_0", number=6, values=32, nbytes=22, bits=5, group=32),
-    GgmlType(name="Q5_1", number=7, values=32, nbytes=24, bits=5, group=32, has_minimum=True),
-    GgmlType(name="Q8_0", number=8, values=32, nbytes=34, bits=8, group=32),
-    GgmlType(name="Q2_K", number=10, values=256, nbytes=84, bits=2, group=16, has_minimum=True),
-    GgmlType(name="Q3_K", number=11, values=256, nbytes=110, bits=3, group=16),
-    GgmlType(name="Q4_K", number=12, values=256, nbytes=144, bits=4, group=32, has_minimum=True),
-    GgmlType(name="Q5_K", number=13, values=256, nbytes=176, bits=5, group=32, has_minimum=True),
-    GgmlType(name="Q6_K", number=14, values=256, nbytes=210, bits=6, group=16),
-    GgmlType(name="IQ4_NL", number=20, values=32, nbytes=18, bits=4, group=32),
-    GgmlType(name="MXFP4", number=39, values=32, nbytes=17, bits=4, group=32),
-)
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TYPES = [GgmlType(**facts) for facts in _TABLE["read"]]
 GGML_TYPES = {kind.name: kind for kind in _TYPES}
 TYPES_BY_NUMBER = {kind.number: kind for kind in _TYPES}
 # Types that kvq does not read, by their number in a file, for messages
-UNREAD_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-    40: "NVFP4",
-}  # fmt: skip
+UNREAD_TYPES: dict[int, str] = {int(number): name for number, name in _TABLE["unread"].items()}
 
 
 def part_paths(path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from kvq.evals.watch import Progress
 from kvq.models import Model
 from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
 from kvq.server.tools.format import Tool
-from kvq.traces.kinds import is_json
+from kvq.traces.kinds import is_json, parses
 from kvq.traces.rendering import Stretch
 from kvq.traces.sessions import RecordedSession
 from kvq.traces.tasks.compare import fits, same_call
@@ -125,12 +125,12 @@ def _outcome(one: Question, output: RequestOutput) -> Outcome:
     if recorded:
         is_valid = bool(calls) and all(
             call.name in schemas
-            and _parses(call.arguments)
+            and parses(call.arguments)
             and fits(schemas[call.name], json.loads(call.arguments))
             for call in calls
         )
     else:
-        is_valid = _parses(said.text.strip())
+        is_valid = parses(said.text.strip())
     return Outcome(
         token_ids=said.token_ids,
         text=said.text,
@@ -162,11 +162,3 @@ def _read(offer: Offer | None, text: str) -> tuple[str, list[Call]]:
         for number, name in names.items()
     ]
     return "".join(event.text for event in events if event.call is None), calls
-
-
-def _parses(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -106,8 +106,11 @@ def _value_words(value: Any) -> Iterator[tuple[str, TokenKind]]:
 
 def is_json(text: str) -> bool:
     """Return True if a text is a JSON object or array."""
-    if text[:1] not in ("{", "["):
-        return False
+    return text[:1] in ("{", "[") and parses(text)
+
+
+def parses(text: str) -> bool:
+    """Return True if a text is a JSON value."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

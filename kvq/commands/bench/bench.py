@@ -16,6 +16,7 @@ from kvq.commands.shared.param_types import BLOCK_SIZES
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows
 from kvq.commands.shared.terminal import echo, print_columns
+from kvq.evals.report.page import columns_of
 
 
 @click.group(name="bench")
@@ -26,13 +27,7 @@ def command() -> None:
 for _one in (attention, write, linear, tune, engine, serve, speculation, vllm):
     command.add_command(_one)
 
-_COLUMNS = {
-    "operation": ("operation", ""),
-    "us_median": ("us median", ",.2f"),
-    "us_p10": ("p10", ",.2f"),
-    "us_p90": ("p90", ",.2f"),
-    "per": ("per", ""),
-}
+_COLUMNS = columns_of("bench blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

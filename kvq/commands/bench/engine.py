@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
+from kvq.commands.bench.options import TrafficOptions
 from kvq.commands.shared.declare import SectionedCommand, gathered, option, picked
 from kvq.commands.shared.options import ModelOptions, json_option, kv_option, model_options
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, SIZE, TO_WRITE, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns, print_origin
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 
 if TYPE_CHECKING:
     from kvq.bench.engine.engine import EnginePlan
@@ -121,21 +122,10 @@ def _plan(model: "PreparedModel", traffic: TrafficOptions, options: _EngineOptio
     )
 
 
-_COLUMNS = {
-    **THROUGHPUT,
-    "total_tokens_per_s": ("total tok/s", ",.1f"),
-    **LATENCIES,
-    "preemptions": ("preempted", "g"),
-    "prefix_hit_rate": ("prefix hits", ".1%"),
-    "peak_blocks": ("peak blocks", ","),
-    "pool_utilization": ("fill", ".1%"),
-    "notes": ("", ""),
-}
-
-
 def _print(result: dict[str, Any]) -> None:
     print_origin(result)
-    print_columns([row | {"notes": _notes(row)} for row in result["rows"]], _COLUMNS, width=200)
+    noted = [row | {"notes": _notes(row)} for row in result["rows"]]
+    print_columns(noted, columns_of("bench engine"), width=200)
     for row in result["rows"]:
         if "reason" in row:
             echo(f"{row['name']} can't run here: {row['reason']}")

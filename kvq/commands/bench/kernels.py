@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvq.commands.bench.options import TIMES, KernelOptions, split_list
+from kvq.commands.bench.options import KernelOptions, split_list
 from kvq.commands.shared.declare import gathered, option, path_option, picked
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.param_types import BLOCK_SIZES, FORMATS, TO_WRITE, TOKENS
@@ -17,29 +17,13 @@ from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of, write_rows
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.sizes import parse_tokens, speed
 
 if TYPE_CHECKING:
     from kvq.bench.kernels.workload import Workload
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_ATTENTION_COLUMNS = {
-    "name": ("name", ""),
-    "kv": ("kv", ""),
-    "backend": ("backend", ""),
-    **TIMES,
-    "fraction_of_bandwidth": ("of reading", ".1%"),
-    "max_relative_error": ("error", ".1e"),
-}
-_WRITE_COLUMNS = {
-    "kv": ("kv", ""),
-    "backend": ("backend", ""),
-    "tokens": ("tokens", ","),
-    "us_median": ("us median", ",.1f"),
-    "us_p10": ("p10", ",.1f"),
-    "us_p90": ("p90", ",.1f"),
-    "gb_per_s": ("written", speed),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +137,7 @@ def attention(
         f"{first['new_tokens']} new, {first['q_heads']} query and {first['kv_heads']} KV heads of "
         f"{first['head_dim']}, blocks of {first['block_size']}; memory reads {speed(bandwidth)}"
     )
-    print_columns(rows, _ATTENTION_COLUMNS)
+    print_columns(rows, columns_of("bench attention"))
     facts = {"read_gb_per_s": bandwidth}
     write_rows(rows, json_path, workload.device, facts)
     if options.plot_path is not None:
@@ -174,7 +158,7 @@ def write(kv: str, new: int, shape: _ShapeOptions, kernels: KernelOptions, json_
     workload, formats = shape.workload(new, kernels), split_list(kv, "--kv")
     with progress_bar("write") as progress:
         rows = bench_write(workload, formats, repeats=kernels.repeats, progress=progress)
-    print_columns(rows, _WRITE_COLUMNS)
+    print_columns(rows, columns_of("bench write"))
     write_rows(rows, json_path, workload.device)
 
 

@@ -6,28 +6,17 @@ from typing import Any
 
 import click
 
-from kvq.commands.bench.options import TIMES, KernelOptions, split_list
+from kvq.commands.bench.options import KernelOptions, split_list
 from kvq.commands.shared.declare import gathered, option, picked
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.evals.watch import part_of
 from kvq.formats.weights import parse_weight_format
 from kvq.sizes import speed
-
-_COLUMNS = {
-    "name": ("name", ""),
-    "weights": ("weights", ""),
-    "backend": ("backend", ""),
-    "rows": ("rows", ","),
-    "out_features": ("outputs", ","),
-    "in_features": ("inputs", ","),
-    **TIMES,
-    "fraction_of_limit": ("of limit", ".1%"),
-    "max_relative_error": ("error", ".1e"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +83,7 @@ def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | Non
 
 def _print(result: dict[str, Any]) -> None:
     echo(f"memory reads {speed(result['read_gb_per_s'])}")
-    print_columns(result["rows"], _COLUMNS)
+    print_columns(result["rows"], columns_of("bench linear"))
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Shared parts of `kvq bench`: options for loads and kernels, and columns of result tables."""
+"""Options shared by benchmarks: loads, and kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,31 +10,11 @@ import click
 from kvq.commands.shared.declare import option, picked
 from kvq.commands.shared.param_types import Finite
 from kvq.errors import ConfigError
-from kvq.sizes import speed
 
 if TYPE_CHECKING:
     import torch
 
     from kvq.bench.engine.load import Load
-
-RATES = {
-    "output_tokens_per_s": ("output tok/s", ",.1f"),
-    "output_tokens_per_s_p10": ("p10", ",.1f"),
-    "output_tokens_per_s_p90": ("p90", ",.1f"),
-}
-THROUGHPUT = {"name": ("name", ""), "kv": ("kv", ""), "concurrency": ("at a time", "g"), **RATES}
-LATENCIES = {
-    "ttft_ms_p50": ("TTFT ms p50", ",.1f"),
-    "ttft_ms_p99": ("p99", ",.1f"),
-    "itl_ms_p50": ("ITL ms p50", ",.1f"),
-    "itl_ms_p99": ("p99", ",.1f"),
-}
-TIMES = {
-    "ms_median": ("ms median", ",.3f"),
-    "ms_p10": ("p10", ",.3f"),
-    "ms_p90": ("p90", ",.3f"),
-    "gb_per_s": ("read", speed),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

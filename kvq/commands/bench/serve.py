@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
+from kvq.commands.bench.options import TrafficOptions
 from kvq.commands.shared.declare import gathered, option
 from kvq.commands.shared.options import json_option, kv_option
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.evals.watch import Watch
 from kvq.extras import SERVER, require
 
@@ -75,18 +76,8 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
         finished.end(rows)
 
 
-_COLUMNS = {
-    **THROUGHPUT,
-    **LATENCIES,
-    "complete": ("complete", ","),
-    "refused": ("refused", ","),
-    "refusal_ms_p99": ("in ms p99", ",.1f"),
-    "broken": ("broken", ","),
-}
-
-
 def _print(result: dict[str, Any]) -> None:
     rows = result["rows"]
-    print_columns(rows, _COLUMNS, width=180)
+    print_columns(rows, columns_of("bench serve"), width=180)
     equal = sum(row["check_equal"] for row in rows)
     echo(f"checked: for {equal} of {len(rows)} a request gave the same text under load as alone")

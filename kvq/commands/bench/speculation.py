@@ -8,29 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.bench.options import RATES
 from kvq.commands.shared.declare import gathered, option, picked
 from kvq.commands.shared.options import SPECULATION, ModelOptions, json_option, kv_option, model_options
 from kvq.commands.shared.param_types import FILE, TO_WRITE, Finite, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns, print_origin
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 
 if TYPE_CHECKING:
     from kvq.bench.speculation import SpeculationPlan
     from kvq.models.loading.prepared import PreparedModel
-
-_COLUMNS = {
-    "kv": ("KV", ""),
-    "name": ("k", ""),
-    "acceptance": ("right", ".1%"),
-    "offline_acceptance": ("offline", ".1%"),
-    "tokens_per_step": ("tokens a step", ".2f"),
-    "expected_tokens_per_step": ("expected", ".2f"),
-    **RATES,
-    "speedup": ("faster", ".2f"),
-    "expected_speedup": ("expected", ".2f"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +117,6 @@ def _plan(model: "PreparedModel", options: _SpeculationOptions) -> "SpeculationP
 def _print(result: dict[str, Any]) -> None:
     print_origin(result)
     named = [row | {"name": "adapts" if row["adapts"] else str(row["k"] or "none")} for row in result["rows"]]
-    print_columns(named, _COLUMNS)
+    print_columns(named, columns_of("bench speculation"))
     for line in result["verdict"]:
         echo(line)

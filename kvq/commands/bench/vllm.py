@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.bench.options import THROUGHPUT
 from kvq.commands.shared.declare import gathered, option
 from kvq.commands.shared.options import json_option, kv_option, model_argument
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.extras import VLLM, require, vllm_version
 from kvq.sizes import parse_tokens
 
@@ -83,21 +83,10 @@ def _numbers(text: str, name: str) -> tuple[int, int, int]:
     raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
 
 
-_COLUMNS = {
-    "load": ("load", ""),
-    **{key: value for key, value in THROUGHPUT.items() if key != "concurrency"},
-    "times_own": ("x own", ".2f"),
-    "attention_ms": ("attention ms", ",.2f"),
-    "write_ms": ("write ms", ",.2f"),
-    "other_ms": ("other ms", ",.2f"),
-    "blocks": ("blocks", ","),
-}
-
-
 def _print(result: dict[str, Any]) -> None:
     rows = result["rows"]
     echo(f"model   {result['model']}")
-    print_columns(rows, _COLUMNS, width=180)
+    print_columns(rows, columns_of("bench vllm"), width=180)
     total, equal = (sum(row[key] for row in rows) for key in ("check_requests", "check_equal"))
     echo(
         f"checked {equal} of {total} requests give the tokens of kvq's own engine; others differ at near ties"

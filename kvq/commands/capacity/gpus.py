@@ -10,16 +10,7 @@ from kvq import fileio
 from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
 from kvq.commands.shared.param_types import TO_WRITE
 from kvq.commands.shared.terminal import print_columns
-
-_COLUMNS = {
-    "name": ("GPU", ""),
-    "memory_gb": ("GB", "g"),
-    "total_mib": ("GiB seen", lambda mib: f"{mib / 1024:.2f}"),
-    "bandwidth_tb_s": ("TB/s", "g"),
-    "usd_per_hour": ("$/hour", ".2f"),
-    "speeds": ("dense TFLOPS", ""),
-    "source": ("GiB seen at", ""),
-}
+from kvq.evals.report.page import columns_of
 
 
 @click.command(name="gpus")
@@ -30,7 +21,7 @@ def command(gpu_file: Path | None, json_path: str | None) -> None:
     rows = [asdict(gpu) for gpu in gpus_of(gpu_file).values()]
     for row in rows:
         row["speeds"] = ", ".join(f"{kind} {value:,.0f}" for kind, value in row["tflops"].items())
-    print_columns(rows, _COLUMNS)
+    print_columns(rows, columns_of("gpus"))
     if json_path is not None:
         facts = {
             row["name"]: {k: v for k, v in row.items() if k not in ("name", "speeds") and v not in (None, "")}

@@ -9,20 +9,9 @@ from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, in_words, layer_kind
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.terminal import print_columns
-from kvq.sizes import binary, count
+from kvq.evals.report.page import columns_of
 from kvq.sizing.memory import kv_layout
 
-_COLUMNS = {
-    "model": ("model", ""),
-    "parameters": ("parameters", count),
-    "active_parameters": ("active", count),
-    "kinds": ("layers", ""),
-    "max_context": ("context", ",d"),
-    "kv_bytes_per_token": ("KV/token, fp16", binary),
-    "state_bytes": ("states", binary),
-    "hub": ("on the hub", ""),
-    "site": ("read from", ""),
-}
 _WIDTH = 260  # characters; wide enough to show every name in full
 
 
@@ -35,7 +24,7 @@ def command(json_path: str | None) -> None:
     source of each model's facts, and the reason if kvq doesn't run a model.
     """
     rows = [_row(model) for model in known_models().values()]
-    print_columns(rows, _COLUMNS, width=_WIDTH)
+    print_columns(rows, columns_of("models"), width=_WIDTH)
     write_rows(rows, json_path)
 
 

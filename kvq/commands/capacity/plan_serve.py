@@ -19,29 +19,13 @@ from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.declare import given_options, picked
 from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
-from kvq.evals.report.page import Columns
+from kvq.evals.report.page import Columns, columns_of
 from kvq.formats.weights import parse_weight_format
 from kvq.layout import BLOCK_SIZE
-from kvq.sizes import binary, decimal, dollars, parse_bytes
+from kvq.sizes import binary, decimal, parse_bytes
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 _MUCH = 1.05  # smallest gain in users, as a factor, for which an option is suggested
-_VLLM: Columns = {
-    "gpu": ("GPU", ""),
-    "kv": ("KV", ""),
-    "num_gpu_blocks": ("blocks", ",d"),
-    "kv_cache_tokens": ("KV cache size, tokens", ",d"),
-    "max_model_len": ("request, tokens", ",d"),
-    "max_concurrency": ("maximum concurrency", ".2f"),
-}
-_AT_RATE: Columns = {
-    "gpu": ("GPU", ""),
-    "kv": ("KV", ""),
-    "utilization": ("utilization", ".0%"),
-    "at_once": ("requests at once", str),
-    "rate_itl_ms": ("ITL, ms", ",.1f"),
-    "rate_gpus": ("GPUs needed", ",d"),
-}
 
 
 def serve_command(plan: CapacityPlan, sizing: SizingOptions, step_tokens: int) -> str | None:
@@ -146,19 +130,11 @@ def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
     """Return the columns of a table of plans, keyed by the fields of a row."""
-    users = {"gpus_needed": ("GPUs needed", ",d")} if rows[0]["gpus_needed"] is not None else {}
-    return {
-        "gpu": ("GPU", ""),
-        "kv": ("KV", ""),
-        "kv_bytes_per_token": ("KV/token", binary),
-        "kv_bytes_per_request": ("KV/request", decimal),
-        "max_users": ("users", ",d"),
-        "contiguous_users": (f"in slots of {rows[0]['slot_tokens']:,}", ",d"),
-        "tokens_per_s": ("tokens/s", ",.0f"),
-        "ttft_ms": ("TTFT, ms", ",.0f"),
-        "itl_ms": ("ITL, ms", ",.1f"),
-        "usd_per_million_tokens": ("$ / million", dollars),
-    } | users
+    head, first = "contiguous_users", rows[0]
+    found = columns_of("plan") | {head: (f"in slots of {first['slot_tokens']:,}", ",d")}
+    if first["gpus_needed"] is None:
+        del found["gpus_needed"]
+    return found
 
 
 def show(
@@ -189,11 +165,12 @@ def show(
     print_columns(rows, columns(rows))
     if "num_gpu_blocks" in rows[0]:
         out.print("figures that vLLM prints when it starts")
-        print_columns(rows, _VLLM)
+        print_columns(rows, columns_of("plan, vllm"))
     if "utilization" in rows[0]:
         out.print("at that rate")
         at_once = ["too many" if row["in_flight"] is None else f"{row['in_flight']:,}" for row in rows]
-        print_columns([row | {"at_once": n} for row, n in zip(rows, at_once, strict=True)], _AT_RATE)
+        shown = [row | {"at_once": n} for row, n in zip(rows, at_once, strict=True)]
+        print_columns(shown, columns_of("plan, at a rate"))
     for line in (*_remarks(rows, assumed=assumed, max_num_seqs=max_num_seqs), *remarks):
         out.print(line, soft_wrap=True)
 

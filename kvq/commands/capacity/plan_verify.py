@@ -12,6 +12,7 @@ from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns, say_model
 from kvq.errors import ConfigError
+from kvq.evals.report.page import columns_of
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import MAX_NUM_SEQS
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 _ALLOWED = {
     *("model", "kv", "verify", "kv_memory", "json_path", "block_size", "weights", "sequences"),
     *("step_tokens", "max_context", "memory_fraction"),
-}
-_COLUMNS = {
-    "kv": ("KV", ""),
-    "name": ("", ""),
-    "planned_bytes": ("planned", decimal),
-    "found_bytes": ("found", decimal),
-    "off": ("off", "+.2%"),
 }
 
 
@@ -121,7 +115,8 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
 def _print(rows: list[dict[str, Any]]) -> None:
     from kvq.engine.steps.reconcile import SMALL, TOLERANCE, WHOLE_TOLERANCE
 
-    print_columns([{"kv": row["kv"], **term} for row in rows for term in row["terms"]], _COLUMNS)
+    terms = [{"kv": row["kv"], **term} for row in rows for term in row["terms"]]
+    print_columns(terms, columns_of("plan --verify"))
     if names := dict.fromkeys(name for row in rows for name in row["wrong"]):
         echo(
             f"kvq: memory is off the plan: {' and '.join(names)} (a term above {decimal(SMALL)} by more than "

@@ -14,12 +14,13 @@ from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
-from kvq.evals.report.page import Columns
+from kvq.evals.report.page import Columns, columns_of
 from kvq.evals.watch import Progress, part_of
-from kvq.sizes import binary, dollars
+from kvq.sizes import binary
 
 _PROGRESS_EVERY = 100  # requests
 _COMPARED = ("kv", "gpus", "max_num_batched_tokens", "routing", "kv_host", "kv_disk")
+_RARE = ("handover_ms_p99", "refused", "failed", "overflowed", "cancelled", "cut", "slow_steps", "restarts")
 _PLACES = {"kv_host": "host memory", "kv_disk": "disk"}
 _GAINS = ("output_tokens_per_s", "ttft_ms_p95", "prefix_hit_rate")
 
@@ -113,36 +114,11 @@ def _label(row: dict[str, Any], names: Iterable[str]) -> str:
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
     """Return the table's columns, omitting compared fields that do not differ and events that never occur."""
-    tiers = {"kv_host": ("host", binary), "kv_disk": ("disk", binary)}
-    compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", ""), **tiers}
-    drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
-    rare = {
-        "handover_ms_p99": ("handed over p99", ",.1f"),
-        **{name: (name, ",d") for name in ("refused", "failed", "overflowed", "cancelled", "cut")},
-        "slow_steps": ("slow steps", ",d"),
-        "restarts": ("restarts", ",d"),
-    }
-    return {
-        "kv": ("KV", ""),
-        "gpus": ("GPUs", ",d"),
-        **{key: one for key, one in compared.items() if len({row[key] for row in rows}) > 1},
-        "output_tokens_per_s": ("tokens/s", ",.0f"),
-        "ttft_ms_p50": ("TTFT p50", ",.0f"),
-        "ttft_ms_p95": ("p95", ",.0f"),
-        "ttft_ms_p99": ("p99, ms", ",.0f"),
-        "itl_ms_p50": ("ITL p50", ",.1f"),
-        "itl_ms_p99": ("p99, ms", ",.1f"),
-        "queue_ms_p99": ("queued p99", ",.0f"),
-        "preemptions": ("preempted", ",d"),
-        "prefix_hit_rate": ("hits", ".0%"),
-        "mean_batch": ("batch", ",.1f"),
-        **{key: one for key, one in drafted.items() if any(row["speculation"] for row in rows)},
-        "peak_pool": ("pool", ".0%"),
-        "slo_met": ("SLO met", ".1%"),
-        "goodput_requests_per_s": ("req/s in SLO", ",.2f"),
-        "usd_per_million_tokens": ("$ / million", dollars),
-        **{key: one for key, one in rare.items() if any(row[key] for row in rows)},
-    }
+    found = columns_of("simulate")
+    hidden = {key for key in _COMPARED[2:] if len({row[key] for row in rows}) == 1}
+    hidden |= {key for key in _RARE if not any(row[key] for row in rows)}
+    hidden |= set() if any(row["speculation"] for row in rows) else {"tokens_per_step"}
+    return {key: column for key, column in found.items() if key not in hidden}
 
 
 def _show(rows: list[dict[str, Any]], options: SimulateOptions) -> None:

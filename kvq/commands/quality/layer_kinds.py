@@ -4,20 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvq.commands.shared.terminal import print_columns
+from kvq.evals.report.page import columns_of
 from kvq.geometry import LayerGeometry, ModelGeometry
 
 COMPUTE_BYTES = 2  # per element of a state in the compute dtype
 _PIECES = 5  # maximum number of layer ranges shown per kind
-_COLUMNS = {
-    "kind": ("kind", ""),
-    "layers": ("layers", "d"),
-    "kv_heads": ("KV heads", "d"),
-    "head_dim": ("head_dim", "d"),
-    "v_head_dim": ("of V", "d"),
-    "elements_per_token": ("elements/token", ",d"),
-    "state_bytes": ("state", "{:,} B".format),
-    "which": ("which", ""),
-}
 
 
 def kind_of(layer: LayerGeometry) -> str:
@@ -38,12 +29,13 @@ def layer_kinds(geometry: ModelGeometry) -> list[dict[str, Any]]:
 
 def print_kinds(rows: list[dict[str, Any]]) -> None:
     """Print the kinds of layers as a table."""
-    shown: list[dict[str, Any]] = [{**dict.fromkeys(_COLUMNS), **row} for row in rows]
+    heads = columns_of("layer kinds")
+    shown: list[dict[str, Any]] = [{**dict.fromkeys(heads), **row} for row in rows]
     for row in shown:
         row["which"] = _ranges(row["numbers"])
         if "reads" in row:  # a layer that shares K and V
             row["kind"] = f"shared, reads {row['reads']}"
-    print_columns(shown, _COLUMNS)
+    print_columns(shown, heads)
 
 
 def _ranges(numbers: list[int]) -> str:

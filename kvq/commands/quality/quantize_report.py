@@ -7,19 +7,11 @@ from kvq.calib.quantize import Quantized
 from kvq.commands.shared.declare import picked
 from kvq.commands.shared.results import used_line
 from kvq.commands.shared.terminal import echo, print_cautions, print_columns
+from kvq.evals.report.page import columns_of
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
 _SHOWN = 12  # maximum number of modules in the table
-_COLUMNS = {
-    "module": ("module", ""),
-    "format": ("format", ""),
-    "relative_error": ("error", ".4f"),
-    "bytes_after": ("size", binary),
-    "bytes_before": ("from", binary),
-    "alpha": ("alpha", ".2f"),
-    "seconds": ("seconds", ".2f"),
-}
 
 
 def report(
@@ -47,7 +39,9 @@ def print_report(
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
     which = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
     echo(f"{which} (relative error of {worst[0].error_of})")
-    print_columns([asdict(row) | {"module": row.module.removeprefix(prefix)} for row in worst], _COLUMNS)
+    print_columns(
+        [asdict(row) | {"module": row.module.removeprefix(prefix)} for row in worst], columns_of("quantize")
+    )
     what, others = ("tensors", "llama.cpp") if file_format == "gguf" else ("Linear layers", "vLLM")
     saved = 1 - done.bytes_after / done.bytes_before
     echo(

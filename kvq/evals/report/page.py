@@ -1,10 +1,12 @@
 """Report tables as text cells, for the terminal and HTML, and the self-contained HTML page."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvq.printable import printable
+from kvq.sizes import binary, count, decimal, dollars, speed
 
 # Key in a row (dots for nested keys) -> column head, and number format or formatting function; "" for texts
 Columns = Mapping[str, tuple[str, Any]]
@@ -34,11 +36,21 @@ def bits(value: float) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-SIZES: Columns = {  # of a format
-    "bits_per_element": ("bits", bits),
-    "kv_bytes_per_token": ("bytes/token", ",.0f"),
-    "compression": ("vs bf16", "{:.2f}x".format),
+_STYLES: dict[str, Callable[[Any], str]] = {
+    **{style.__name__: style for style in (binary, bits, count, decimal, dollars, speed, str)},
+    **{"bytes": "{:,} B".format, "times": "{:.2f}x".format, "list": ", ".join},
+    **{"mib": lambda mib: f"{mib / 1024:.2f}"},
+    **{f"span {form}": span(form) for form in (".6f", ".2%", ".1f", ".1%")},
 }
+
+
+def columns_of(name: str) -> dict[str, tuple[str, Any]]:
+    """Return the columns of a table in columns.json, whose formats may be names of `_STYLES`."""
+    tables = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
+    return {key: (head, _STYLES.get(style, style)) for key, (head, style) in tables[name].items()}
+
+
+SIZES: Columns = columns_of("sizes")  # of a format
 
 
 def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:

@@ -9,10 +9,9 @@ from kvq import fileio
 from kvq.evals.report import plot
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.report.figure import drawing
-from kvq.evals.report.page import Columns, html_table, origin, page, table
+from kvq.evals.report.page import columns_of, html_table, origin, page, table
 from kvq.evals.report.sections import outcomes, sections
 from kvq.models.check.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
-from kvq.sizes import binary
 
 _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> plot above its table
     "kl": plot.divergence_plot,
@@ -28,13 +27,6 @@ _HOW_TO_READ = (
     "of tokens with the same likeliest successor are against the first unquantized format of the table. "
     "Other models lose more or less: measure your own with <code>kvq perplexity --model PATH</code>.</p>"
 )
-_TOOK: Columns = {
-    "names": ("evaluation", ", ".join),
-    "seconds": ("seconds", ",.1f"),
-    "peak_bytes": ("peak memory", binary),
-    "grown_bytes": ("grown by", binary),
-    "device_peak_bytes": ("on the GPU", binary),
-}
 
 
 def write_report(path: str | Path, result: dict[str, Any], samples: dict[str, str] | None = None) -> None:
@@ -54,6 +46,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     if "tokens" in first:
         measured = f", {first['tokens']:,} predicted tokens in windows of {result['context']}"
     documents = f", {first['documents']} documents" if "documents" in first else ""
+    took = html_table(*table(result.get("tasks", ()), columns_of("tasks")))
     drawn = ""
     if "resamples" in result:
         drawn = f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
@@ -73,7 +66,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         "" if is_eval else drawing(plot.perplexity_figure, result),
         *_sections(result),
         _samples(samples),
-        "<h2>What it took</h2>" + html_table(*table(result["tasks"], _TOOK)) if is_eval else _HOW_TO_READ,
+        f"<h2>What it took</h2>{took}" if is_eval else _HOW_TO_READ,
         origin(result),
         f'<p class="small">Text SHA-256 {escape(result["text_digest"])}. Model digest '
         f"{escape(result['model_digest'])}.</p>",

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.report.gates import changes
-from kvq.evals.report.page import Columns, sizes, span, table
+from kvq.evals.report.page import Columns, columns_of, sizes, span, table
 from kvq.evals.report.session_tables import session_tables
 from kvq.models.check.verdict import describe_check
 
@@ -17,7 +17,6 @@ MOST = 0.5  # share of keys; if more are exact, a format's figures mean little
 _RUN_KEYS = ("seconds", "intervals")  # fields of a row that are not measured figures
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
-_PERPLEXITY: Columns = {"perplexity": ("perplexity", ".3f"), "perplexity_change": ("change", "+.3%")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,41 +99,22 @@ def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: 
 def _plain_perplexity(rows: list[Row]) -> _Section:
     cut = "{kv}, {attention_window}-token window"
     named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
-    columns = {
-        **_KV,
-        **sizes(rows),
-        **_PERPLEXITY,
-        "kl_mean": ("KL mean", ".6f"),
-        "kl_p999": ("KL 99.9%", ".4f"),
-        "top1_agreement": ("top-1", ".2%"),
-        **_SECONDS,
-    }
+    columns = {**_KV, **sizes(rows), **columns_of("perplexity, all")}
     return _section("perplexity", "All figures", named, columns)
 
 
 def _perplexity(rows: list[Row], *, has_verdict: bool) -> _Section:
     says: Columns = {"verdict": ("what that says", "")} if has_verdict else {}
-    columns = {**_KV, **sizes(rows), **_PERPLEXITY, **says, **_SECONDS}
+    columns = {**_KV, **sizes(rows), **columns_of("perplexity"), **says, **_SECONDS}
     return _section("perplexity", "Perplexity", rows, columns)
 
 
 def _divergence(rows: list[Row]) -> _Section:
-    columns = {
-        **_KV,
-        "kl_mean": ("KL mean", ".6f"),
-        "intervals.kl_mean": ("95%", span(".6f")),
-        "kl_median": ("median", ".6f"),
-        "kl_p99": ("99%", ".4f"),
-        "kl_p999": ("99.9%", ".4f"),
-        "top1_agreement": ("top-1", ".2%"),
-        "intervals.top1_agreement": ("95%", span(".2%")),
-        "top5_agreement": ("top-5", ".2%"),
-    }
     note = (
         "KL divergence in nats per token. Top-1: share of tokens with the same likeliest successor; "
         "top-5: share of the five likeliest that are among this format's five."
     )
-    return _section("kl", f"Divergence from {rows[0]['kv']}", rows, columns, note)
+    return _section("kl", f"Divergence from {rows[0]['kv']}", rows, columns_of("divergence"), note)
 
 
 def _by_depth(rows: list[Row]) -> _Section:
@@ -167,21 +147,12 @@ def _quarter(part: Row) -> str:
 
 
 def _generation(rows: list[Row]) -> _Section:
-    columns = {
-        **_KV,
-        "same_tokens_mean": ("same tokens, mean", ".1f"),
-        "intervals.same_tokens_mean": ("95%", span(".1f")),
-        "same_tokens_median": ("median", ".0f"),
-        "identical": ("identical", ".1%"),
-        "intervals.identical": ("95%", span(".1%")),
-        **_SECONDS,
-    }
     first = rows[0]
     note = (
         f"Tokens until the first that differs from {first['kv']}, of {first['new_tokens']} after each "
         f"of {first['prompts']} prompts."
     )
-    return _section("generation", "Greedy generation", rows, columns, note)
+    return _section("generation", "Greedy generation", rows, columns_of("generation"), note)
 
 
 def _attention(rows: list[Row]) -> _Section:
@@ -192,17 +163,9 @@ def _attention(rows: list[Row]) -> _Section:
 
 
 def _needle_summary(rows: list[Row]) -> _Section:
-    columns = {
-        **_KV,
-        "retrieved": ("retrieved", ".1%"),
-        "bounds": ("95%", span(".1%")),
-        "token_accuracy": ("tokens right", ".1%"),
-        "trials": ("trials", ",d"),
-        **_SECONDS,
-    }
     bounded = [row | {"bounds": (row["retrieved_low"], row["retrieved_high"])} for row in rows]
     note = "Answers with every token right, over all lengths and depths; Wilson's interval."
-    return _section("needle_summary", "Needle in a haystack", bounded, columns, note)
+    return _section("needle_summary", "Needle in a haystack", bounded, columns_of("needle"), note)
 
 
 def _needle(rows: list[Row]) -> _Section:  # D26: with sinks and recent tokens, both ends are exact

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvq.evals.report.page import Columns, bits, span, table
+from kvq.evals.report.page import columns_of, span, table
 
 Row = dict[str, Any]
 
@@ -33,7 +33,8 @@ def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iter
         f"are not those of {base}; it {checked}. Foreseen: failures that scores along {base}'s own answers "
         f"foretell. {facts['advice'].capitalize()}."
     )
-    yield _SessionTable(f"{name}: what agents' turns come to", *table(rows, _WHOLE), note, is_drawn=True)
+    whole = table(rows, columns_of("sessions"))
+    yield _SessionTable(f"{name}: what agents' turns come to", *whole, note, is_drawn=True)
     yield _by_kind(name, rows)
     yield _by(name, rows, "depth", "tokens of context before the answer")
     yield _by(name, rows, "turn", "turns of a session")
@@ -42,21 +43,6 @@ def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iter
         yield _SessionTable(f"{name}: what was left out", ("session", "reason"), reasons, "")
     if facts["examples"]:
         yield _examples(name, facts["examples"])
-
-
-_WHOLE: Columns = {
-    "kv": ("kv", ""),
-    "bits_per_element": ("bits", bits),
-    "top1_decisive": ("decisions alike", ".2%"),
-    "kl_decisive": ("KL there", ".5f"),
-    "undiverged": ("answers alike", ".1%"),
-    "asked": ("turns run", ",d"),
-    "invalid": ("invalid", ".1%"),
-    "changed": ("changed", ".1%"),
-    "failed": ("failed", ".1%"),
-    "foreseen": ("foreseen", ".1%"),
-    "verdict": ("verdict", ""),
-}
 
 
 def _by_kind(name: str, rows: list[Row]) -> _SessionTable:

@@ -5,6 +5,8 @@ exact conversions compute the same bits. Assembly is not marked as pure: otherwi
 past the layout conversion before a product, and shared memory would be read byte by byte.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -17,29 +19,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FLOAT, FP8, INT8, INT4, GROUPED, INT2, INT3, INT5, INT6 = (tl.constexpr(kind) for kind in range(9))
 CHANNEL, CHANNEL_INT8 = tl.constexpr(9), tl.constexpr(10)  # with scales per channel: grouped codes, and INT8
 PACKED = {2: INT2, 3: INT3, 4: INT4, 5: INT5, 6: INT6}  # grouped codes that attention reads as words, by bits
+_SOURCE = Path(__file__).with_suffix(".ptx").read_text(encoding="utf-8")
+_PTX = {name: f"\n{text}" for name, text in re.findall(r"^// (\w+)\n((?:[^/].*\n)+)", _SOURCE, re.MULTILINE)}
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
 # the code, which a multiply-add subtracts, together with 8. This is exact: sums of products must not have a
 # bias, since tensor cores round when they add.
-_SPREAD_NIBBLES = """
-{{
-.reg .b32 low, high, factor, minus;
-mov.b32 factor, {factor};
-mov.b32 minus, {minus};
-and.b32 low, $4, 0x0f0f0f0f;
-shr.u32 high, $4, 4;
-and.b32 high, high, 0x0f0f0f0f;
-prmt.b32 $0, low, {magic}, 0x4140;
-prmt.b32 $1, low, {magic}, 0x4342;
-prmt.b32 $2, high, {magic}, 0x4140;
-prmt.b32 $3, high, {magic}, 0x4342;
-fma.rn.{kind} $0, $0, factor, minus;
-fma.rn.{kind} $1, $1, factor, minus;
-fma.rn.{kind} $2, $2, factor, minus;
-fma.rn.{kind} $3, $3, factor, minus;
-}}
-"""
+_SPREAD_NIBBLES = _PTX["spread_nibbles"]
 _BF16 = {"magic": "0x43434343", "kind": "bf16x2", "factor": "0x3f803f80"}
 _FP16 = {"magic": "0x64646464", "kind": "f16x2"}
 NIBBLES_BF16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_BF16, minus="0xc308c308"))
@@ -47,71 +34,16 @@ NIBBLES_FP16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_FP16, factor="0x3c0
 
 # Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
 # and mantissa one bit further down. `first` and `second` name the bytes of each result, by `prmt`.
-SPREAD_E4M3 = """
-{{
-.reg .b32 first, second, sign;
-prmt.b32 first, $2, 0, {first};
-prmt.b32 second, $2, 0, {second};
-and.b32 sign, first, 0x80008000;
-shr.u32 first, first, 1;
-and.b32 first, first, 0x3f803f80;
-or.b32 $0, first, sign;
-and.b32 sign, second, 0x80008000;
-shr.u32 second, second, 1;
-and.b32 second, second, 0x3f803f80;
-or.b32 $1, second, sign;
-}}
-"""
+SPREAD_E4M3 = _PTX["spread_e4m3"]
 FP8_FP16 = tl.constexpr(SPREAD_E4M3.format(first="0x1404", second="0x3424"))
 # Or four bf16 numbers: exponent and mantissa at the low end of bf16's, which is the value times 2^-120;
 # then multiplied by 2^112.
-FP8_BF16 = tl.constexpr("""
-{
-.reg .b32 first, second, sign, factor, zero;
-mov.b32 factor, 0x77807780;
-mov.b32 zero, 0x80008000;
-prmt.b32 first, $2, 0, 0x1404;
-prmt.b32 second, $2, 0, 0x3424;
-and.b32 sign, first, 0x80008000;
-shr.u32 first, first, 4;
-and.b32 first, first, 0x07f007f0;
-or.b32 first, first, sign;
-fma.rn.bf16x2 $0, first, factor, zero;
-and.b32 sign, second, 0x80008000;
-shr.u32 second, second, 4;
-and.b32 second, second, 0x07f007f0;
-or.b32 second, second, sign;
-fma.rn.bf16x2 $1, second, factor, zero;
-}
-""")
+FP8_BF16 = tl.constexpr(_PTX["fp8_bf16"])
 
 # Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, minus 128 or, with the sign bit, 256.
-INT8_BF16 = tl.constexpr("""
-{
-.reg .b32 low, sign, first, second, one;
-mov.b32 one, 0x3f803f80;
-and.b32 low, $2, 0x7f7f7f7f;
-and.b32 sign, $2, 0x80808080;
-prmt.b32 first, low, 0x43434343, 0x4140;
-prmt.b32 second, sign, 0xc3c3c3c3, 0x4140;
-fma.rn.bf16x2 $0, first, one, second;
-prmt.b32 first, low, 0x43434343, 0x4342;
-prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
-fma.rn.bf16x2 $1, first, one, second;
-}
-""")
+INT8_BF16 = tl.constexpr(_PTX["int8_bf16"])
 # Or four fp16 numbers: 1024 + 128 + x, minus 1152.
-SPREAD_INT8 = """
-{{
-.reg .b32 moved, minus;
-mov.b32 minus, 0xe480e480;
-xor.b32 moved, $2, 0x80808080;
-prmt.b32 $0, moved, 0x64646464, {first};
-prmt.b32 $1, moved, 0x64646464, {second};
-add.rn.f16x2 $0, $0, minus;
-add.rn.f16x2 $1, $1, minus;
-}}
-"""
+SPREAD_INT8 = _PTX["spread_int8"]
 INT8_FP16 = tl.constexpr(SPREAD_INT8.format(first="0x4140", second="0x4342"))
 
 
