@@ -86,8 +86,9 @@ class EngineCore(NotCopyable):
         self.speculator = make_speculator(
             speculation, helper, self.scheduler, self.runner, self._chooser, clock
         )
-        ahead = config.async_scheduling
-        ahead = ahead is not False if weights.device.type == "cuda" else ahead
+        ahead = (
+            config.async_scheduling is not False if weights.device.type == "cuda" else config.async_scheduling
+        )
         self._launcher = Launcher(self.scheduler, self.runner, clock, ahead, self.speculator)
         self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
