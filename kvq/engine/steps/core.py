@@ -64,8 +64,8 @@ class EngineCore(NotCopyable):
         self.model, self.config, self._clock = model, config, clock
         weights = model.weights
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
-        speculation = parse_speculation(config.speculation)
-        helper = load_helper(speculation, model)
+        drafting = parse_speculation(config.speculation)
+        helper = load_helper(drafting, model)
         self.adapters = Adapters.of(model, config)
         self.scheduler, self.runner = build_parts(model, config, self.max_context, helper)
         sampler = Sampler(
@@ -83,12 +83,9 @@ class EngineCore(NotCopyable):
         self.adapters.serve(self)
         self.pinning = Pinning(self.scheduler.manager)
         self.sessions = Sessions(self.scheduler, clock)
-        self.speculator = make_speculator(
-            speculation, helper, self.scheduler, self.runner, self._chooser, clock
-        )
-        ahead = (
-            config.async_scheduling is not False if weights.device.type == "cuda" else config.async_scheduling
-        )
+        self.speculator = make_speculator(drafting, helper, self.scheduler, self.runner, self._chooser, clock)
+        ahead = config.async_scheduling
+        ahead = ahead is not False if weights.device.type == "cuda" else ahead
         self._launcher = Launcher(self.scheduler, self.runner, clock, ahead, self.speculator)
         self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
