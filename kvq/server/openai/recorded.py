@@ -36,7 +36,7 @@ class _Recorded(Call):
                 whole.add(chunk)
                 yield chunk
         if (response := whole.response()) is not None:
-            self._recorder.put(self._request, response)
+            self._recorder.put(self._request, _without_logprobs(response))
 
 
 class _Whole:
@@ -98,6 +98,14 @@ def _extend(texts: dict[str, Any], more: dict[str, str | None]) -> None:
 
 def _without_logprobs(whole: dict[str, Any]) -> dict[str, Any]:
     """Return a response without the tokens of its texts, in which nothing is redacted."""
+    if "output" in whole:  # of the Responses API
+        return whole | {"output": [_bare(item) for item in whole["output"]]}
     if "choices" not in whole:
         return whole
     return whole | {"choices": [{**choice, "logprobs": None} for choice in whole["choices"]]}
+
+
+def _bare(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] != "message":
+        return item
+    return item | {"content": [{**part, "logprobs": []} for part in item["content"]]}

@@ -161,3 +161,16 @@ def test_input_items_as_the_client_lists_them(client):
     response = client.responses.create(**ASK)
     [item] = client.responses.input_items.list(response.id).data
     assert (item.role, item.content[0].text) == ("user", ASK["input"])
+
+
+def test_recordings_have_no_log_probabilities(tmp_path):
+    """Whose tokens would spell what is left out of the texts."""
+    path = tmp_path / "chats.jsonl"
+    given = ASK | {"include": ["message.output_text.logprobs"]}
+    with Server(*OPTIONS, "--record", str(path)) as running:
+        own = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
+        assert own.responses.create(**given).output[0].content[0].logprobs
+        *_, last = own.responses.create(**given, stream=True)
+        assert last.type == "response.incomplete"
+    lines = [json.loads(line)["response"] for line in path.read_text().splitlines()]
+    assert [line["output"][0]["content"][0]["logprobs"] for line in lines] == [[], []]
