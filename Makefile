@@ -51,7 +51,7 @@ docs: $(VENV)/.docs
 fuzz: setup
 	$(BIN)/python -m benchmarks.fuzz --seconds $(or $(FUZZ_SECONDS),3600)
 
-SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/attend_latent tests/kernels/write_kv tests/kernels/gather_dense tests/kernels/seal \
+SANITIZED := tests/kernels/adapters tests/kernels/attend/test_attend.py tests/kernels/attend_latent tests/kernels/write_kv tests/kernels/gather_dense tests/kernels/seal \
 	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/experts tests/kernels/linear tests/kernels/rms_norm \
 	tests/kernels/rope tests/kernels/test_decoder.py tests/kernels/native tests/models/loading/test_fused_layers.py \
 	tests/models/test_aside.py
@@ -78,7 +78,7 @@ define check_portable  # compiler, folder
 	mkdir -p $(2)
 	for name in attend merge_partials copy_blocks; do \
 		$(1) $(PORTABLE) -ffp-contract=fast -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
-	for name in native/pool write_kv/write_kv gather_dense/gather_dense seal/seal \
+	for name in native/pool adapters/adapters write_kv/write_kv gather_dense/gather_dense seal/seal \
 		linear/linear linear/blocks linear/block_pack linear/mlp linear/pack linear/rows \
 		experts/experts rms_norm/rms_norm rope/rope decoder/decoder decoder/stack; do \
 		$(1) $(PORTABLE) -ffp-contract=off -c kvq/kernels/$$name.cpp -o $(2)/$$(basename $$name).o || exit 1; done

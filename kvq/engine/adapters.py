@@ -5,14 +5,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
-import torch
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.requests.named_adapter import NamedAdapter
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.errors import ConfigError, ModelError, RequestError, unknown
+from kvq.kernels.uploads import upload_all
 from kvq.models import Model
 from kvq.models.adapters.folder import StoredAdapter, read_adapter
 from kvq.models.adapters.place import adaptable, place
@@ -32,7 +33,7 @@ class Adapters:
     named: dict[str, NamedAdapter] = field(default_factory=dict)
     held: OrderedDict[bytes, Adapter] = field(default_factory=OrderedDict)  # in memory, latest use last
     _last: tuple[Any, StepAdapters] | None = None  # D424: what the last step had, usually that of the next
-    _cores: list[Any] = field(default_factory=list)  # engines whose requests name them
+    _cores: WeakSet[Any] = field(default_factory=WeakSet)  # engines whose requests name them
 
     @classmethod
     def of(cls, model: Model, config: EngineConfig) -> "Adapters":
@@ -50,7 +51,7 @@ class Adapters:
         """Let the requests of an `EngineCore` name these adapters."""
         core.adapters, core.intake.find_adapter = self, self.find
         core.runner.adapters = self.of_step
-        self._cores.append(core)
+        self._cores.add(core)
 
     def load(self, name: str, folder: str | Path) -> None:
         """Read an adapter, so that requests may name it.
@@ -111,8 +112,9 @@ class Adapters:
             choices += (-1, -1 if job.adapter is None else index[job.adapter.digest])
             counts += (base, new - base)
         if self._last is None or self._last[0] != (held, choices, counts):
-            chosen = torch.from_numpy(np.repeat(np.array(choices, np.int32), counts))
-            self._last = (held, choices, counts), StepAdapters(held, chosen.to(self.model.weights.device))
+            rows = np.repeat(np.array(choices, np.int32), counts)
+            (chosen,) = upload_all([rows], self.model.weights.device)
+            self._last = (held, choices, counts), StepAdapters(held, chosen)
         return self._last[1]
 
     def _read(self, name: str, folder: Path) -> StoredAdapter:
@@ -122,9 +124,7 @@ class Adapters:
         if named.digest not in self.held:
             stored = self._read(named.name, named.folder)
             if stored.digest != named.digest:
-                raise ModelError(
-                    f"adapter {named.name!r}: its files in {named.folder} have changed; unload it"
-                )
+                raise ModelError(f"adapter {named.name!r}: files in {named.folder} have changed; unload it")
             self._hold(stored)
         self.held.move_to_end(named.digest)
         return self.held[named.digest]

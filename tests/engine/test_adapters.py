@@ -15,6 +15,7 @@ from kvq.models.loading.fused_layers import is_fused, unfuse_layers
 from tests.engine.kit import engine, pair
 from tests.helpers_adapters import CONFIG, WEIGHTS, ending, linears, merge, save_adapter
 from tests.helpers_models import eager_greedy, load_eager, random_tokens
+from tests.models.gguf.kit import convert
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value", "dense")
 NEW = 6
@@ -73,12 +74,23 @@ def test_a_mixed_batch_gets_the_answers_of_the_merged_models(family, is_compiled
         assert_answers_of(merged[name], output, prompt)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4_g32"])
+def test_a_gguf_file_takes_adapters_by_the_names_of_its_layers(tmp_path):
+    model, _ = pair("llama")
+    adapters = saved(tmp_path, model)
+    own = load(convert(folder_of(model), tmp_path / "model.gguf"), kv="fp32", device="cpu", block_size=16)
+    prompt = random_tokens(33, seed=1)
+    output = engine(own, adapters=adapters).generate(prompt, GREEDY, adapter="b")[0]
+    assert_answers_of(merge(load_eager(folder_of(model)), adapters["b"]), output, prompt)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4_g32", "Q8_0"])
 def test_compiled_layers_over_quantized_weights_agree_with_the_models_own_code(weights, tmp_path):
-    folder = folder_of(pair("llama")[0])
+    place, options = folder_of(pair("llama")[0]), {"weights": weights}
+    if weights == "Q8_0":
+        place, options = convert(place, tmp_path / "model.gguf", kind=weights), {}
     outputs = []
     for compiled in (True, False):
-        model = load(folder, kv="fp32", device="cpu", weights=weights, block_size=16)
+        model = load(place, kv="fp32", device="cpu", block_size=16, **options)
         assert is_fused(model.weights.model)
         adapters = saved(tmp_path, model)
         if not compiled:

@@ -121,7 +121,8 @@ class Service:
         try:
             await self.remote.change_adapter(name, None if place is None else str(place))
         except ConfigError as error:
-            raise Problem(400, str(error), param="lora_path") from error
+            words = str(error).replace(f"{folder.resolve()}/", "")  # which clients need not know
+            raise Problem(400, words, param="lora_path") from error
         except EngineError as error:
             raise unavailable(str(error)) from error
         if path is None:
