@@ -77,8 +77,8 @@ class Models(ServerProcess):
         return lambda users: run_load(replace(self.target, model=model), requests, users)
 
     async def state(self, model: str) -> str:
-        """Return the state of a model, as /health tells it."""
-        _, body = await get(self.target, "/health")
+        """Return the state of a model, as /health tells it, however busy the machine is."""
+        _, body = await get(self.target, "/health", timeout_s=600)
         return str(json.loads(body).get("models", {}).get(model))
 
 
