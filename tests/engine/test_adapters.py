@@ -11,6 +11,7 @@ from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.models import load
 from kvq.models.adapters.place import adaptable
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.fused_layers import is_fused, unfuse_layers
 from tests.engine.kit import engine, pair
 from tests.helpers_adapters import CONFIG, WEIGHTS, ending, linears, merge, save_adapter
@@ -75,22 +76,20 @@ def test_a_mixed_batch_gets_the_answers_of_the_merged_models(family, is_compiled
 
 
 def test_a_gguf_file_takes_adapters_by_the_names_of_its_layers(tmp_path):
-    model, _ = pair("llama")
-    adapters = saved(tmp_path, model)
-    own = load(convert(folder_of(model), tmp_path / "model.gguf"), kv="fp32", device="cpu", block_size=16)
-    prompt = random_tokens(33, seed=1)
-    output = engine(own, adapters=adapters).generate(prompt, GREEDY, adapter="b")[0]
-    assert_answers_of(merge(load_eager(folder_of(model)), adapters["b"]), output, prompt)
+    folder = EMBEDDED["tiny"]
+    path = convert(folder, tmp_path / "model.gguf", has_tokenizer=True)
+    model = load(path, kv="fp32", device="cpu", block_size=16)
+    adapters, prompt = saved(tmp_path, model), random_tokens(33, seed=1)
+    output = engine(model, adapters=adapters).generate(prompt, GREEDY, adapter="b")[0]
+    assert_answers_of(merge(load_eager(folder), adapters["b"]), output, prompt)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4_g32", "Q8_0"])
+@pytest.mark.parametrize("weights", ["int8", "int4_g32"])
 def test_compiled_layers_over_quantized_weights_agree_with_the_models_own_code(weights, tmp_path):
-    place, options = folder_of(pair("llama")[0]), {"weights": weights}
-    if weights == "Q8_0":
-        place, options = convert(place, tmp_path / "model.gguf", kind=weights), {}
+    folder = folder_of(pair("llama")[0])
     outputs = []
     for compiled in (True, False):
-        model = load(place, kv="fp32", device="cpu", block_size=16, **options)
+        model = load(folder, kv="fp32", device="cpu", weights=weights, block_size=16)
         assert is_fused(model.weights.model)
         adapters = saved(tmp_path, model)
         if not compiled:
