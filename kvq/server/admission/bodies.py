@@ -382,6 +382,7 @@ class HintBody(Body):
 class UnloadAdapterBody(Body):
     """`POST /v1/unload_lora_adapter`, as in vLLM."""
 
+    model: Name | None = None  # to adapt, which a server of several must know
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
 

@@ -55,12 +55,14 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", responses=answer("Model"))
     async def load_adapter(request: Request, body: LoadAdapterBody) -> dict[str, Any]:
         await note_fields(request, service, body)
+        service.check_model(body.model)
         await service.change_adapter(body.lora_name, body.lora_path)
         return describe(service, int(time()), body.lora_name)
 
     @app.post("/v1/unload_lora_adapter", responses=answer("Unloaded"))
     async def unload_adapter(request: Request, body: UnloadAdapterBody) -> dict[str, Any]:
         await note_fields(request, service, body)
+        service.check_model(body.model)
         await service.change_adapter(body.lora_name, None)
         return {"id": body.lora_name, "object": "model", "deleted": True}
 

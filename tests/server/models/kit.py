@@ -74,13 +74,14 @@ def hosted(name="a", *, names=None, max_queue=1024, timeout_s=60.0, **entry):
     service = SimpleNamespace(
         name=name,
         names=names or (name,),
+        models=names or (name,),
         remote=remote,
         prompts=Prompts(),
         counting=Prompts(),
         metrics=metrics,
         is_draining=False,
         why_not_ready=None,
-        check_arrival=lambda tenant: None,
+        check_arrival=lambda tenant, **_: None,
     )
     config = ServerConfig(timeout_s=timeout_s)
     object.__setattr__(config.admission, "max_queue", max_queue)

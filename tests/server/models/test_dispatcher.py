@@ -88,7 +88,7 @@ def test_a_request_reaches_the_model_that_it_names_as_it_was_sent(run, name):
 
 def test_names_that_a_service_gets_later_are_found(run):
     async def test(world):
-        world.models["c"].service.names = ("c", "adapter")
+        world.models["c"].service.models = ("c", "adapter")
         assert (await world.send("/v1/completions", {"model": "adapter"}))[1]["by"] == "c"
 
     run(test)

@@ -14,6 +14,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvq.models import load
+from kvq.models.adapters.place import adaptable
+from tests.helpers_adapters import save_adapter
 from tests.server.kit import Server
 from tests.waiting import HANG_S, wait_for
 
@@ -23,7 +26,7 @@ num-blocks: 128
 max-restarts: 100
 models:
   - {name: one, model: tiny, kv: int4, served-model-name: first}
-  - {name: two, model: tiny, kv: int8, start: lazy, idle-s: 600}
+  - {name: two, model: tiny, kv: int8, start: lazy, idle-s: 600, adapter: [sql=ADAPTER]}
 rollouts:
   chat:
     versions: [{model: one, weight: 90}, {model: two, weight: 10}]
@@ -34,7 +37,8 @@ rollouts:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "serve.yaml"
-    path.write_text(FILE)
+    shapes = adaptable(load("tiny", kv="bf16").weights.model)
+    path.write_text(FILE.replace("ADAPTER", str(save_adapter(path.parent / "sql", shapes))))
     with Server("--config", str(path), model=None) as running:
         running.config = path
         yield running
@@ -70,24 +74,22 @@ def test_only_what_is_eager_has_an_engine_until_a_request_comes(server):
     assert json.loads(get(server, "/health"))["models"] == {"one": "ready", "two": "stopped"}
     [first] = server.children(ENGINE)
 
-    answers = [complete(server, name).parse() for name in ("first", "two")]
+    answers = [complete(server, name).parse() for name in ("first", "two", "sql")]
 
-    assert [one.model for one in answers] == ["one", "two"]
+    assert [one.model for one in answers] == ["one", "two", "sql"]
+    assert answers[1].choices[0].text != answers[2].choices[0].text
     assert len(server.children(ENGINE)) == 2
     assert first in server.children(ENGINE)
 
 
 def test_models_versions_and_metrics_are_listed_together(server):
-    assert [one.id for one in client(server).models.list()] == ["chat", "one", "first", "two"]
+    assert [one.id for one in client(server).models.list()] == ["chat", "one", "first", "two", "sql"]
     assert client(server).models.retrieve("two").id == "two"
-    with pytest.raises(openai.NotFoundError, match="this server has 'chat', 'one', 'first', 'two'"):
+    with pytest.raises(openai.NotFoundError, match="this server has 'chat', 'one', 'first', 'two', 'sql'"):
         client(server).models.retrieve("three")
-    assert {one["name"] for one in json.loads(get(server, "/api/tags"))["models"]} == {
-        "chat",
-        "one",
-        "first",
-        "two",
-    }
+    assert client(server).models.retrieve("sql").parent == "two"
+    names = {one["name"] for one in json.loads(get(server, "/api/tags"))["models"]}
+    assert names == {"chat", "one", "first", "two", "sql"}
     found = metrics(server)
     assert found["kvq_rollout_weight", ("name", "chat"), ("version", "two")] == 10
     assert found["kvq_http_connections",] >= 1
