@@ -10,10 +10,11 @@ Keep = Callable[[Callable[[], Any]], object]  # receives a function that returns
 
 @dataclass(frozen=True, slots=True)
 class Watch:  # D42: plans are values, and one Watch follows progress
-    """Callbacks of a measurement, for progress and partial results."""
+    """Callbacks of a measurement, for progress, partial results, and what the user should know meanwhile."""
 
     progress: Progress = lambda done, total: None
     keep: Keep = lambda make: None
+    say: Callable[[str], object] = lambda text: None
 
     def through(self, rows: Callable[[list[Any]], Any]) -> "Watch":
         """Return the same callbacks, with `rows` applied to the results before they are kept."""

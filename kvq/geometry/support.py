@@ -14,11 +14,11 @@ from kvq.geometry.families import FAMILIES
 BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
 # RoPE types of the families in FAMILIES.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
-_ENCODER = "it is an encoder, whose tokens attend to later ones; kvq runs decoders, also as embedders"
+# Families whose models are encoders, unless is_decoder says otherwise
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert", "mpnet")
+_ENCODERS += ("modernbert", "nomic_bert", "deberta", "deberta-v2")
 # Well-known families that kvq refuses, and why.
 _REFUSED = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"), _ENCODER),
-    **dict.fromkeys(("albert", "mpnet", "modernbert", "nomic_bert", "deberta", "deberta-v2"), _ENCODER),
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
     "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
     "falcon": "its attention is its own code and may add ALiBi biases",
@@ -54,6 +54,8 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
         return "it has auto_map, code that would run at load; kvq never runs it"
     if config.get("is_encoder_decoder"):
         return "it has an encoder and cross-attention; kvq runs decoders"
+    if model_type in _ENCODERS and not config.get("is_decoder"):
+        return "it is an encoder, whose tokens attend to later ones; kvq runs decoders, also as embedders"
     if model_type in _REFUSED:
         return _REFUSED[model_type]
     if parts := [name for name, part in config.items() if _is_model(name, part)]:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,21 @@ class Finished:
     def _read(self, path: Path, first: Mapping[str, Any]) -> None:
         lines = path.read_bytes().split(b"\n")
         whole = lines[:-1]  # behind the last line's end is what an interruption left
-        try:
-            found = [json.loads(line) for line in whole]
-            parts = {one["part"]: one["value"] for one in found[1:]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} holds no finished parts; name another file") from error
-        if not found or found[0] != first:
+        about = None
+        for line in whole:
+            with suppress(ValueError, KeyError, TypeError):  # a damaged part is made again
+                found = json.loads(line)
+                if about is None:
+                    about = found
+                else:
+                    self._parts[found["part"]] = found["value"]
+        if not isinstance(about, dict):
+            raise ConfigError(f"{path} holds no finished parts; name another file")
+        if about != first:
             raise ConfigError(
                 f"{path} belongs to another measurement (other sessions, model, formats or options); name "
                 f"another file, or delete it"
             )
-        self._parts = parts
         if lines[-1]:
             os.truncate(path, sum(len(line) + 1 for line in whole))
 

@@ -11,7 +11,7 @@ from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS, Z95, Bootstrap, Interva
 from kvq.traces.kinds import DECISIVE, TokenKind
 
 _SHALLOW = 1024  # tokens; buckets of depth double from here on
-_LEAST_RIGHT = 0.25  # of the turns, in the baseline; otherwise there is little that a format could break
+LEAST_RIGHT = 0.25  # of the turns, in the baseline; otherwise there is little that a format could break
 
 
 # Of some tokens: how many, their KL, and how many have the same likeliest successor as with unquantized KV
@@ -30,6 +30,7 @@ class Turn:
     lost: str | None = None  # kind of the first deciding token of the baseline's own answer that it loses
     is_asked: bool = False  # whether there is a free run
     is_valid: bool = True
+    is_right: bool = False  # its calls are the recorded ones
     is_changed: bool = False  # its calls are not the baseline's
     is_failed: bool = False
     base_failed: bool = False
@@ -40,7 +41,9 @@ class Turn:
         return self.base_failed or self.lost is not None
 
 
-FREE_FIGURES = ("asked", "invalid", "changed", "failed", "foreseen", "more_failed", "p_value")  # of free runs
+# Of free runs
+FREE_FIGURES = ("asked", "invalid", "as_recorded", "changed", "failed", "foreseen", "more_failed", "p_value")
+ENOUGH = 200  # turns that show that a format is safe, if it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,7 @@ class TraceRow:
     undiverged: float  # share of recorded answers along which all likeliest tokens are the baseline's
     asked: int  # turns answered freely
     invalid: float  # shares of the asked turns
+    as_recorded: float  # with the recorded calls
     changed: float
     failed: float  # wrong, where one answer is right; otherwise invalid or changed
     foreseen: float  # failures as teacher-forced scores foretell them
@@ -72,9 +76,16 @@ class TraceRow:
 
 
 def judge(
-    kv: str, bits: float, turns: Sequence[Turn], bootstrap: Bootstrap, *, baseline: str, tolerance: float
+    kv: str,
+    bits: float,
+    turns: Sequence[Turn],
+    bootstrap: Bootstrap,
+    *,
+    baseline: str,
+    tolerance: float,
+    is_checked: bool = True,
 ) -> TraceRow:
-    """Return all figures of one format."""
+    """Return all figures of one format. `is_checked`: one answer is right; otherwise others may be, too."""
     asked = [turn for turn in turns if turn.is_asked]
     tokens, kl, same = _means(turns, TokenKind)
     _, decisive_kl, decisive_same = _means(turns, DECISIVE)
@@ -94,7 +105,9 @@ def judge(
         **_shares(asked),
         more_failed=(lost - gained) / max(1, len(asked)),
         p_value=_mcnemar(lost, gained),
-        verdict="baseline" if kv == baseline else _words(asked, more, baseline, tolerance),
+        verdict="baseline"
+        if kv == baseline
+        else _words(asked, more, baseline, tolerance, is_checked=is_checked),
         intervals={
             "failed": wilson_interval(sum(x.is_failed for x in asked), len(asked)) if asked else None,
             "more_failed": more,
@@ -128,7 +141,7 @@ def advice(rows: Sequence[TraceRow]) -> str:
             found[-1] = best, bucket["last_depth"]
         else:
             found.append((best, bucket["last_depth"]))
-    if all(row.verdict.startswith("no verdict") for row in others):
+    if all(row.verdict.startswith(("no verdict", "not judged")) for row in others):
         return "nothing could be judged"
     if all(name in (baseline.kv, None) for name, _ in found):
         return f"no format was shown to be as safe as {baseline.kv}"
@@ -160,6 +173,7 @@ def _shares(asked: Sequence[Turn]) -> dict[str, Any]:
     return {
         "asked": len(asked),
         "invalid": _share(asked, lambda turn: not turn.is_valid),
+        "as_recorded": _share(asked, lambda turn: turn.is_right),
         "changed": _share(asked, lambda turn: turn.is_changed),
         "failed": _share(asked, lambda turn: turn.is_failed),
         "foreseen": _share(asked, lambda turn: turn.is_foreseen),
@@ -193,7 +207,7 @@ def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None
     Source: Agresti and Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
     """
     right = sum(not turn.base_failed for turn in asked)
-    if len({turn.session for turn in asked}) < FEWEST_DOCUMENTS or right < _LEAST_RIGHT * len(asked):
+    if len({turn.session for turn in asked}) < FEWEST_DOCUMENTS or right < LEAST_RIGHT * len(asked):
         return None
     count, (lost, gained) = len(asked), _discordant(asked)
     more = (lost - gained) / (count + 2)
@@ -207,8 +221,12 @@ def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None
     return (low, high) if drawn is None else (min(low, drawn[0]), max(high, drawn[1]))
 
 
-def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float) -> str:
-    if more is None and sum(turn.base_failed for turn in asked) > (1 - _LEAST_RIGHT) * len(asked):
+def _words(
+    asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float, *, is_checked: bool
+) -> str:
+    if not asked:
+        return "not judged: its answers were only scored"
+    if more is None and sum(turn.base_failed for turn in asked) > (1 - LEAST_RIGHT) * len(asked):
         invalid = _share(asked, lambda turn: not turn.is_valid)
         remedy = (
             "; it writes no calls that its template knows, so try --forced-calls" if invalid > 0.5 else ""
@@ -221,10 +239,11 @@ def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, toleranc
     if more[1] <= tolerance:
         return f"as safe as {baseline}: at most {high:.1f} points more turns fail"
     if more[0] > 0:
-        return f"harms: {low:.1f} to {high:.1f} points more turns fail than with {baseline}"
-    return (
-        f"unclear: {low:+.1f} to {high:+.1f} points more turns fail than with {baseline}; some 200 turns tell"
-    )
+        if is_checked:
+            return f"harms: {low:.1f} to {high:.1f} points more turns fail than with {baseline}"
+        return f"differs: {low:.1f} to {high:.1f} points more turns invalid or changed than with {baseline}"
+    more_fail = f"{low:+.1f} to {high:+.1f} points more turns fail than with {baseline}"
+    return f"unclear: {more_fail}; some {ENOUGH} turns tell"
 
 
 def _mcnemar(lost: int, gained: int) -> float:

@@ -19,7 +19,7 @@ from kvq.models import Model
 from kvq.traces.finished import Finished
 from kvq.traces.forced import Replay, Scored, Scores
 from kvq.traces.free import Call, Key, Outcome, Question, are_same, engine_for, generate, questions_of
-from kvq.traces.judging import Sums, TraceRow, Turn, judge
+from kvq.traces.judging import ENOUGH, LEAST_RIGHT, Sums, TraceRow, Turn, judge
 from kvq.traces.kinds import CALLED, DECISIVE, TokenKind, kinds_of
 from kvq.traces.rendering import Rendering, Stretch
 from kvq.traces.sessions import RecordedSession
@@ -81,6 +81,10 @@ class TraceMeasurement:
             RequestError: K, V or logits are not finite.
         """
         baseline, *others = self._models
+        if 0 < (count := len(self._questions)) < ENOUGH:
+            self._watch.say(
+                f"{count} turns are generated; they may show that a format harms, and safety takes {ENOUGH}"
+            )
         self._generate(baseline)
         forced = self._score()
         self._join(baseline, forced)
@@ -125,6 +129,16 @@ class TraceMeasurement:
                 outcomes |= zip((one.key for one in some), map(_outcome, made), strict=True)
                 self._done += len(some)
                 self._step(0, 0)
+                if not at and model is self._models[0]:
+                    self._look_at([one["is_valid"] for one in made])
+
+    def _look_at(self, valid: Sequence[bool]) -> None:
+        """Tell early if few of the baseline's first answers are valid: formats can't be judged by others."""
+        if sum(valid) < LEAST_RIGHT * len(valid):
+            remedy = "" if self._plan.is_forced else "; stop, and try --forced-calls"
+            self._watch.say(
+                f"{len(valid) - sum(valid)} of the first {len(valid)} answers are no calls that fit{remedy}"
+            )
 
     def _step(self, done: int, _: int) -> None:
         self._watch.progress(self._done + done, self._steps)
@@ -200,15 +214,21 @@ class TraceMeasurement:
 
 
 def trace_rows(
-    figures: TraceFigures, models: Sequence[Model], bootstrap: Bootstrap, tolerance: float
+    figures: TraceFigures,
+    models: Sequence[Model],
+    bootstrap: Bootstrap,
+    tolerance: float,
+    *,
+    is_checked: bool = True,
 ) -> list[TraceRow]:
-    """Return the rows of the formats that are finished, the baseline first."""
+    """Return the rows of the formats that are finished, the baseline first; `is_checked`: as for `judge`."""
     baseline = models[0].recipe.name
     return [
         judge(
             *(name, model.bits_per_element, figures.turns[name], bootstrap),
             baseline=baseline,
             tolerance=tolerance,
+            is_checked=is_checked,
         )
         for model in models
         if (name := model.recipe.name) in figures.turns
@@ -223,6 +243,7 @@ def _judged(session: RecordedSession, one: Outcome, base: Outcome) -> dict[str, 
     return {
         "is_asked": True,
         "is_valid": one.is_valid,
+        "is_right": one.is_right,
         "is_changed": not is_same,
         "is_failed": not (one.is_right if checked else one.is_valid and is_same),
         "base_failed": not (base.is_right if checked else base.is_valid),

@@ -43,10 +43,23 @@ def test_others_are_refused(tmp_path):
     Finished(path, ABOUT).of("a", lambda: 1)
     with pytest.raises(ConfigError, match="another measurement"):
         Finished(path, {"model": "n"})
-    for text in ("no json\n", "[1]\n", '{"format_version": 1, "model": "m"}\n{"part": "a"}\n'):
+    for text in ("no json\n", "[1]\n"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="parts"):
             Finished(path, ABOUT)
+
+
+@pytest.mark.parametrize("damage", [b"{", b'{"part": "b"}', b"[]", b"\xff"])
+def test_a_damaged_part_is_made_again(tmp_path, damage):
+    path = tmp_path / "parts"
+    first = Finished(path, ABOUT)
+    for name in "abc":
+        first.of(name, lambda name=name: name)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]))
+    again = Finished(path, ABOUT)
+    assert (again.of("a", never), again.of("c", never)) == ("a", "c")
+    assert again.of("b", lambda: "new") == "new"
 
 
 def test_without_a_file():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,15 @@ def test_foreseen():
     lost = itertools.cycle(["value", None, None, None])
     found = row([turn(i, base=i < 10, lost=kind) for i, kind in zip(range(100), lost, strict=False)])
     assert found.foreseen == 0.32, "10 of the baseline, and 22 of the others whose values are lost"
+
+
+def test_changed_calls_of_own_sessions_are_not_called_harm():
+    turns = [turn(i, failed=i % 3 == 0, is_right=i % 2 == 0) for i in range(90)]
+    found = judge("int4", 4.6, turns, BOOTSTRAP, baseline="bf16", tolerance=0.02, is_checked=False)
+    assert found.verdict.startswith("differs: ")
+    assert found.as_recorded == 0.5
+    scored = [replace(one, is_asked=False) for one in turns]
+    assert row(scored).verdict.startswith("not judged")
 
 
 def test_advice_by_depth():

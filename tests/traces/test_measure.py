@@ -59,8 +59,10 @@ PLAN = TracePlan(sessions=[session(i) for i in range(3)], is_forced=True, kv_mem
 
 
 def test_rows(models):
-    steps = []
-    figures, rows = measured(models, PLAN, watch=Watch(lambda done, total: steps.append((done, total))))
+    steps, said = [], []
+    watch = Watch(lambda done, total: steps.append((done, total)), say=said.append)
+    figures, rows = measured(models, PLAN, watch=watch)
+    assert [text[:7] for text in said] == ["6 turns"]
     assert steps == sorted(steps)
     assert steps[-1][0] == steps[-1][1], "progress ends at its end"
     base, *others = rows

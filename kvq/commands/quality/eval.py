@@ -278,7 +278,7 @@ def _run_all(
         task = {"names": one.names, "key": one.task.key}
         joined = partial(_joined, found, task)
         with progress_bar(names) as progress, measured(model.weights.device) as used:
-            watch = Watch(progress, keep).through(joined)
+            watch = Watch(progress, keep, warn).through(joined)
             got = one.task.run(plan, model, watch, given)
         found = _joined(found, task | used, got)
         keep(found.copy)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.commands.shared.declare import option, path_option
 from kvq.commands.shared.param_types import AT_LEAST_1, TO_READ, Finite, TokenCount
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, explained
 
 if TYPE_CHECKING:
     from kvq.evals import EvalText
@@ -54,7 +54,9 @@ class SessionOptions:
         from kvq.evals import EvalText
 
         if self.traces is not None:
-            return EvalText(name=self.traces, text=Path(self.traces).read_bytes().decode(errors="replace"))
+            with explained(ConfigError, f"can't read {self.traces}"):
+                text = Path(self.traces).read_bytes().decode(errors="replace")
+            return EvalText(name=self.traces, text=text)
         drawn = f"{','.join(names)}: {self.sessions} sessions of {self.session_tokens} tokens, seed {seed}"
         return EvalText(name=f"generated sessions ({drawn})", text=drawn)
 
@@ -108,12 +110,13 @@ def run(
 
     def result(found: "Sequence[TraceFigures]") -> dict[str, Any]:
         (figures,) = found
-        rows = trace_rows(figures, models, bootstrap, options.tolerance)
+        is_checked = all(one.is_checked for one in log.sessions)
+        rows = trace_rows(figures, models, bootstrap, options.tolerance, is_checked=is_checked)
         facts = {
             "sessions": len(log.sessions) - len(figures.left_out),
             "left_out": figures.left_out,
             "refused": {f"line {line}": reason for line, reason in log.refused},
-            "checked": all(one.is_checked for one in log.sessions),
+            "checked": is_checked,
             "advice": advice(rows),
             "examples": _examples(figures, log, [row.kv for row in rows], texts=options.texts),
         }

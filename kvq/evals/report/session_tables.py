@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from kvq.evals.report.page import columns_of, span, table
 
 Row = dict[str, Any]
+_FREE = ("asked", "invalid", "as_recorded", "changed", "failed", "foreseen")  # of generated turns
 
 
 class _SessionTable(NamedTuple):
@@ -33,7 +34,12 @@ def session_tables(name: str, rows: list[Row], facts: Mapping[str, Any]) -> Iter
         f"are not those of {base}; it {checked}. Foreseen: failures that scores along {base}'s own answers "
         f"foretell. {facts['advice'].capitalize()}."
     )
-    whole = table(rows, columns_of("sessions"))
+    if not facts["checked"]:
+        note += " Changed calls need not be worse ones: compare how many are as recorded."
+    columns = columns_of("sessions")
+    if not rows[0]["asked"]:
+        columns = {key: column for key, column in columns.items() if key not in _FREE}
+    whole = table(rows, columns)
     yield _SessionTable(f"{name}: what agents' turns come to", *whole, note, is_drawn=True)
     yield _by_kind(name, rows)
     yield _by(name, rows, "depth", "tokens of context before the answer")

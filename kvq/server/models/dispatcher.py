@@ -47,7 +47,10 @@ class Dispatcher:  # D425: decoded once, in front of the applications as they ar
     @property
     def names(self) -> list[str]:
         """Names that requests may give: those of roll-outs, and of each service as it has them now."""
-        return [*self.rollouts.by_name, *(name for one in self.models.values() for name in one.service.models)]
+        return [
+            *self.rollouts.by_name,
+            *(name for one in self.models.values() for name in one.service.models),
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
