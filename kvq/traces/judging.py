@@ -30,6 +30,7 @@ class Turn:
     lost: str | None = None  # kind of the first deciding token of the baseline's own answer that it loses
     is_asked: bool = False  # whether there is a free run
     is_valid: bool = True
+    is_checked: bool = True  # only the recorded calls are right; otherwise others may be, too
     is_right: bool = False  # its calls are the recorded ones
     is_changed: bool = False  # its calls are not the baseline's
     is_failed: bool = False
@@ -76,16 +77,9 @@ class TraceRow:
 
 
 def judge(
-    kv: str,
-    bits: float,
-    turns: Sequence[Turn],
-    bootstrap: Bootstrap,
-    *,
-    baseline: str,
-    tolerance: float,
-    is_checked: bool = True,
+    kv: str, bits: float, turns: Sequence[Turn], bootstrap: Bootstrap, *, baseline: str, tolerance: float
 ) -> TraceRow:
-    """Return all figures of one format. `is_checked`: one answer is right; otherwise others may be, too."""
+    """Return all figures of one format."""
     asked = [turn for turn in turns if turn.is_asked]
     tokens, kl, same = _means(turns, TokenKind)
     _, decisive_kl, decisive_same = _means(turns, DECISIVE)
@@ -105,9 +99,7 @@ def judge(
         **_shares(asked),
         more_failed=(lost - gained) / max(1, len(asked)),
         p_value=_mcnemar(lost, gained),
-        verdict="baseline"
-        if kv == baseline
-        else _words(asked, more, baseline, tolerance, is_checked=is_checked),
+        verdict="baseline" if kv == baseline else _words(asked, more, baseline, tolerance),
         intervals={
             "failed": wilson_interval(sum(x.is_failed for x in asked), len(asked)) if asked else None,
             "more_failed": more,
@@ -221,9 +213,7 @@ def _more_failed(asked: Sequence[Turn], bootstrap: Bootstrap) -> Interval | None
     return (low, high) if drawn is None else (min(low, drawn[0]), max(high, drawn[1]))
 
 
-def _words(
-    asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float, *, is_checked: bool
-) -> str:
+def _words(asked: Sequence[Turn], more: Interval | None, baseline: str, tolerance: float) -> str:
     if not asked:
         return "not judged: its answers were only scored"
     if more is None and sum(turn.base_failed for turn in asked) > (1 - LEAST_RIGHT) * len(asked):
@@ -239,7 +229,7 @@ def _words(
     if more[1] <= tolerance:
         return f"as safe as {baseline}: at most {high:.1f} points more turns fail"
     if more[0] > 0:
-        if is_checked:
+        if all(turn.is_checked for turn in asked):
             return f"harms: {low:.1f} to {high:.1f} points more turns fail than with {baseline}"
         return f"differs: {low:.1f} to {high:.1f} points more turns invalid or changed than with {baseline}"
     more_fail = f"{low:+.1f} to {high:+.1f} points more turns fail than with {baseline}"

@@ -214,21 +214,15 @@ class TraceMeasurement:
 
 
 def trace_rows(
-    figures: TraceFigures,
-    models: Sequence[Model],
-    bootstrap: Bootstrap,
-    tolerance: float,
-    *,
-    is_checked: bool = True,
+    figures: TraceFigures, models: Sequence[Model], bootstrap: Bootstrap, tolerance: float
 ) -> list[TraceRow]:
-    """Return the rows of the formats that are finished, the baseline first; `is_checked`: as for `judge`."""
+    """Return the rows of the formats that are finished, the baseline first."""
     baseline = models[0].recipe.name
     return [
         judge(
             *(name, model.bits_per_element, figures.turns[name], bootstrap),
             baseline=baseline,
             tolerance=tolerance,
-            is_checked=is_checked,
         )
         for model in models
         if (name := model.recipe.name) in figures.turns
@@ -243,6 +237,7 @@ def _judged(session: RecordedSession, one: Outcome, base: Outcome) -> dict[str, 
     return {
         "is_asked": True,
         "is_valid": one.is_valid,
+        "is_checked": checked,
         "is_right": one.is_right,
         "is_changed": not is_same,
         "is_failed": not (one.is_right if checked else one.is_valid and is_same),

@@ -73,8 +73,8 @@ def test_foreseen():
 
 
 def test_changed_calls_of_own_sessions_are_not_called_harm():
-    turns = [turn(i, failed=i % 3 == 0, is_right=i % 2 == 0) for i in range(90)]
-    found = judge("int4", 4.6, turns, BOOTSTRAP, baseline="bf16", tolerance=0.02, is_checked=False)
+    turns = [turn(i, failed=i % 3 == 0, is_right=i % 2 == 0, is_checked=False) for i in range(90)]
+    found = row(turns)
     assert found.verdict.startswith("differs: ")
     assert found.as_recorded == 0.5
     scored = [replace(one, is_asked=False) for one in turns]

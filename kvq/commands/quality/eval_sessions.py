@@ -110,13 +110,12 @@ def run(
 
     def result(found: "Sequence[TraceFigures]") -> dict[str, Any]:
         (figures,) = found
-        is_checked = all(one.is_checked for one in log.sessions)
-        rows = trace_rows(figures, models, bootstrap, options.tolerance, is_checked=is_checked)
+        rows = trace_rows(figures, models, bootstrap, options.tolerance)
         facts = {
             "sessions": len(log.sessions) - len(figures.left_out),
             "left_out": figures.left_out,
             "refused": {f"line {line}": reason for line, reason in log.refused},
-            "checked": is_checked,
+            "checked": all(one.is_checked for one in log.sessions),
             "advice": advice(rows),
             "examples": _examples(figures, log, [row.kv for row in rows], texts=options.texts),
         }
