@@ -9,6 +9,7 @@ from benchmarks.exact import SCHEDULES, Trial
 ALL = {"family": None, "kv": None, "schedule": None, "seed": 0, "minutes": 60, "wrong_order": False}
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("family", "kv"),
     [

@@ -15,6 +15,7 @@ def seen() -> Counter[str]:
     return drive(steps=60_000, seed=1)
 
 
+@pytest.mark.daily(20)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_checked_run_takes_the_path_of(seen: Counter[str], path: str) -> None:
     assert seen[path] >= 30

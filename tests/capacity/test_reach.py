@@ -78,6 +78,7 @@ def seen() -> Iterator[Counter[str]]:
         yield counts
 
 
+@pytest.mark.daily(12)
 @pytest.mark.parametrize("path", PATHS)
 def test_random_runs_take_the_path_of(seen: Counter[str], path: str) -> None:
     assert seen[path] >= 3, seen

@@ -70,6 +70,7 @@ def logprobs(outputs):
     return [entry.logprob for o in outputs for r in o.outputs for entry in r.logprobs or ()]
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize(
     "family",
     ["llama", pytest.param("gemma3_text", marks=pytest.mark.long), "gpt_oss"],

@@ -147,6 +147,7 @@ def test_nothing_is_rewritten_if_computing_takes_less_time() -> None:
     assert llm.core.scheduler.manager.blocks.ladder.num_packed == 0
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -66,6 +66,7 @@ def hidden_states(folder: Path, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).last_hidden_state[0]
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("kind", ["causal", "bare"])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens", "cls_token"])

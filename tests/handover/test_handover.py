@@ -24,6 +24,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.daily(12)
 @pytest.mark.parametrize("kv", [*KINDS, *MEANS, *CHANNELS, *STAGED])
 def test_tokens_are_those_of_one_process_in_every_format(kv):
     model = pair("llama")[0]

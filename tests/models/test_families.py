@@ -94,6 +94,7 @@ def test_every_family_that_kvq_accepts_is_tested_here():
     assert set(FAMILY_OPTIONS) == set(FAMILIES)
 
 
+@pytest.mark.daily(12)
 @pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
 def test_prefill_and_64_decoded_tokens_equal_transformers_alone_and_packed(family, tmp_path):
     check_against_transformers(save_model(tmp_path, family), decoded=DECODED)

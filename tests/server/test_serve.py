@@ -302,7 +302,7 @@ def test_large_bodies_and_unknown_paths_are_refused(server):
     assert answer["error"]["code"] == "request_too_large"
     for path, meant in (
         ("/v1/nothing", ""),
-        ("/v1/embeddings", ""),
+        ("/v1/assistants", ""),
         ("/v1/sessions", ""),
         ("/chat/completions", "; did you mean '/v1/chat/completions'?"),
     ):

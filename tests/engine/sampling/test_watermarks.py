@@ -77,6 +77,7 @@ def drawn(scheme, params, logits, context, times: int, prompt=()) -> Counter:
     return Counter(target.sample(logits.expand(times, -1), rows, rows, contexts=contexts).wait().tokens)
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("scheme", [*SCHEMES, Tournament(layers=3, context=1)], ids=str)
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_tokens_come_as_often_as_the_definition_says(scheme, options):

@@ -54,6 +54,7 @@ def static_of(fmt: KVFormat) -> Tensor | None:
     return torch.tensor([[0.25], [0.01], [3.0]]) if fmt.is_static else None
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_grouped_codes_follow_their_formula_code_for_code_and_scale_for_scale(dim: int) -> None:
     x = tame(dim)[::2]

@@ -79,6 +79,7 @@ def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
     assert model.logits(IDS).isfinite().all()
 
 
+@pytest.mark.daily(24)
 @pytest.mark.parametrize(
     "kv", ["fp32", "int8", "int4", "int4_g4", "int3_mean+sinks=9+recent=5", "bf16+recent=20"]
 )

@@ -42,7 +42,7 @@ def rows_of(staged: Staged, new: list[int], options: AttentionOptions, *, is_sta
     return list(out.split(new))
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("more", OPTIONS, ids=str)
 @pytest.mark.parametrize(
     ("kv", "is_staged"),
