@@ -15,17 +15,10 @@ BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
 # RoPE types of the families in FAMILIES.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
 # Families whose models are encoders, unless is_decoder says otherwise
-_ENCODERS: tuple[str, ...] = (
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "distilbert",
-    "electra",
-    "albert",
-    "mpnet",
+_ENCODERS = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert", "mpnet"),
+    *("modernbert", "nomic_bert", "deberta", "deberta-v2"),
 )
-_ENCODERS += ("modernbert", "nomic_bert", "deberta", "deberta-v2")
 # Well-known families that kvq refuses, and why.
 _REFUSED = {
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",

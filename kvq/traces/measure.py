@@ -135,10 +135,9 @@ class TraceMeasurement:
     def _look_at(self, valid: Sequence[bool]) -> None:
         """Tell early if few of the baseline's first answers are valid: formats can't be judged by others."""
         if sum(valid) < LEAST_RIGHT * len(valid):
-            remedy = "" if self._plan.is_forced else "; stop, and try --forced-calls"
-            self._watch.say(
-                f"{len(valid) - sum(valid)} of the first {len(valid)} answers are no calls that fit{remedy}"
-            )
+            count, remedy = len(valid), "" if self._plan.is_forced else "; stop, and try --forced-calls"
+            wrong = count - sum(valid)
+            self._watch.say(f"{wrong} of the first {count} answers are no calls or JSON that fit{remedy}")
 
     def _step(self, done: int, _: int) -> None:
         self._watch.progress(self._done + done, self._steps)

@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "gemma4_assistant",
         "another model, whose K and V it reads",
     ),
+    "bert": (config_dict("bert"), "bert", "it is an encoder"),
     "bloom": (config_dict("bloom"), "bloom", "ALiBi"),
     "mpt": (config_dict("mpt"), "mpt", "ALiBi"),
     "falcon": (config_dict("falcon", alibi=True), "falcon", "ALiBi"),

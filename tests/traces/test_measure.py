@@ -130,6 +130,15 @@ def test_generated_turns_are_kept_in_small_parts(models, tmp_path, monkeypatch):
     assert rows == [asdict(row) for row in measured(models, PLAN)[1]], "parts change nothing"
 
 
+def test_answers_that_are_no_calls_are_told_early(models):
+    said = []
+    figures, _ = measured(models[:1], replace(PLAN, is_forced=False), watch=Watch(say=said.append))
+    assert not any(one.is_valid for one in figures.outcomes["fp32"].values())
+    assert said[1:] == [
+        "6 of the first 6 answers are no calls or JSON that fit; stop, and try --forced-calls"
+    ]
+
+
 def test_scores_only(models):
     figures, rows = measured(models, replace(PLAN, is_free=False))
     assert not figures.outcomes

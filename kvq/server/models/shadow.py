@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from kvq.engine import TokenLogprobs
 from kvq.server.admission.transcript import Transcript, transcript
-from kvq.server.http.problems import Problem
+from kvq.server.http.problems import OVERFLOWN, Problem
 from kvq.server.http.strict_json import DECODED
 from kvq.server.logs import describe
 from kvq.server.models.hosted import Hosted
@@ -139,7 +139,8 @@ async def _generate(hosted: Hosted, scope: Scope, body: dict[str, Any]) -> None:
     try:
         with hosted.using():
             await hosted.wait_for_engine()
-            await ask(hosted.app, scope, {"kvq_tenant": SHADOW, DECODED: body})
+            stays = [*scope["headers"], (OVERFLOWN.encode(), b"1")]  # no copy goes to an upstream
+            await ask(hosted.app, scope, {"kvq_tenant": SHADOW, DECODED: body, "headers": stays})
     except Exception as error:  # noqa: BLE001 - the request itself goes on
         reason = str(error) if isinstance(error, Problem) else describe(error)
         _log.warning("no copy for %s: %s", hosted.entry.name, reason)

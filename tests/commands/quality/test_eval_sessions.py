@@ -50,10 +50,12 @@ def test_a_log_is_measured(kvq, log, tmp_path):
 
 def test_generated_sessions_scored_only(kvq, tmp_path):
     found = tmp_path / "found.json"
-    status, _, err = kvq(
+    status, out, err = kvq(
         "eval", "tiny", *FEW, "--tasks", "edits", "--sessions", 1, "--scores-only", "--json", found
     )
     assert status == 0, err
+    assert "not judged" in out + err
+    assert "turns run" not in out + err, "what was not measured has no figure"
     result = json.loads(found.read_text())
     base, low = result["edits"]
     assert base["turns"] == low["turns"] > 3
@@ -71,6 +73,7 @@ def test_what_is_refused(kvq, log, tmp_path):
     for arguments, words in (
         (("eval", "tiny", "--tasks", "traces"), "--traces sessions.jsonl"),
         (("tune", "tiny", "--traces", log), "--objective traces"),
+        (("eval", "tiny", "--traces", tmp_path), "can't read"),
         (("eval", "tiny", "--tasks", "tool"), "did you mean 'tools'"),
     ):
         status, _, err = kvq(*arguments)

@@ -244,6 +244,7 @@ class _Bodies:
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http":
             self.seen.append((dict(scope["kvq_decoded"]), scope["kvq_tenant"]))
+            assert (b"x-kvq-overflow", b"1") in scope["headers"], "a copy would leave this machine"
         await self.app(scope, receive, send)
 
 
